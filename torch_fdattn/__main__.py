@@ -1,0 +1,24 @@
+"""`python -m torch_fdattn …` and the command `fdattn …`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        from torch_fdattn.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(
+            f"fdattn: the command line needs the package {error.name}: "
+            "pip install 'torch-fdattn[cli]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    app(prog_name="fdattn")
+
+
+if __name__ == "__main__":
+    main()

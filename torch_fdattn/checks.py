@@ -1,0 +1,117 @@
+"""Validation shared by all ops: each error names the argument, what was expected and what came.
+
+Only metadata is looked at, so the same checks run on real and on fake tensors and never wait for a
+device. What only the device knows (lengths) is made safe in the kernels instead.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = "a multiple of 8 from 16 to 256"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """q (B, H, S, D), k and v (B, H_kv, S_kv, D): ranks, shapes, head counts, dtypes, devices."""
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
+                f"got shape {_shape(tensor)}"
+            )
+    q_name, k_name, v_name = names
+    if q.dtype not in DTYPES:
+        raise TypeError(f"{q_name} must be bfloat16, float16, float32 (or float64 on CPU), got {q.dtype}")
+    batch, heads, _, head_dim = q.shape
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"{q_name}'s head_dim must be {HEAD_DIMS}, got {head_dim}")
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    expect_shape(k_name, k, (batch, kv_heads, kv_len, head_dim), q_name)
+    expect_shape(v_name, v, (batch, kv_heads, kv_len, head_dim), k_name)
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{q_name}'s head count must be a positive multiple of {k_name}'s, "
+            f"got {heads} query heads and {kv_heads} key heads"
+        )
+    for name, tensor in ((k_name, k), (v_name, v)):
+        expect_dtype(name, tensor, q.dtype, q_name)
+        expect_device(name, tensor, q.device, q_name)
+
+
+def check_lengths(name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None) -> None:
+    """A per-sequence integer tensor (B,) on q's device, or None."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"{name} must be an int32 tensor of shape (batch,) or None, got {type(lengths).__name__}"
+        )
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 (or int64), got {lengths.dtype}")
+    expect_shape(name, lengths, (q.shape[0],), "q's batch")
+    expect_device(name, lengths, q.device, "q")
+    if CHECK_VALUES and bound is not None and type(lengths) is Tensor and lengths.numel():
+        low, high = (int(x) for x in torch.aminmax(lengths))
+        if low < 0 or high > bound:
+            raise ValueError(f"{name} must lie in [0, {bound}], got values from {low} to {high}")
+
+
+def check_positions(
+    q_start: Tensor | None, kv_start: Tensor | None, kv_block: int, kv_stride: int, q: Tensor,
+    masked: bool,
+) -> None:  # fmt: skip
+    """The position map of DESIGN.md: both of kv_block and kv_stride or neither."""
+    check_lengths("q_start", q_start, q)
+    check_lengths("kv_start", kv_start, q)
+    if kv_block == 0 and kv_stride == 0:
+        return
+    if kv_block < 1 or kv_stride < kv_block:
+        raise ValueError(
+            "kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, "
+            f"got kv_block={kv_block}, kv_stride={kv_stride}"
+        )
+    if masked and q_start is None:
+        raise ValueError(
+            "q_start must be given when kv_block is and the mask depends on positions: the position "
+            "of the last key does not follow from a strided shard, got q_start=None"
+        )
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive finite number, got {scale}")
+
+
+def check_window(window_left: int, window_right: int) -> None:
+    if window_left < -1 or window_right < -1:
+        raise ValueError(
+            "window must be (left, right) with each at least 0, or -1 for unbounded, "
+            f"got ({window_left}, {window_right})"
+        )
+
+
+def expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype, like: str) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must have dtype {dtype} like {like}, got {tensor.dtype}")
+
+
+def expect_device(name: str, tensor: Tensor, device: torch.device, like: str) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like {like}, got {tensor.device}")
+
+
+def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...], like: str) -> None:
+    if tensor.dim() != len(shape) or any(a != b for a, b in zip(tensor.shape, shape, strict=True)):
+        raise ValueError(f"{name} must have shape {tuple(shape)} like {like}, got {_shape(tensor)}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,11 @@
+"""The attention ops on one device. Importing this package registers them under `torch.ops.fdattn`."""
+
+from torch_fdattn.ops import flops
+from torch_fdattn.ops.attention import op as _attention  # noqa: F401
+from torch_fdattn.ops.decode import op as _decode  # noqa: F401
+from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.merge_states import op as _merge_states  # noqa: F401
+
+flops.register()
+
+__all__ = ["launches"]

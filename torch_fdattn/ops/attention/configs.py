@@ -1,0 +1,86 @@
+"""Tile sizes of the portable attention kernels, as data, with the reason beside each branch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from torch_fdattn.ops.library import INTERPRET
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One kernel's tile: BLOCK_M queries by BLOCK_N keys, warps, software pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The two sweeps of the backward: over queries for dK and dV, over keys for dQ."""
+
+    dkdv: TileConfig
+    dq: TileConfig
+
+
+# Small tiles let small shapes span several of them; the interpreter has no other wish.
+_INTERPRETED = TileConfig(16, 16, 1, 1)
+
+
+def forward_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
+    """The forward's tile for a device of this compute capability."""
+    if INTERPRET:
+        return _INTERPRETED
+    if dtype == torch.float32:
+        # fp32 dots run on the FMA units: registers, not tensor cores, set the tile.
+        return TileConfig(64, 32, 4, 2) if head_dim <= 128 else TileConfig(32, 32, 4, 1)
+    if capability[0] == 9:
+        if head_dim <= 64:
+            return TileConfig(128, 64, 4, 3)
+        if head_dim <= 128:
+            return TileConfig(128, 64, 8, 3)
+        return TileConfig(128, 64, 8, 2)
+    # Ampere, Ada and AMD: 100 KiB (64 KiB on AMD) of shared memory hold fewer stages.
+    if head_dim <= 64:
+        return TileConfig(128, 64, 4, 2)
+    if head_dim <= 128:
+        return TileConfig(128, 32, 4, 2)
+    return TileConfig(64, 32, 4, 1)
+
+
+def backward_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> BackwardConfig:
+    """The backward's tiles for a device of this compute capability."""
+    if INTERPRET:
+        return BackwardConfig(_INTERPRETED, _INTERPRETED)
+    if dtype == torch.float32:
+        tile = TileConfig(32, 32, 4, 1)
+        return BackwardConfig(tile, tile)
+    if capability[0] == 9:
+        if head_dim <= 64:
+            return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
+        if head_dim <= 128:
+            return BackwardConfig(TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2))
+        return BackwardConfig(TileConfig(64, 64, 8, 1), TileConfig(64, 64, 8, 1))
+    if head_dim <= 128:
+        return BackwardConfig(TileConfig(32, 64, 4, 2), TileConfig(64, 32, 4, 2))
+    return BackwardConfig(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1))
+
+
+@functools.cache
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """The CUDA compute capability; (0, 0) for the interpreter and for AMD."""
+    if device.type != "cuda" or torch.version.hip:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 dots are exact unless torch's own setting for fp32 matmuls allows tf32."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"

@@ -1,0 +1,104 @@
+"""Attention forward in portable Triton: one program per block of queries, streaming over keys.
+
+FlashAttention-2's forward (arXiv:2307.08691, algorithm 1). Masked tiles are only those that a mask
+border or the ragged end crosses; tiles outside are never loaded. Causal programs start with the
+longest rows, so that the short ones fill the tail of the grid.
+
+Shapes: q, out (B, H, M, D); k, v (B, H_kv, N, D); lse (B, H, M). Any strides. GQA by head counts.
+Limits: head dims that are no power of two are padded to one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.ops.attend import attend_range, load_tile, tile_ptrs
+from torch_fdattn.ops.attention.configs import (
+    TileConfig,
+    device_capability,
+    dot_precision,
+    forward_config,
+)
+from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded
+from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_bounds
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"])
+def _attention_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
+    q_strides, k_strides, v_strides, out_strides,
+    q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
+    heads, group, head_dim: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    EVEN_D: tl.constexpr = BLOCK_D == head_dim
+    row_blocks = tl.cdiv(q_len, BLOCK_M)
+    block, head, batch = program_coordinates(row_blocks, heads)
+    if HAS_RIGHT:
+        block = row_blocks - 1 - block
+    kv_len, q_start, kv_start = sequence_bounds(
+        batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
+    )
+    keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride)
+
+    batch64 = batch.to(tl.int64)
+    head64 = head.to(tl.int64)
+    kv_head64 = (head // group).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    rows_in = rows[:, None] < q_len
+    dims_in = d[None, :] < head_dim
+    q_ptr += batch64 * q_strides[0] + head64 * q_strides[1]
+    q = load_tile(
+        tile_ptrs(q_ptr, block * BLOCK_M, d[None, :], tl.arange(0, BLOCK_M)[:, None], (q_strides[2], q_strides[3])),
+        rows_in, dims_in, True, EVEN_D,
+    )  # fmt: skip
+
+    first = q_start + block * BLOCK_M
+    last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
+    bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = attend_range(
+        acc, row_max, row_sum, q, q_start + rows,
+        k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
+        v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
+        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
+        HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+    )  # fmt: skip
+    out, lse = softmax_finish(acc, row_max, row_sum)
+
+    out_ptr += batch64 * out_strides[0] + head64 * out_strides[1]
+    out_ptrs = tile_ptrs(
+        out_ptr, block * BLOCK_M, d[None, :], tl.arange(0, BLOCK_M)[:, None], (out_strides[2], out_strides[3])
+    )
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows_in & dims_in)
+    tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
+    config: TileConfig | None = None,
+) -> None:  # fmt: skip
+    """Writes attention of q, k, v into out (like q, any float dtype) and lse (fp32, contiguous)."""
+    batch, heads, q_len, head_dim = q.shape
+    if q.numel() == 0:
+        return
+    config = config or forward_config(head_dim, q.dtype, device_capability(q.device))
+    launches["attention_forward/triton"] += 1
+    with on_device(q):
+        _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
+            q, k, v, out, lse, *mask_pointers(mask),
+            q.stride(), k.stride(), v.stride(), out.stride(),
+            q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim,
+            **mask_flags(mask), PRECISION=dot_precision(q.dtype),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Attention by explicit formulas in torch: the definition, and the CPU kernel.
+
+    S = scale · Q Kᵀ,  lse = log Σ_j exp(S_ij) over visible keys,  P = exp(S - lse),  O = P V
+
+and, with D = rowsum(dO ∘ O) - dlse,
+
+    dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q
+
+(FlashAttention-2, arXiv:2307.08691, section 3.1; the term dlse is d lse / d S = P). The backward takes
+P from the saved lse, so a partial key set with a global (out, lse) yields that part's exact gradients.
+Computes in fp32, or fp64 for fp64 inputs. Limit: materialises the scores of QUERY_BLOCK rows at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops.positions import Mask, visible
+
+QUERY_BLOCK = 512
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out (B, H, S, D), lse (B, H, S)) in the accumulation dtype."""
+    q, k, v = grouped(q, k.shape[1]), accumulated(k)[:, :, None], accumulated(v)[:, :, None]
+    seen = visible(mask, q.shape[3], k.shape[3], q.device)[:, None, None]
+    outs, lses = [], []
+    for rows, seen_rows in zip(q.split(QUERY_BLOCK, 3), seen.split(QUERY_BLOCK, 3), strict=True):
+        scores = _scores(rows, k, seen_rows, scale)
+        lse = torch.logsumexp(scores, -1)
+        outs.append(_probabilities(scores, lse) @ v)
+        lses.append(lse)
+    return torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 3).flatten(1, 2)
+
+
+def attention_backward_reference(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    mask: Mask, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) in the accumulation dtype."""
+    delta = (accumulated(dout) * accumulated(out)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    kv_heads = k.shape[1]
+    q, dout = grouped(q, kv_heads), grouped(dout, kv_heads)
+    lse, delta = lse.unflatten(1, (kv_heads, -1)), delta.unflatten(1, (kv_heads, -1))
+    k, v = accumulated(k)[:, :, None], accumulated(v)[:, :, None]
+    seen = visible(mask, q.shape[3], k.shape[3], q.device)[:, None, None]
+    dq, dk, dv = [], torch.zeros_like(k[:, :, 0]), torch.zeros_like(v[:, :, 0])
+    blocks = (tensor.split(QUERY_BLOCK, 3) for tensor in (q, dout, lse, delta, seen))
+    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows in zip(*blocks, strict=True):
+        p = _probabilities(_scores(q_rows, k, seen_rows, scale), lse_rows)
+        ds = p * (dout_rows @ v.mT - delta_rows[..., None])
+        dq.append(scale * (ds @ k))
+        dk += scale * (ds.mT @ q_rows).sum(2)
+        dv += (p.mT @ dout_rows).sum(2)
+    return torch.cat(dq, 3).flatten(1, 2), dk, dv
+
+
+def accumulated(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, S, D) to (B, H_kv, H / H_kv, S, D) in the accumulation dtype."""
+    return accumulated(x).unflatten(1, (kv_heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    return (scale * (q @ k.mT)).masked_fill(~seen, float("-inf"))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    # A row that sees no key has lse = -inf; its probabilities are zero, not exp(-inf + inf).
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

@@ -1,0 +1,39 @@
+"""FLOP formulas, for `torch.utils.flop_counter` and for the compiler's recomputation choices.
+
+As torch counts its own attention: 2 matmuls forward, 5 backward, masked pairs included. Without a
+formula the partitioner would take attention for free and recompute it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+
+def register() -> None:
+    """Registers the formulas of all raw ops; called once, after they are defined."""
+    ops = torch.ops.fdattn
+
+    @register_flop_formula([ops.attention_forward, ops.decode_forward])
+    def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
+        return 2 * _pair_flops(q_shape, k_shape)
+
+    @register_flop_formula(ops.attention_backward)
+    def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, *args, **kwargs) -> int:
+        return 5 * _pair_flops(q_shape, k_shape)
+
+    @register_flop_formula(ops.merge_states_forward)
+    def merge_flops(outs_shape, *args, **kwargs) -> int:
+        return 2 * prod(outs_shape)
+
+    @register_flop_formula(ops.merge_states_backward)
+    def merge_backward_flops(dout_shape, dlse_shape, outs_shape, *args, **kwargs) -> int:
+        return 4 * prod(outs_shape)
+
+
+def _pair_flops(q_shape, k_shape) -> int:
+    """One matmul's FLOPs over all (query, key) pairs."""
+    batch, heads, q_len, head_dim = q_shape
+    return 2 * batch * heads * q_len * k_shape[2] * head_dim

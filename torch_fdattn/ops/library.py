@@ -1,0 +1,105 @@
+"""The op library `fdattn`: where schemas are defined, and how a call finds its kernel.
+
+Each raw op has one Python function for CPU and CUDA tensors, which chooses between the Triton kernel
+and the readable reference, and one fake. Differentiable ops are composites over raw ops (see
+`ops/attention/op.py`), so that compiled graphs hold the raw ops.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+library = torch.library.Library("fdattn", "DEF")
+
+#: How often each launch path ran, e.g. ``launches["decode_forward/triton"]``. Tests read it to know
+#: which kernel they tested.
+launches: Counter[str] = Counter()
+
+#: Triton reads this variable when a kernel is decorated, so it must be set before the first launch.
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+# Inductor must hand our kernels the strides that the fake promised.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether a call on this tensor runs the Triton kernels, or else the reference."""
+    if tensor.is_cuda:
+        if tensor.dtype == torch.float64:
+            raise NotImplementedError("float64 runs on the CPU reference only, got CUDA tensors")
+        return True
+    if not INTERPRET or tensor.dtype == torch.float64:
+        return False
+    if tensor.dtype == torch.bfloat16:
+        raise NotImplementedError(
+            "bfloat16 is wrong in Triton's interpreter; with TRITON_INTERPRET=1 use float16 or float32"
+        )
+    return True
+
+
+def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
+    """Defines a raw op: one kernel for CPU and CUDA, its fake, and an Autograd kernel that refuses.
+
+    Without the refusal autograd would differentiate straight through the CPU reference, and on CUDA
+    return outputs silently cut off from the graph.
+    """
+    name = schema[: schema.index("(")]
+    library.define(schema, tags=_TAGS)
+    for key in ("CPU", "CUDA"):
+        library.impl(name, kernel, key)
+    torch.library.register_fake(f"fdattn::{name}", fake, lib=library)
+
+    overload = getattr(torch.ops.fdattn, name).default
+
+    def refuse_autograd(*args, **kwargs):
+        if torch.is_grad_enabled() and any(_requires_grad(arg) for arg in args):
+            raise NotImplementedError(
+                f"torch.ops.fdattn.{name} is a raw op and not differentiable; call the op without "
+                "_forward/_backward in its name (torch.ops.fdattn.attention, decode, merge_states)"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    library.impl(name, refuse_autograd, "Autograd")
+
+
+def define_composite(schema: str, function: Callable, autocast_args: int) -> None:
+    """Defines a differentiable op as a composite, with autocast for its first `autocast_args` tensors.
+
+    `torch.library.register_autocast` would cast every floating-point input, lse included.
+    """
+    name = schema[: schema.index("(")]
+    library.define(schema, tags=_TAGS)
+    library.impl(name, function, "CompositeImplicitAutograd")
+    if not autocast_args:
+        return
+    overload = getattr(torch.ops.fdattn, name).default
+
+    def autocast(device_type: str, key: torch._C.DispatchKey) -> Callable:
+        keys = torch._C.DispatchKeySet(key)
+
+        def kernel(*args, **kwargs):
+            dtype = torch.get_autocast_dtype(device_type)
+            cast = [_autocast(arg, dtype) for arg in args[:autocast_args]]
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return overload(*cast, *args[autocast_args:], **kwargs)
+
+        return kernel
+
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        library.impl(name, autocast(device_type, getattr(torch._C.DispatchKey, key)), key)
+
+
+def _requires_grad(arg: object) -> bool:
+    return isinstance(arg, Tensor) and arg.requires_grad
+
+
+def _autocast(arg: Tensor, dtype: torch.dtype) -> Tensor:
+    # As torch's own autocast: double precision is a deliberate choice and stays.
+    eligible = arg.is_floating_point() and arg.dtype != torch.float64
+    return arg.to(dtype) if eligible else arg

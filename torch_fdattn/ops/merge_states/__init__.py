@@ -1,0 +1,1 @@
+"""Combining partial attention states: `reference.py` defines it, `op.py` registers it."""

@@ -1,0 +1,141 @@
+"""The op `fdattn::merge_states`: partial attention states over disjoint keys into one.
+
+    merge_states_forward(outs, lses, dtype)                   -> (out, lse)
+    merge_states_backward(dout, dlse, outs, lses, out, lse)   -> (douts, dlses)
+    merge_states(outs, lses, dtype=None)                      -> (out, lse), autograd
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_fdattn import checks
+from torch_fdattn.ops import library
+from torch_fdattn.ops.merge_states.reference import (
+    merge_states_backward_reference,
+    merge_states_reference,
+)
+
+
+def _check(outs: Tensor, lses: Tensor) -> None:
+    if outs.dim() != 5:
+        raise ValueError(
+            "outs must have 5 dimensions (parts, batch, heads, sequence, head_dim), "
+            f"got shape {tuple(outs.shape)}"
+        )
+    if outs.dtype not in checks.DTYPES:
+        raise TypeError(f"outs must be bfloat16, float16, float32 (or float64 on CPU), got {outs.dtype}")
+    checks.expect_shape("lses", lses, outs.shape[:-1], "outs")
+    checks.expect_device("lses", lses, outs.device, "outs")
+    expected = torch.float64 if outs.dtype == torch.float64 else torch.float32
+    if lses.dtype != expected:
+        raise TypeError(f"lses must be {expected}, got {lses.dtype}")
+
+
+def _empty(outs: Tensor, lses: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:], dtype=dtype or outs.dtype), lses.new_empty(lses.shape[1:])
+
+
+def _forward(outs, lses, dtype=None):
+    _check(outs, lses)
+    out, lse = _empty(outs, lses, dtype)
+    if library.use_triton(outs):
+        from torch_fdattn.ops.merge_states.kernel import launch_merge
+
+        launch_merge(outs, lses, out, lse)
+    else:
+        library.launches["merge_states_forward/reference"] += 1
+        merged, merged_lse = merge_states_reference(outs, lses)
+        out.copy_(merged)
+        lse.copy_(merged_lse)
+    return out, lse
+
+
+def _forward_fake(outs, lses, dtype=None):
+    _check(outs, lses)
+    return _empty(outs, lses, dtype)
+
+
+def _check_backward(dout, dlse, outs, lses, out, lse):
+    _check(outs, lses)
+    for name, tensor, shape in (
+        ("dout", dout, outs.shape[1:]), ("out", out, outs.shape[1:]), ("lse", lse, lses.shape[1:]),
+    ):  # fmt: skip
+        checks.expect_shape(name, tensor, shape, "outs")
+        checks.expect_device(name, tensor, outs.device, "outs")
+    if dlse is not None:
+        checks.expect_shape("dlse", dlse, lse.shape, "lse")
+
+
+def _empty_gradients(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs), lses.new_empty(lses.shape)
+
+
+def _backward(dout, dlse, outs, lses, out, lse):
+    _check_backward(dout, dlse, outs, lses, out, lse)
+    douts, dlses = _empty_gradients(outs, lses)
+    if library.use_triton(outs):
+        from torch_fdattn.ops.merge_states.kernel import launch_merge_backward
+
+        dlse = dlse.contiguous() if dlse is not None else None
+        launch_merge_backward(dout, dlse, outs, lses, out, lse.contiguous(), douts, dlses)
+    else:
+        library.launches["merge_states_backward/reference"] += 1
+        gradients = merge_states_backward_reference(dout, dlse, outs, lses, out, lse)
+        douts.copy_(gradients[0])
+        dlses.copy_(gradients[1])
+    return douts, dlses
+
+
+def _backward_fake(dout, dlse, outs, lses, out, lse):
+    _check_backward(dout, dlse, outs, lses, out, lse)
+    return _empty_gradients(outs, lses)
+
+
+library.define_raw(
+    "merge_states_forward(Tensor outs, Tensor lses, ScalarType? dtype=None) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+library.define_raw(
+    "merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse)"
+    " -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outs, lses, dtype):
+        out, lse = torch.ops.fdattn.merge_states_forward(outs, lses, dtype)
+        ctx.save_for_backward(outs, lses, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return None, None, None
+        outs, lses, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        douts, dlses = torch.ops.fdattn.merge_states_backward(dout, dlse, outs, lses, out, lse)
+        return douts, dlses, None
+
+
+def _merge_states(outs, lses, *, dtype=None):
+    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+        return _Merge.apply(outs, lses, dtype)
+    return torch.ops.fdattn.merge_states_forward(outs, lses, dtype)
+
+
+# No autocast: states are merged in the precision they come in.
+library.define_composite(
+    "merge_states(Tensor outs, Tensor lses, *, ScalarType? dtype=None) -> (Tensor out, Tensor lse)",
+    _merge_states,
+    autocast_args=0,
+)

@@ -1,0 +1,126 @@
+"""From positions to tile ranges, in Triton: which tiles a block must visit, and which need no mask.
+
+The torch twin, which defines the meaning, is `ops/positions.py`. Key positions grow with the key's
+index (kv_stride >= kv_block), so the keys that a block of queries sees form one range of indices:
+
+    begin ··· full_begin ······ full_end ··· end
+      masked      every pair visible      masked
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def program_coordinates(inner, middle):
+    """Program id of a flat grid (outer · middle · inner) to (inner, middle, outer) coordinates.
+
+    Flat, because the y and z dimensions of a CUDA grid end at 65535.
+    """
+    program = tl.program_id(0)
+    return program % inner, program // inner % middle, program // inner // middle
+
+
+@triton.jit
+def key_position(index, kv_start, kv_block, kv_stride, STRIPED: tl.constexpr):
+    if STRIPED:
+        return kv_start + index // kv_block * kv_stride + index % kv_block
+    else:
+        return kv_start + index
+
+
+@triton.jit
+def keys_before(position, kv_start, kv_block, kv_stride, STRIPED: tl.constexpr):
+    """How many local keys of an endless shard stand before `position`."""
+    distance = tl.maximum(position - kv_start, 0)
+    if STRIPED:
+        return distance // kv_stride * kv_block + tl.minimum(distance % kv_stride, kv_block)
+    else:
+        return distance
+
+
+@triton.jit
+def sequence_bounds(batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity):
+    """(kv_len clamped to the capacity, q_start, kv_start) of one sequence; each pointer may be None."""
+    kv_len = kv_capacity
+    if kv_lens_ptr is not None:
+        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch).to(tl.int32), 0), kv_capacity)
+    kv_start = 0
+    if kv_start_ptr is not None:
+        kv_start = tl.load(kv_start_ptr + batch).to(tl.int32)
+    if q_start_ptr is not None:
+        q_start = tl.load(q_start_ptr + batch).to(tl.int32)
+    else:
+        q_start = kv_start + kv_len - q_len
+    return kv_len, q_start, kv_start
+
+
+@triton.jit
+def key_range(
+    first, last, keys,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, full_begin, full_end, end) of the keys that queries at positions first..last see.
+
+    begin, full_begin and full_end are multiples of BLOCK_N, except that they never pass `end`.
+    """
+    kv_len, kv_start, window_left, window_right, kv_block, kv_stride = keys
+    begin = 0
+    full_begin = 0
+    end = kv_len
+    full_end = kv_len
+    if HAS_RIGHT:
+        seen_by_last = keys_before(last + window_right + 1, kv_start, kv_block, kv_stride, STRIPED)
+        seen_by_first = keys_before(first + window_right + 1, kv_start, kv_block, kv_stride, STRIPED)
+        end = tl.minimum(end, seen_by_last)
+        full_end = tl.minimum(end, seen_by_first)
+    if HAS_LEFT:
+        begin = keys_before(first - window_left, kv_start, kv_block, kv_stride, STRIPED)
+        full_begin = keys_before(last - window_left, kv_start, kv_block, kv_stride, STRIPED)
+    begin = tl.minimum(begin // BLOCK_N * BLOCK_N, end)
+    full_begin = tl.minimum(tl.cdiv(full_begin, BLOCK_N) * BLOCK_N, end)
+    full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_range(
+    first, last, whole, q_start, q_len, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """(begin, full_begin, full_end, end) of the queries that see keys at positions first..last.
+
+    `whole` is false where the key tile itself is ragged, so that every query tile needs a mask.
+    """
+    begin = 0
+    full_begin = 0
+    end = q_len
+    full_end = q_len
+    if HAS_RIGHT:
+        begin = tl.maximum(first - window_right - q_start, 0)
+        full_begin = tl.maximum(last - window_right - q_start, 0)
+    if HAS_LEFT:
+        end = tl.maximum(tl.minimum(end, last + window_left - q_start + 1), 0)
+        full_end = tl.maximum(tl.minimum(end, first + window_left - q_start + 1), 0)
+    begin = tl.minimum(begin // BLOCK_M * BLOCK_M, end)
+    full_begin = tl.where(whole, tl.minimum(tl.cdiv(full_begin, BLOCK_M) * BLOCK_M, end), end)
+    full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visible(
+    q_pos, index, keys, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr
+):
+    """The mask of one tile; q_pos and key index already broadcast against each other."""
+    kv_len, kv_start, window_left, window_right, kv_block, kv_stride = keys
+    seen = index < kv_len
+    if HAS_LEFT or HAS_RIGHT:
+        position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
+        if HAS_RIGHT:
+            seen = seen & (position <= q_pos + window_right)
+        if HAS_LEFT:
+            seen = seen & (position >= q_pos - window_left)
+    return seen
