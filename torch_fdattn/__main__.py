@@ -9,10 +9,11 @@ def main() -> None:
     try:
         from torch_fdattn.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
         print(
-            f"fdattn: the command line needs the package {error.name}: "
+            f"fdattn: the command line needs the package {missing}: "
             "pip install 'torch-fdattn[cli]'",
             file=sys.stderr,
         )

@@ -20,8 +20,7 @@ CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
     """q (B, H, S, D), k and v (B, H_kv, S_kv, D): ranks, shapes, head counts, dtypes, devices."""
     for name, tensor in zip(names, (q, k, v), strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        expect_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
@@ -96,6 +95,11 @@ def check_window(window_left: int, window_right: int) -> None:
             "window must be (left, right) with each at least 0, or -1 for unbounded, "
             f"got ({window_left}, {window_right})"
         )
+
+
+def expect_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype, like: str) -> None:

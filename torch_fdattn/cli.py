@@ -77,7 +77,7 @@ def generate_command(
     dtype: Annotated[DType, typer.Option(help="auto: the checkpoint's.")] = DType.auto,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")] = None,
     kv_block: Annotated[
-        int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: equal halves.")
+        int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
     ] = 16,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")] = 512,
 ) -> None:
@@ -86,7 +86,8 @@ def generate_command(
         sampling = _sampling(temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
-        ids = tokenizer.chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+        turn = [{"role": "user", "content": prompt}]
+        ids = tokenizer.chat(turn) if chat else tokenizer.encode(prompt)
         network = _load(path, dtype, world)
         cache = _cache(network, len(ids) + max_new_tokens, kv_block or None, world)
         stats = Stats()
@@ -162,7 +163,10 @@ def _device(name: str | None, local_rank: int | None) -> torch.device:
     elif local_rank is not None:
         raise UsageError(f"--device must be cpu or cuda under torchrun, got {name}")
     if device.index >= torch.cuda.device_count():
-        raise UsageError(f"--device {device}: this process sees {torch.cuda.device_count()} GPUs")
+        raise UsageError(
+            f"--device {device}: this process sees {torch.cuda.device_count()} GPUs; start one rank "
+            "for each GPU, or use --device cpu"
+        )
     return device
 
 
@@ -176,8 +180,9 @@ def _sampling(temperature: float, top_p: float, seed: int | None) -> Sampling:
 def _load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
     wanted = None if dtype is DType.auto else getattr(torch, dtype.value)
     columns = TextColumn("loading {task.description}"), BarColumn(), DownloadColumn()
+    quiet = world.rank > 0 or not _stderr.is_terminal
     with Progress(
-        *columns, TimeElapsedColumn(), console=_stderr, disable=world.rank > 0, transient=True
+        *columns, TimeElapsedColumn(), console=_stderr, disable=quiet, transient=True
     ) as bar:
         task = bar.add_task(os.path.basename(path), total=None)
         return load_model(
@@ -188,9 +193,7 @@ def _load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
         )
 
 
-def _cache(
-    model: Transformer, capacity: int, kv_block: int | None, world: World
-) -> ShardedKVCache:
+def _cache(model: Transformer, capacity: int, kv_block: int | None, world: World) -> ShardedKVCache:
     config = model.config
     if capacity > config.max_positions:
         raise PromptError(
@@ -232,7 +235,8 @@ def _report(stats: Stats, model: Transformer, cache: ShardedKVCache, world: Worl
         f"read{' by rank 0' if world.size > 1 else ''}"
     )
     config, itemsize = model.config, model.norm.weight.itemsize
-    total = 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache.capacity * itemsize
+    position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    total = cache.capacity * position
     for rank, nbytes in enumerate(held):
         _stderr.print(
             f"rank {rank}: KV cache of {nbytes:,} bytes, {nbytes / total:.1%} of {total:,} in all"

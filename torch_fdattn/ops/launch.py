@@ -42,3 +42,8 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
 def padded(size: int) -> int:
     """The next power of two, at least 16: the smallest side of a tensor-core tile."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def wide_rows(*tensors: Tensor) -> bool:
+    """Whether a tile of up to 128 rows can span 2**31 elements of one of (B, H, S, D) tensors."""
+    return any(tensor.stride(2) >= 1 << 24 for tensor in tensors)

@@ -7,12 +7,15 @@ and the readable reference, and one fake. Differentiable ops are composites over
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 library = torch.library.Library("fdattn", "DEF")
 
@@ -46,7 +49,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     """Defines a raw op: one kernel for CPU and CUDA, its fake, and an Autograd kernel that refuses.
 
     Without the refusal autograd would differentiate straight through the CPU reference, and on CUDA
-    return outputs silently cut off from the graph.
+    return outputs silently cut off from the graph; forward mode would lose its tangents everywhere.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=_TAGS)
@@ -57,10 +60,16 @@ def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     overload = getattr(torch.ops.fdattn, name).default
 
     def refuse_autograd(*args, **kwargs):
-        if torch.is_grad_enabled() and any(_requires_grad(arg) for arg in args):
+        if torch.is_grad_enabled() and any(requires_grad(arg) for arg in args):
             raise NotImplementedError(
                 f"torch.ops.fdattn.{name} is a raw op and not differentiable; call the op without "
                 "_forward/_backward in its name (torch.ops.fdattn.attention, decode, merge_states)"
+            )
+        # The level is private to torch, but reading it costs 30 ns and unpacking every tensor does not.
+        if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in args):
+            raise NotImplementedError(
+                f"torch.ops.fdattn.{name} has no forward-mode derivative (torch.func.jvp, "
+                "torch.autograd.forward_ad); use reverse mode"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args, **kwargs)
@@ -95,8 +104,37 @@ def define_composite(schema: str, function: Callable, autocast_args: int) -> Non
         library.impl(name, autocast(device_type, getattr(torch._C.DispatchKey, key)), key)
 
 
-def _requires_grad(arg: object) -> bool:
+@functools.cache
+def register_dtensor_rules() -> None:
+    """Makes the raw ops known to DTensor; only the first call does anything."""
+    from torch_fdattn.ops import dtensor_rules
+
+    dtensor_rules.register()
+
+
+def meet(tensor: Tensor) -> None:
+    """Called by every composite with its first input: loads what a tensor subclass needs."""
+    if type(tensor) is not Tensor and "torch.distributed.tensor" in sys.modules:
+        register_dtensor_rules()
+
+
+def refuse_double_backward(op: str) -> None:
+    """Called by every backward: under create_graph=True its results would silently count as constants.
+
+    torch's `once_differentiable` sees only whether the incoming gradients require grad, not q, k and v.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"torch.ops.fdattn.{op} has no second derivative: its backward cannot run with create_graph=True"
+        )
+
+
+def requires_grad(arg: object) -> bool:
     return isinstance(arg, Tensor) and arg.requires_grad
+
+
+def _has_tangent(arg: object) -> bool:
+    return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None
 
 
 def _autocast(arg: Tensor, dtype: torch.dtype) -> Tensor:

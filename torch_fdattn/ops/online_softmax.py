@@ -49,13 +49,13 @@ def softmax_finish(acc, row_max, row_sum):
 def merge_update(acc, row_max, row_sum, outs, lses):
     """Adds a chunk of partial states, outs (N, D) and lses (N,), to one running state (D,).
 
-    A part with lse = -inf weighs nothing, whatever its outs hold (they may be uninitialised).
+    Here row_max is in natural units: differences of large lses are exact, their multiples of log2(e) are
+    not. A part with lse = -inf weighs nothing, whatever its outs hold (they may be uninitialised).
     """
-    logs = lses * LOG2E
-    new_max = tl.maximum(row_max, tl.max(logs, 0))
+    new_max = tl.maximum(row_max, tl.max(lses, 0))
     safe_max = finite_max(new_max)
-    weights = tl.exp2(logs - safe_max)
-    alpha = tl.exp2(row_max - safe_max)
+    weights = tl.exp2((lses - safe_max) * LOG2E)
+    alpha = tl.exp2((row_max - safe_max) * LOG2E)
     outs = tl.where((lses == float("-inf"))[:, None], 0.0, outs)
     acc = acc * alpha + tl.sum(weights[:, None] * outs, 0)
     return acc, new_max, row_sum * alpha + tl.sum(weights, 0)

@@ -4,7 +4,9 @@ The torch twin, which defines the meaning, is `ops/positions.py`. Key positions 
 index (kv_stride >= kv_block), so the keys that a block of queries sees form one range of indices:
 
     begin ··· full_begin ······ full_end ··· end
-      masked      every pair visible      masked
+      border          interior          border
+
+In the interior every pair is visible; border tiles are masked.
 """
 
 from __future__ import annotations
@@ -108,6 +110,25 @@ def query_range(
     full_begin = tl.where(whole, tl.minimum(tl.cdiv(full_begin, BLOCK_M) * BLOCK_M, end), end)
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
     return begin, full_begin, full_end, end
+
+
+@triton.jit
+def tile_steps(bounds, BORDER: tl.constexpr):
+    """(first, last) of the loop over a range's border tiles, both sides in one, or its interior."""
+    begin, full_begin, full_end, end = bounds
+    if BORDER:
+        return begin, end - (full_end - full_begin)
+    else:
+        return full_begin, full_end
+
+
+@triton.jit
+def tile_start(step, bounds, BORDER: tl.constexpr):
+    """The tile of a step of that loop: border steps jump over the interior."""
+    if BORDER:
+        return tl.where(step < bounds[1], step, step + (bounds[2] - bounds[1]))
+    else:
+        return step
 
 
 @triton.jit

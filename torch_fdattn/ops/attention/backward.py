@@ -1,12 +1,12 @@
 """Attention backward in portable Triton: streaming from the saved lse, deterministic by construction.
 
 Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sweeps):
-- delta = rowsum(dO ∘ O) - dlse;
+- per row: delta = rowsum(dO ∘ O) - dlse, and the lse in log2 units, both padded to whole tiles;
 - one program per block of keys: dK and dV, over the queries of all heads of its group, in fixed order;
 - one program per block of queries: dQ, over the keys.
 Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run.
 
-Shapes: q, out, dout, dq (B, H, M, D); k, v, dk, dv (B, H_kv, N, D); lse, dlse, delta (B, H, M). Tiles
+Shapes: q, out, dout, dq (B, H, M, D); k, v, dk, dv (B, H_kv, N, D); lse, dlse (B, H, M). Tiles
 of the dK/dV sweep are transposed (N, M), so that P and dS enter their second matmul as they are.
 """
 
@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.ops.attend import load_tile, tile_ptrs
+from torch_fdattn.ops.attend import block_ptrs, load_tile, tile_offsets
 from torch_fdattn.ops.attention.configs import (
     BackwardConfig,
     backward_config,
     device_capability,
     dot_precision,
 )
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded
+from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.positions import Mask
@@ -34,61 +34,65 @@ from torch_fdattn.ops.tiles import (
     program_coordinates,
     query_range,
     sequence_bounds,
+    tile_start,
+    tile_steps,
     visible,
 )
 
-_LENGTHS = ["q_len", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"]
+# Every tile side divides it.
+_PADDING = 128
+_LENGTHS = ["padded_len", "q_len", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"]
 
 
-@triton.jit(do_not_specialize=["q_len"])
-def _delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, q_len, heads,
-    head_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["q_len", "padded_len"])
+def _row_terms_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
+    q_len, padded_len, heads, head_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = program_coordinates(tl.cdiv(q_len, BLOCK_M), heads)
+    block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
     batch64 = batch.to(tl.int64)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    rows = block * BLOCK_M + m
-    inside = (rows[:, None] < q_len) & (d[None, :] < head_dim)
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    rows_in = rows < q_len
+    inside = rows_in[:, None] & (tl.arange(0, BLOCK_D)[None, :] < head_dim)
     out_ptr += batch64 * out_strides[0] + head.to(tl.int64) * out_strides[1]
     dout_ptr += batch64 * dout_strides[0] + head.to(tl.int64) * dout_strides[1]
-    first = block * BLOCK_M
-    out_ptrs = tile_ptrs(out_ptr, first, d[None, :], m[:, None], (out_strides[2], out_strides[3]))
-    dout_ptrs = tile_ptrs(dout_ptr, first, d[None, :], m[:, None], (dout_strides[2], dout_strides[3]))
+    out_ptrs = block_ptrs(out_ptr, first, (out_strides[2], out_strides[3]), True, BLOCK_M, BLOCK_D)
+    dout_ptrs = block_ptrs(dout_ptr, first, (dout_strides[2], dout_strides[3]), True, BLOCK_M, BLOCK_D)
     out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
-    offsets = (batch64 * heads + head) * q_len + rows
+    row_offset = (batch64 * heads + head) * q_len
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + offsets, mask=rows < q_len, other=0.0)
-    tl.store(delta_ptr + offsets, delta, mask=rows < q_len)
-
-
-@triton.jit
-def _load_row_terms(lse_ptr, delta_ptr, rows, q_len):
-    """(lse in log2 units, delta); rows outside and rows that saw no key get probability zero."""
-    lse = tl.load(lse_ptr + rows, mask=rows < q_len, other=float("inf"))
+        delta -= tl.load(dlse_ptr + row_offset + rows, mask=rows_in, other=0.0)
+    # Rows outside and rows that saw no key get lse = +inf, so that their probabilities are zero and
+    # the sweeps need no mask for them.
+    lse = tl.load(lse_ptr + row_offset + rows, mask=rows_in, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2E, tl.load(delta_ptr + rows, mask=rows < q_len, other=0.0)
+    padded_offset = (batch64 * heads + head) * padded_len
+    tl.store(lse2_ptr + padded_offset + rows, lse * LOG2E)
+    tl.store(delta_ptr + padded_offset + rows, delta)
 
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, index, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_strides, dout_strides, begin, end,
+    dk, dv, k, v, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
     q_start, q_len, keys, scale_log2, head_dim,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles begin … end of one head to dk (unscaled) and dv of one key tile."""
+    """Adds one head's border (MASKED) or interior query tiles to dk (unscaled) and dv of a key tile."""
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    qt_ptrs = tile_ptrs(q_ptr, begin, d[:, None], m[None, :], q_strides)
-    dout_ptrs = tile_ptrs(dout_ptr, begin, d[None, :], m[:, None], dout_strides)
-    for start in tl.range(begin, end, BLOCK_M):
+    qt_offsets = tile_offsets(m[None, :], d[:, None], q_strides, WIDE)
+    dout_offsets = tile_offsets(m[:, None], d[None, :], dout_strides, WIDE)
+    first, last = tile_steps(bounds, MASKED)
+    for step in tl.range(first, last, BLOCK_M):
+        start = tile_start(step, bounds, MASKED)
         rows = start + m
+        qt_ptrs = q_ptr + start.to(tl.int64) * q_strides[0] + qt_offsets
         qt = load_tile(qt_ptrs, rows[None, :] < q_len, d[:, None] < head_dim, MASKED, EVEN_D)
-        lse2, delta = _load_row_terms(lse_ptr, delta_ptr, rows, q_len)
+        lse2 = tl.load(lse2_ptr + rows)
         products = tl.dot(k, qt, input_precision=PRECISION)
         pt = tl.exp2(products * scale_log2 - lse2[None, :])
         if MASKED:
@@ -96,25 +100,25 @@ def _dkdv_tiles(
                 (q_start + rows)[None, :], index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED
             )
             pt = tl.where(seen, pt, 0.0)
+        dout_ptrs = dout_ptr + start.to(tl.int64) * dout_strides[0] + dout_offsets
         dout = load_tile(dout_ptrs, rows[:, None] < q_len, d[None, :] < head_dim, MASKED, EVEN_D)
         dv = tl.dot(pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        delta = tl.load(delta_ptr + rows)
         dst = (pt * (dpt - delta[None, :])).to(qt.dtype)
         dk = tl.dot(dst, tl.trans(qt), dk, input_precision=PRECISION)
-        qt_ptrs += BLOCK_M * q_strides[0]
-        dout_ptrs += BLOCK_M * dout_strides[0]
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    padded_len, heads, group, head_dim: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = BLOCK_D == head_dim
     block, kv_head, batch = program_coordinates(tl.cdiv(kv_capacity, BLOCK_N), heads // group)
@@ -133,8 +137,8 @@ def _dkdv_kernel(
     dims_in = d[None, :] < head_dim
     k_ptr += batch64 * k_strides[0] + kv_head64 * k_strides[1]
     v_ptr += batch64 * v_strides[0] + kv_head64 * v_strides[1]
-    k_ptrs = tile_ptrs(k_ptr, first_key, d[None, :], n[:, None], (k_strides[2], k_strides[3]))
-    v_ptrs = tile_ptrs(v_ptr, first_key, d[None, :], n[:, None], (v_strides[2], v_strides[3]))
+    k_ptrs = block_ptrs(k_ptr, first_key, (k_strides[2], k_strides[3]), WIDE, BLOCK_N, BLOCK_D)
+    v_ptrs = block_ptrs(v_ptr, first_key, (v_strides[2], v_strides[3]), WIDE, BLOCK_N, BLOCK_D)
     k = load_tile(k_ptrs, keys_in, dims_in, True, EVEN_D)
     v = load_tile(v_ptrs, keys_in, dims_in, True, EVEN_D)
 
@@ -152,41 +156,45 @@ def _dkdv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in tl.range(0, group, num_stages=1):
         head64 = kv_head64 * group + member
-        row_offset = (batch64 * heads + head64) * q_len
-        for part in tl.static_range(3):
+        row_offset = (batch64 * heads + head64) * padded_len
+        for interior in tl.static_range(2):
             dk, dv = _dkdv_tiles(
                 dk, dv, k, v, index,
                 q_ptr + batch64 * q_strides[0] + head64 * q_strides[1],
                 dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1],
-                lse_ptr + row_offset, delta_ptr + row_offset,
+                lse2_ptr + row_offset, delta_ptr + row_offset,
                 (q_strides[2], q_strides[3]), (dout_strides[2], dout_strides[3]),
-                bounds[part], bounds[part + 1], q_start, q_len, keys, scale * LOG2E, head_dim,
-                HAS_LEFT, HAS_RIGHT, STRIPED, part != 1, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
+                bounds, q_start, q_len, keys, scale * LOG2E, head_dim,
+                HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
             )  # fmt: skip
 
     stored = (index[:, None] < kv_capacity) & dims_in
     dk_ptr += batch64 * dk_strides[0] + kv_head64 * dk_strides[1]
     dv_ptr += batch64 * dv_strides[0] + kv_head64 * dv_strides[1]
-    dk_ptrs = tile_ptrs(dk_ptr, first_key, d[None, :], n[:, None], (dk_strides[2], dk_strides[3]))
-    dv_ptrs = tile_ptrs(dv_ptr, first_key, d[None, :], n[:, None], (dv_strides[2], dv_strides[3]))
+    dk_ptrs = block_ptrs(dk_ptr, first_key, (dk_strides[2], dk_strides[3]), WIDE, BLOCK_N, BLOCK_D)
+    dv_ptrs = block_ptrs(dv_ptr, first_key, (dv_strides[2], dv_strides[3]), WIDE, BLOCK_N, BLOCK_D)
     tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
     tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
 def _dq_tiles(
-    dq, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, begin, end, keys, scale_log2,
+    dq, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, scale_log2,
     head_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+    MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles begin … end to dq (unscaled) of one query tile."""
+    """Adds the border (MASKED) or interior key tiles to dq (unscaled) of one query tile."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    kt_ptrs = tile_ptrs(k_ptr, begin, d[:, None], n[None, :], k_strides)
-    vt_ptrs = tile_ptrs(v_ptr, begin, d[:, None], n[None, :], v_strides)
-    for start in tl.range(begin, end, BLOCK_N):
+    kt_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
+    vt_offsets = tile_offsets(n[None, :], d[:, None], v_strides, WIDE)
+    first, last = tile_steps(bounds, MASKED)
+    for step in tl.range(first, last, BLOCK_N):
+        start = tile_start(step, bounds, MASKED)
         index = start + n
+        kt_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + kt_offsets
+        vt_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + vt_offsets
         kt = load_tile(kt_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         vt = load_tile(vt_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, kt, input_precision=PRECISION)
@@ -197,22 +205,19 @@ def _dq_tiles(
         dp = tl.dot(dout, vt, input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(kt.dtype)
         dq = tl.dot(ds, tl.trans(kt), dq, input_precision=PRECISION)
-        kt_ptrs += BLOCK_N * k_strides[0]
-        vt_ptrs += BLOCK_N * v_strides[0]
     return dq
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    padded_len, heads, group, head_dim: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = BLOCK_D == head_dim
-    FIRST_PART: tl.constexpr = 0 if HAS_LEFT else 1  # no left border: no masked tiles before the full ones
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
@@ -233,30 +238,32 @@ def _dq_kernel(
     dims_in = d[None, :] < head_dim
     q_ptr += batch64 * q_strides[0] + head64 * q_strides[1]
     dout_ptr += batch64 * dout_strides[0] + head64 * dout_strides[1]
-    q_ptrs = tile_ptrs(q_ptr, first_row, d[None, :], m[:, None], (q_strides[2], q_strides[3]))
-    dout_ptrs = tile_ptrs(dout_ptr, first_row, d[None, :], m[:, None], (dout_strides[2], dout_strides[3]))
+    dout_strides = (dout_strides[2], dout_strides[3])
+    q_ptrs = block_ptrs(q_ptr, first_row, (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D)
+    dout_ptrs = block_ptrs(dout_ptr, first_row, dout_strides, WIDE, BLOCK_M, BLOCK_D)
     q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
     dout = load_tile(dout_ptrs, rows_in, dims_in, True, EVEN_D)
-    row_offset = (batch64 * heads + head) * q_len
-    lse2, delta = _load_row_terms(lse_ptr + row_offset, delta_ptr + row_offset, rows, q_len)
+    row_offset = (batch64 * heads + head) * padded_len
+    lse2 = tl.load(lse2_ptr + row_offset + rows)
+    delta = tl.load(delta_ptr + row_offset + rows)
 
     last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
     bounds = key_range(
         q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in tl.static_range(FIRST_PART, 3):
+    for interior in tl.static_range(2):
         dq = _dq_tiles(
             dq, q, dout, lse2, delta, q_start + rows,
             k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
             v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
             (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]),
-            bounds[part], bounds[part + 1], keys, scale * LOG2E, head_dim,
-            HAS_LEFT, HAS_RIGHT, STRIPED, part != 1, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+            bounds, keys, scale * LOG2E, head_dim,
+            HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
         )  # fmt: skip
 
     dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
-    dq_ptrs = tile_ptrs(dq_ptr, first_row, d[None, :], m[:, None], (dq_strides[2], dq_strides[3]))
+    dq_ptrs = block_ptrs(dq_ptr, first_row, (dq_strides[2], dq_strides[3]), WIDE, BLOCK_M, BLOCK_D)
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
 
 
@@ -270,20 +277,23 @@ def launch_backward(
     kv_heads, kv_capacity = k.shape[1:3]
     config = config or backward_config(head_dim, q.dtype, device_capability(q.device))
     launches["attention_backward/triton"] += 1
-    delta = torch.empty_like(lse)
-    sizes = (q_len, kv_capacity, *mask_numbers(mask), scale, heads, heads // kv_heads, head_dim)
+    padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
+    lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
+    delta = torch.empty_like(lse2)
+    sizes = (q_len, kv_capacity, *mask_numbers(mask), scale, padded_len, heads, heads // kv_heads, head_dim)
     options = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype), "BLOCK_D": padded(head_dim)}
+    options["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv)
     with on_device(q):
         if q.numel():
-            block_m = config.dq.block_m
-            _delta_kernel[(triton.cdiv(q_len, block_m) * heads * batch,)](
-                out, dout, dlse, delta, out.stride(), dout.stride(), q_len, heads, head_dim,
-                BLOCK_M=block_m, BLOCK_D=padded(head_dim),
+            block_m = 64
+            _row_terms_kernel[(padded_len // block_m * heads * batch,)](
+                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
+                heads, head_dim, BLOCK_M=block_m, BLOCK_D=padded(head_dim),
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
             _dkdv_kernel[(triton.cdiv(kv_capacity, tile.block_n) * kv_heads * batch,)](
-                q, k, v, dout, lse, delta, dk, dv, *mask_pointers(mask),
+                q, k, v, dout, lse2, delta, dk, dv, *mask_pointers(mask),
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
                 *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -291,7 +301,7 @@ def launch_backward(
         if q.numel():
             tile = config.dq
             _dq_kernel[(triton.cdiv(q_len, tile.block_m) * heads * batch,)](
-                q, k, v, dout, lse, delta, dq, *mask_pointers(mask),
+                q, k, v, dout, lse2, delta, dq, *mask_pointers(mask),
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
                 *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,

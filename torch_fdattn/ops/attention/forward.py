@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.ops.attend import attend_range, load_tile, tile_ptrs
+from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention.configs import (
     TileConfig,
     device_capability,
     dot_precision,
     forward_config,
 )
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded
+from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.positions import Mask
@@ -34,8 +34,8 @@ def _attention_forward_kernel(
     q_strides, k_strides, v_strides, out_strides,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = BLOCK_D == head_dim
     row_blocks = tl.cdiv(q_len, BLOCK_M)
@@ -55,10 +55,8 @@ def _attention_forward_kernel(
     rows_in = rows[:, None] < q_len
     dims_in = d[None, :] < head_dim
     q_ptr += batch64 * q_strides[0] + head64 * q_strides[1]
-    q = load_tile(
-        tile_ptrs(q_ptr, block * BLOCK_M, d[None, :], tl.arange(0, BLOCK_M)[:, None], (q_strides[2], q_strides[3])),
-        rows_in, dims_in, True, EVEN_D,
-    )  # fmt: skip
+    q_ptrs = block_ptrs(q_ptr, block * BLOCK_M, (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D)
+    q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
 
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
@@ -71,14 +69,13 @@ def _attention_forward_kernel(
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, STRIPED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
 
     out_ptr += batch64 * out_strides[0] + head64 * out_strides[1]
-    out_ptrs = tile_ptrs(
-        out_ptr, block * BLOCK_M, d[None, :], tl.arange(0, BLOCK_M)[:, None], (out_strides[2], out_strides[3])
-    )
+    out_strides = (out_strides[2], out_strides[3])
+    out_ptrs = block_ptrs(out_ptr, block * BLOCK_M, out_strides, WIDE, BLOCK_M, BLOCK_D)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows_in & dims_in)
     tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
 
@@ -98,7 +95,7 @@ def launch_forward(
             q, k, v, out, lse, *mask_pointers(mask),
             q.stride(), k.stride(), v.stride(), out.stride(),
             q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim,
-            **mask_flags(mask), PRECISION=dot_precision(q.dtype),
+            **mask_flags(mask), WIDE=wide_rows(q, k, v, out), PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

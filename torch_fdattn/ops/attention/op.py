@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
@@ -148,8 +147,8 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
+        library.refuse_double_backward("attention")
         if dout is None and dlse is None:
             return None, None, None, None, *_NO_GRADIENTS
         q, k, v, out, lse, *pointers = ctx.saved_tensors
@@ -163,7 +162,8 @@ class _Attend(torch.autograd.Function):
 
 def attend(raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float):
     """Calls a raw forward, through autograd only where a gradient is wanted."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    library.meet(q)
+    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v)):
         return _Attend.apply(raw_forward, q, k, v, *mask, scale)
     return raw_forward(q, k, v, *mask, scale, None)
 
@@ -179,6 +179,7 @@ def options_to_mask(
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
+    checks.expect_tensor("q", q)
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 

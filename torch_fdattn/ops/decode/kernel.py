@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_fdattn.ops.attend import attend_range
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode.schedule import num_splits, processors
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded
+from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
@@ -35,8 +35,8 @@ def _decode_split_kernel(
     q_strides, k_strides, v_strides, outs_strides, lses_strides,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     splits, kv_heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = BLOCK_D == head_dim
     row_blocks = tl.cdiv(group * q_len, BLOCK_M)
@@ -81,7 +81,7 @@ def _decode_split_kernel(
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, STRIPED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
 
@@ -134,7 +134,7 @@ def launch_decode(
             q, k, v, outs, lses, *mask_pointers(mask),
             q.stride(), k.stride(), v.stride(), outs.stride(), lses.stride(),
             q_len, kv_capacity, *mask_numbers(mask), scale, splits, kv_heads, heads // kv_heads, head_dim,
-            **mask_flags(mask), PRECISION=dot_precision(q.dtype),
+            **mask_flags(mask), WIDE=wide_rows(k, v), PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.launch import on_device, padded
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max, merge_update
+from torch_fdattn.ops.online_softmax import LOG2E, finite_max, merge_update
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _merge_kernel(
     out_ptr += b * out_strides[0] + h * out_strides[1] + s * out_strides[2]
     out = (acc / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + d * out_strides[3], out, mask=d < head_dim)
-    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), row_max * LN2 + tl.log(total)))
+    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), row_max + tl.log(total)))
 
 
 @triton.jit(do_not_specialize=["length", "rows"])

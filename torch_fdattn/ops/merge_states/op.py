@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
@@ -19,7 +18,11 @@ from torch_fdattn.ops.merge_states.reference import (
 )
 
 
-def _check(outs: Tensor, lses: Tensor) -> None:
+def _check(outs: Tensor, lses: Tensor, dtype: torch.dtype | None = None) -> None:
+    checks.expect_tensor("outs", outs)
+    checks.expect_tensor("lses", lses)
+    if dtype is not None and dtype not in checks.DTYPES:
+        raise TypeError(f"dtype must be bfloat16, float16, float32 or float64, got {dtype}")
     if outs.dim() != 5:
         raise ValueError(
             "outs must have 5 dimensions (parts, batch, heads, sequence, head_dim), "
@@ -39,7 +42,7 @@ def _empty(outs: Tensor, lses: Tensor, dtype: torch.dtype | None) -> tuple[Tenso
 
 
 def _forward(outs, lses, dtype=None):
-    _check(outs, lses)
+    _check(outs, lses, dtype)
     out, lse = _empty(outs, lses, dtype)
     if library.use_triton(outs):
         from torch_fdattn.ops.merge_states.kernel import launch_merge
@@ -54,7 +57,7 @@ def _forward(outs, lses, dtype=None):
 
 
 def _forward_fake(outs, lses, dtype=None):
-    _check(outs, lses)
+    _check(outs, lses, dtype)
     return _empty(outs, lses, dtype)
 
 
@@ -110,14 +113,17 @@ library.define_raw(
 class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outs, lses, dtype):
-        out, lse = torch.ops.fdattn.merge_states_forward(outs, lses, dtype)
+        _check(outs, lses, dtype)
+        # The gradient of lses takes differences with the merged out: rounded to `dtype` it would be wrong
+        # by that rounding, so it is kept in the precision of lse.
+        out, lse = torch.ops.fdattn.merge_states_forward(outs, lses, lses.dtype)
         ctx.save_for_backward(outs, lses, out, lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out.to(dtype or outs.dtype), lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
+        library.refuse_double_backward("merge_states")
         if dout is None and dlse is None:
             return None, None, None
         outs, lses, out, lse = ctx.saved_tensors
@@ -128,7 +134,8 @@ class _Merge(torch.autograd.Function):
 
 
 def _merge_states(outs, lses, *, dtype=None):
-    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+    library.meet(outs)
+    if torch.is_grad_enabled() and (library.requires_grad(outs) or library.requires_grad(lses)):
         return _Merge.apply(outs, lses, dtype)
     return torch.ops.fdattn.merge_states_forward(outs, lses, dtype)
 

@@ -1,0 +1,215 @@
+"""`python -m benchmarks NAME`: runs a benchmark, or shows results; see benchmarks/README.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .cases import ATTENTION_CASES, DECODE_CASES, GENERATE_CASES, select
+from .results import Recorder, Results, collect_meta, output_path
+from .tables import compare, render
+
+if TYPE_CHECKING:
+    from .peers import Implementation
+    from .runner import Run
+
+_CASES = {"attention": ATTENTION_CASES, "decode": DECODE_CASES, "generate": GENERATE_CASES}
+_PEERS = {"attention": "cudnn,fa2,flex", "decode": "cudnn,fa2"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 for a wrong command."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(words)
+    try:
+        return options.run(options, words)
+    except (ValueError, OSError) as failure:
+        parser.error(str(failure))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Benchmarks of torch_fdattn against its peers and floors.",
+    )
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+
+    for name, text in (
+        ("attention", "prefill and training: forward and backward TFLOP/s"),
+        ("decode", "one query token against a cache: µs, GB/s, percent of a pure read"),
+    ):
+        command = names.add_parser(name, help=text)
+        command.add_argument(
+            "--vs",
+            default=_PEERS[name],
+            metavar="A,B",
+            help="peers of cudnn, fa2, flex, fa3, eager; or all, none (default: %(default)s)",
+        )
+        command.add_argument(
+            "--cases", metavar="TEXT", help="comma-separated parts of names or labels"
+        )
+        if name == "attention":
+            command.add_argument("--passes", default="forward,backward", metavar="A,B")
+        command.add_argument("--repeats", type=int, default=3, help="rounds over all (default: 3)")
+        command.add_argument("--peers-dir", metavar="DIR", help="folder of unpacked peer wheels")
+        _add_run_options(command)
+        command.set_defaults(run=_run_cases)
+
+    command = names.add_parser("floors", help="the machine alone: matmul and pure reads")
+    command.add_argument("--cases", metavar="TEXT", help="decode cases whose K and V are read")
+    command.add_argument("--repeats", type=int, default=3)
+    _add_run_options(command)
+    command.set_defaults(run=_run_floors)
+
+    command = names.add_parser("generate", help="a real model: tokens/s, also under torchrun")
+    command.add_argument("--cases", metavar="TEXT")
+    command.add_argument("--repeats", type=int, default=3)
+    _add_run_options(command)
+    command.set_defaults(run=_run_generate)
+
+    command = names.add_parser("list", help="the cases of a benchmark")
+    command.add_argument("benchmark", choices=sorted(_CASES))
+    command.set_defaults(run=_list)
+
+    command = names.add_parser("table", help="a results file as Markdown")
+    command.add_argument("file")
+    command.set_defaults(run=lambda options, _: _show(render(Results.load(options.file))))
+
+    command = names.add_parser("compare", help="two results files side by side")
+    command.add_argument("before")
+    command.add_argument("after")
+    command.set_defaults(run=_compare)
+
+    command = names.add_parser("plot", help="a results file as a plot (needs matplotlib)")
+    command.add_argument("file")
+    command.add_argument("--output", "-o", metavar="FILE", help="default: beside the results, .svg")
+    command.set_defaults(run=_plot)
+    return parser
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--json", metavar="PATH", help="file or folder for results (default: benchmarks/results)"
+    )
+    command.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny cases")
+    command.add_argument(
+        "--budget-s", type=float, metavar="S", help="start no new case after S seconds"
+    )
+
+
+def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
+    _select(options)  # before torch is imported: a typo should not take seconds
+    if options.peers_dir is not None:
+        import site
+
+        site.addsitedir(options.peers_dir)
+    from . import attention, decode, peers
+
+    run = _start(options, words, peers.chosen(options.vs))
+    if options.name == "attention":
+        passes = [word.strip() for word in options.passes.split(",")]
+        if not set(passes) <= set(attention.PASSES):
+            raise ValueError(
+                f"--passes must be of {', '.join(attention.PASSES)}, got {options.passes!r}"
+            )
+        attention.measure(run, _select(options), passes)
+    else:
+        decode.measure(run, _select(options))
+    return _finish(run.recorder)
+
+
+def _run_floors(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from . import decode, floors
+
+    run = _start(options, words, ())
+    floors.record_matmul(run.recorder, run.timer, options.repeats)
+    decode.measure(run, select(DECODE_CASES, options.cases, tiny_only=False))
+    return _finish(run.recorder)
+
+
+def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:
+    _select(options)
+    import torch
+
+    from . import generate, peers
+
+    device, group = generate.join(torch.device(options.device))
+    if group is not None and options.budget_s is not None:
+        raise ValueError("--budget-s must not be given under torchrun: ranks' clocks differ")
+    options.device = str(device)
+    ours = peers.OURS if group is None else generate.Sharded()
+    run = _start(options, words, (ours,), *(() if group is None else (group.rank(), group.size())))
+    try:
+        generate.measure(run, _select(options), group)
+    finally:
+        if group is not None:
+            torch.distributed.destroy_process_group()
+    return _finish(run.recorder) if group is None or run.recorder.path is not None else 0
+
+
+def _select(options: argparse.Namespace) -> list:
+    return select(_CASES[options.name], options.cases, tiny_only=options.device == "cpu")
+
+
+def _start(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    implementations: Sequence[Implementation],
+    rank: int = 0,
+    world_size: int = 1,
+) -> Run:
+    import torch
+
+    from .runner import Budget, Run
+    from .timing import Timer
+
+    if options.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device must be cpu on a machine without CUDA, got cuda")
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    meta = collect_meta(words, device, world_size)
+    path = output_path(options.json, meta, options.name) if rank == 0 else None
+    recorder = Recorder(Results(meta), path)
+    return Run(Timer(device), recorder, implementations, options.repeats, Budget(options.budget_s))
+
+
+def _finish(recorder: Recorder) -> int:
+    print(render(recorder.results), end="")
+    if recorder.path is None:
+        print("\nNot written: figures from a CPU are not results (--json FILE writes them).")
+    else:
+        print(f"\nWritten to {recorder.path}")
+    return 0
+
+
+def _list(options: argparse.Namespace, _: Sequence[str]) -> int:
+    return _show("".join(f"{c.name:44}{c.label}\n" for c in _CASES[options.benchmark]))
+
+
+def _compare(options: argparse.Namespace, _: Sequence[str]) -> int:
+    return _show(compare(Results.load(options.before), Results.load(options.after)))
+
+
+def _plot(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from .plot import plot
+
+    output = options.output or str(Path(options.file).with_suffix(".svg"))
+    return _show(f"Written to {plot(Results.load(options.file), output)}\n")
+
+
+def _show(text: str) -> int:
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

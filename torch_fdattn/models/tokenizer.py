@@ -1,0 +1,336 @@
+"""Text to token ids and back, chat templates, and streaming without broken characters.
+
+Built from a folder's `tokenizer.json` (package tokenizers) or `tokenizer.model` (sentencepiece, as
+Llama 2 ships it), or from the fields of a GGUF file, which become one or the other: byte-level BPE is
+rebuilt with tokenizers, a "llama" vocabulary is written back into a sentencepiece model.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch_fdattn.models.config import read_json
+from torch_fdattn.models.errors import ModelError, require
+from torch_fdattn.models.gguf import GGUFFile
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types, the same in GGUF and sentencepiece
+
+# How text is cut before BPE, by GGUF's tokenizer.ggml.pre (None: GPT-2's own expression).
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PRE_TOKENIZERS = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+}
+# Tokens that end a turn even where the file's eos_token_id names another.
+_END_NAMES = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
+
+
+class Tokenizer(ABC):
+    """What the engine needs of a tokenizer."""
+
+    bos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    chat_template: str | None = None
+    special_texts: Mapping[str, str] = {}  # bos_token, eos_token …: variables of the chat template
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out; U+FFFD where bytes form no character."""
+
+    @abstractmethod
+    def id_of(self, token: str) -> int | None:
+        """The id of one token by its text, a special token above all."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's next answer begins."""
+        if self.chat_template is None:
+            raise ModelError("this model has no chat template: give a plain prompt instead")
+        jinja2 = require("jinja2", "A chat template")
+        sandbox = require("jinja2.sandbox", "A chat template")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+        try:
+            text = environment.from_string(self.chat_template).render(
+                messages=list(messages), add_generation_prompt=True, **self.special_texts
+            )
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template refused the messages: {error}") from None
+        return self.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder for the ids that follow `prompt`."""
+        return StreamDecoder(self, prompt)
+
+
+def _raise_template_error(message: str) -> None:
+    raise require("jinja2", "A chat template").TemplateError(message)
+
+
+class StreamDecoder:
+    """Text piece by piece as ids arrive; a character whose bytes are incomplete is held back."""
+
+    # Earlier ids kept as context: sentencepiece drops the space of a first word. No character has
+    # more than four bytes, so the context never ends in a broken one.
+    _CONTEXT = 4
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._start_after(prompt)
+
+    def _start_after(self, ids: Sequence[int]) -> None:
+        self._ids = list(ids[-self._CONTEXT :])
+        self._shown = len(self._tokenizer.decode(self._ids))  # characters not to return again
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        complete = text.rstrip("\ufffd")
+        new = complete[self._shown :]
+        self._shown = max(self._shown, len(complete))
+        if complete == text and len(self._ids) > 2 * self._CONTEXT:
+            self._start_after(self._ids)
+        return new
+
+    def flush(self) -> str:
+        """What was held back and will not be completed."""
+        text = self._tokenizer.decode(self._ids)[self._shown :]
+        self._shown += len(text)
+        return text
+
+
+class BPETokenizer(Tokenizer):
+    """Over a `tokenizers.Tokenizer`."""
+
+    def __init__(self, inner: Any, bos_prefix: int | None = None) -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._bos_prefix = [] if bos_prefix is None else [bos_prefix]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return (self._bos_prefix if add_special_tokens else []) + ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def id_of(self, token: str) -> int | None:
+        return self._inner.token_to_id(token)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Over a sentencepiece model; special tokens are recognised when written out in the text."""
+
+    def __init__(self, proto: bytes, where: str, specials: Mapping[str, int] | None = None) -> None:
+        library = require("sentencepiece", "A sentencepiece tokenizer")
+        try:
+            self._inner = library.SentencePieceProcessor(model_proto=proto)
+        except Exception as error:  # the library raises plain RuntimeError and others
+            raise ModelError(f"{where}: not a sentencepiece model ({error})") from None
+        controls = (i for i in range(len(self._inner)) if self._inner.is_control(i))
+        self._specials = {self._inner.id_to_piece(i): i for i in controls} | dict(specials or {})
+        self._special_ids = frozenset(self._specials.values())
+        self._split = re.compile("(" + "|".join(map(re.escape, self._specials)) + ")")
+        if self._inner.bos_id() >= 0:
+            self.bos_id = self._inner.bos_id()
+        self.add_bos = self.bos_id is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [self.bos_id] if add_special_tokens and self.add_bos else []
+        for part in self._split.split(text) if self._specials else [text]:
+            if part in self._specials:
+                ids.append(self._specials[part])
+            elif part:
+                ids.extend(self._inner.encode(part))
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode([i for i in ids if i not in self._special_ids])
+
+    def id_of(self, token: str) -> int | None:
+        return self._specials.get(token)
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer:
+    """From a Hugging Face folder: tokenizer.json if there is one, else tokenizer.model."""
+    settings = _optional_json(folder / "tokenizer_config.json")
+    added = {
+        entry["content"]: int(index)
+        for index, entry in settings.get("added_tokens_decoder", {}).items()
+    }
+    if (path := folder / "tokenizer.json").exists():
+        library = require("tokenizers", "tokenizer.json")
+        try:
+            inner = library.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path}: not a tokenizer ({error})") from None
+        tokenizer: Tokenizer = BPETokenizer(inner)
+    elif (path := folder / "tokenizer.model").exists():
+        tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path), added)
+    else:
+        raise ModelError(f"{folder}: has neither tokenizer.json nor tokenizer.model")
+
+    texts = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    tokenizer.special_texts = texts
+    tokenizer.chat_template = _folder_chat_template(folder, settings)
+    if "bos_token" in texts:
+        tokenizer.bos_id = tokenizer.id_of(texts["bos_token"])
+    eos = tokenizer.id_of(texts.get("eos_token", "</s>"))
+    tokenizer.eos_ids = _folder_eos(folder) or frozenset([] if eos is None else [eos])
+    return tokenizer
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _folder_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    if (path := folder / "chat_template.jinja").exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _folder_eos(folder: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):  # the first knows the end of a turn too
+        ids = _optional_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    """From the tokenizer.ggml fields of a GGUF file."""
+    kind = file.field("tokenizer.ggml.model")
+    tokens: tuple[str, ...] = file.field("tokenizer.ggml.tokens")
+    types = file.field("tokenizer.ggml.token_type", (_NORMAL,) * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.token_type must have {len(tokens)} entries like tokens, "
+            f"got {len(types)}"
+        )
+    bos = file.fields.get("tokenizer.ggml.bos_token_id")
+    controls = {text: i for i, text in enumerate(tokens) if types[i] == _CONTROL}
+    if kind == "gpt2":
+        pre = file.field("tokenizer.ggml.pre", "gpt-2")
+        add_bos = file.field("tokenizer.ggml.add_bos_token", pre in ("llama-bpe", "llama3"))
+        inner = _byte_level_bpe(file, tokens, types, pre)
+        tokenizer: Tokenizer = BPETokenizer(inner, bos if add_bos else None)
+        tokenizer.bos_id = bos
+    elif kind == "llama":
+        proto = _sentencepiece_proto(file, tokens, types)
+        tokenizer = SentencePieceTokenizer(proto, str(file.path))
+        tokenizer.bos_id = bos
+        tokenizer.add_bos = bos is not None and file.field("tokenizer.ggml.add_bos_token", True)
+    else:
+        raise ModelError(f"{file.path}: tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
+
+    named = (file.fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
+    ends = {i for i in named if i is not None} | {controls[n] for n in _END_NAMES if n in controls}
+    tokenizer.eos_ids = frozenset(ends)
+    tokenizer.chat_template = file.fields.get("tokenizer.chat_template")
+    ids = {"bos_token": bos, "eos_token": file.fields.get("tokenizer.ggml.eos_token_id")}
+    tokenizer.special_texts = {key: tokens[i] for key, i in ids.items() if i is not None}
+    return tokenizer
+
+
+def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str], types: Sequence[int], pre: str) -> Any:
+    if pre not in _PRE_TOKENIZERS:
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.pre must be one of {', '.join(_PRE_TOKENIZERS)}, got {pre!r}"
+        )
+    library = require("tokenizers", "A GGUF file's tokenizer")
+    pre_tokenizers = library.pre_tokenizers
+    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges")]
+    inner = library.Tokenizer(
+        library.models.BPE(
+            vocab={text: i for i, text in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=_PRE_TOKENIZERS[pre] == _LLAMA3,
+        )
+    )
+    pattern = _PRE_TOKENIZERS[pre]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    steps: list[Any] = [byte_level]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(library.Regex(pattern), "isolated"))
+    elif pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre == "qwen2":
+        inner.normalizer = library.normalizers.NFC()
+    inner.decoder = library.decoders.ByteLevel()
+    added = [
+        library.AddedToken(text, special=kind == _CONTROL, normalized=False)
+        for text, kind in zip(tokens, types, strict=True)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    inner.add_tokens(added)
+    return inner
+
+
+def _sentencepiece_proto(file: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> bytes:
+    """A serialised sentencepiece ModelProto: https://github.com/google/sentencepiece (src/*.proto)."""
+    scores = file.field("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.scores must have {len(tokens)} entries like tokens, "
+            f"got {len(scores)}"
+        )
+    pieces = b"".join(
+        _message(1, _message(1, text.encode()) + b"\x15" + struct.pack("<f", s) + _number(3, kind))
+        for text, s, kind in zip(tokens, scores, types, strict=True)
+    )
+
+    def special(name: str) -> int:
+        return file.fields.get(f"tokenizer.ggml.{name}_token_id", -1)
+
+    trainer = _number(3, 2) + _number(35, 1)  # model_type BPE, byte_fallback
+    for number, name in ((40, "unknown"), (41, "bos"), (42, "eos"), (43, "padding")):
+        trainer += _number(number, special(name))
+    normalizer = _number(3, file.field("tokenizer.ggml.add_space_prefix", True))
+    normalizer += _number(4, file.field("tokenizer.ggml.remove_extra_whitespaces", False))
+    normalizer += _number(5, True)  # spaces are written as U+2581
+    return pieces + _message(2, trainer) + _message(3, normalizer)
+
+
+def _message(number: int, payload: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value % 2**64)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

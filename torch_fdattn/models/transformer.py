@@ -1,0 +1,117 @@
+"""A dense decoder-only transformer, Llama and Qwen3, in plain PyTorch over torch_fdattn's attention.
+
+Parameter names are those of Hugging Face checkpoints without the leading `model.`. One forward serves
+training and scoring (no cache: causal attention over the tokens given) and generation (a cache: the
+new tokens are stored, then attend to everything stored). How a cache stores its tokens, on one
+process or spread over many, is the cache's matter: see torch_fdattn.dist.ShardedKVCache.
+
+B batch, T new tokens, H query heads, K key-value heads, D head_dim, C hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fdattn.functional import attention
+from torch_fdattn.models.config import ModelConfig
+from torch_fdattn.models.rope import Rotary, rotate
+
+
+class KVCache(Protocol):
+    """What the model asks of a cache."""
+
+    lengths: Tensor  # (B,) tokens stored before this step
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None: ...
+    def attend(self, layer: int, q: Tensor) -> Tensor: ...
+    def advance(self, tokens: int) -> None: ...
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, q_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # (B, T, H or K, D)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
+        v = self._heads(self.v_proj(x)).transpose(1, 2)
+        if cache is None:
+            out, _ = attention(q, k, v, causal=True)
+        else:
+            cache.append(self.layer, k, v)
+            out = cache.attend(self.layer, q)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.rotary = Rotary(config)
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
+    ) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if cache is not None:
+            positions = cache.lengths[:, None] + positions
+        cos, sin = self.rotary(positions)
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        x = self.norm(x[:, -1:] if last_only else x)
+        head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return F.linear(x, head.weight)

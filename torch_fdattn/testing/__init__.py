@@ -1,0 +1,52 @@
+"""What tests and benchmarks share: inputs in any layout, an fp64 oracle, error budgets, drawn cases.
+
+Nothing here is imported by the package itself.
+"""
+
+from torch_fdattn.testing.cases import (
+    AttentionCase,
+    MergeCase,
+    draw_attention,
+    draw_decode,
+    draw_merge,
+    expected_path,
+    summarize,
+)
+from torch_fdattn.testing.errors import (
+    LSE_BOUNDS,
+    assert_launched,
+    check_close,
+    check_lse,
+)
+from torch_fdattn.testing.expected import Expected, expected_attention, expected_merge
+from torch_fdattn.testing.inputs import LAYOUTS, make_tensor, poison_beyond
+from torch_fdattn.testing.oracle import (
+    attention_oracle,
+    gradients,
+    merge_oracle,
+    visible_keys,
+)
+
+__all__ = [
+    "LAYOUTS",
+    "LSE_BOUNDS",
+    "AttentionCase",
+    "Expected",
+    "MergeCase",
+    "assert_launched",
+    "attention_oracle",
+    "check_close",
+    "check_lse",
+    "draw_attention",
+    "draw_decode",
+    "draw_merge",
+    "expected_attention",
+    "expected_merge",
+    "expected_path",
+    "gradients",
+    "make_tensor",
+    "merge_oracle",
+    "poison_beyond",
+    "summarize",
+    "visible_keys",
+]

@@ -1,0 +1,76 @@
+"""A case's right answers: exact results, and samples of torch's own error at the case's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.testing.cases import AttentionCase, MergeCase
+from torch_fdattn.testing.errors import check_close, check_lse
+from torch_fdattn.testing.oracle import attention_oracle, gradients, merge_oracle
+
+#: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why).
+FP32_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The exact lse, and by name each other result's exact value and samples of torch's error."""
+
+    dtype: torch.dtype
+    lse: Tensor
+    values: dict[str, tuple[Tensor, list[Tensor]]]
+
+    def check(self, lse: Tensor, **results: Tensor) -> None:
+        """Asserts lse's bound and the error rule for the results given by name."""
+        check_lse(lse.detach(), self.lse, self.dtype)
+        for name, result in results.items():
+            exact, torch_errors = self.values[name]
+            # dlses has no head dim and is fp32 always: its rows are its heads, its precision that of outs.
+            dtype = self.dtype if name == "dlses" else None
+            check_close(name, result.detach(), exact, torch_errors, dtype)
+
+
+def expected_attention(case: AttentionCase, device: str, *, backward: bool = True) -> Expected:
+    """The answers out, lse and, with backward, dq, dk, dv of an attention or decode case."""
+
+    def run(case: AttentionCase, dtype: torch.dtype, fused: bool = False) -> dict[str, Tensor]:
+        inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
+        outputs = attention_oracle(*inputs, **case.oracle_options(), fused=fused)
+        found = gradients(outputs, inputs, case.output_gradients(device)) if backward else ()
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (*outputs, *found), strict=False))
+
+    return _expected(case, run, (False, True) if case.dtype == torch.float32 else (False,))
+
+
+def expected_merge(case: MergeCase, device: str) -> Expected:
+    """The answers out, lse, douts and dlses of a merge case."""
+
+    def run(case: MergeCase, dtype: torch.dtype, fused: bool = False) -> dict[str, Tensor]:
+        outs, lses = case.inputs(device)
+        lse_dtype = torch.promote_types(dtype, lses.dtype)
+        inputs = [outs.to(dtype).requires_grad_(), lses.to(lse_dtype).requires_grad_()]
+        out, lse = merge_oracle(*inputs)
+        douts, dlses = gradients((out, lse), inputs, case.output_gradients(device))
+        if dtype != torch.float64 and case.out_dtype:
+            out = out.to(case.out_dtype)
+        return {"out": out, "lse": lse, "douts": douts, "dlses": dlses.permute(1, 2, 3, 0)}
+
+    return _expected(case, run, (False,))
+
+
+def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[bool, ...]) -> Expected:
+    errors: dict[str, list[Tensor]] = {}
+    samples = FP32_SAMPLES if case.dtype == torch.float32 else 1
+    for sample in reversed(range(samples)):
+        drawn = replace(case, seed=case.seed + 1_000_000 * sample)
+        exact = {name: x.detach() for name, x in run(drawn, torch.float64).items()}
+        for fused in ways:
+            for name, x in run(drawn, case.dtype, fused).items():
+                if name != "lse":
+                    errors.setdefault(name, []).append(x.detach().double() - exact[name])
+    lse = exact.pop("lse")
+    return Expected(case.dtype, lse, {name: (x, errors[name]) for name, x in exact.items()})

@@ -1,0 +1,101 @@
+"""Attention and merging as the textbook writes them, with gradients by torch.autograd.
+
+Independent of `ops/*/reference.py` on purpose: no shared mask code, one sequence at a time, invalid keys
+cut off instead of masked, no hand-written derivative. In fp64 it is the truth that errors are measured
+against; at a lower dtype it is "torch at the dtype" of the error rule, by formula or (`fused`) by torch's
+own scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def visible_keys(
+    q_len: int, kv_len: int, *, q_start: int | None = None, kv_start: int = 0, kv_block: int = 0,
+    kv_stride: int = 0, window: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    """The boolean [query, key] mask of one sequence of kv_len valid keys, by DESIGN.md's positions."""
+    j = torch.arange(kv_len)
+    keys = kv_start + (j.div(kv_block, rounding_mode="floor") * kv_stride + j % kv_block if kv_block else j)
+    first = kv_start + kv_len - q_len if q_start is None else q_start
+    distance = keys[None, :] - torch.arange(first, first + q_len)[:, None]
+    left, right = window
+    lowest = -left if left >= 0 else torch.iinfo(torch.int64).min
+    highest = right if right >= 0 else torch.iinfo(torch.int64).max
+    return (lowest <= distance) & (distance <= highest)
+
+
+def attention_oracle(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Sequence[int] | None = None, *, causal: bool = False,
+    window: tuple[int, int] | None = None, scale: float | None = None,
+    q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
+    kv_block: int = 0, kv_stride: int = 0, fused: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints."""
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    left, right = window or (-1, -1)
+    outs, lses = [], []
+    for b in range(batch):
+        kv_len = capacity if kv_lens is None else min(max(kv_lens[b], 0), capacity)
+        seen = visible_keys(
+            q_len, kv_len, q_start=q_start[b] if q_start else None,
+            kv_start=kv_start[b] if kv_start else 0, kv_block=kv_block, kv_stride=kv_stride,
+            window=(left, 0 if causal else right),
+        ).to(q.device)  # fmt: skip
+        alive = seen.any(-1)
+        keys = k[b, :, :kv_len].repeat_interleave(heads // kv_heads, 0)
+        values = v[b, :, :kv_len].repeat_interleave(heads // kv_heads, 0)
+        rows = alive.nonzero()[:, 0]
+        queries, seen = q[b][:, rows], seen[rows]
+        scores = ((queries @ keys.mT) * scale).masked_fill(~seen, float("-inf"))
+        if not len(rows):
+            out, lse = queries, q.new_zeros(heads, 0)
+        else:
+            lse = torch.logsumexp(scores, -1)
+            if fused:
+                out = F.scaled_dot_product_attention(
+                    queries[None], keys[None], values[None], attn_mask=seen, scale=scale
+                )[0]
+            else:
+                out = torch.softmax(scores, -1) @ values
+        outs.append(q.new_zeros(heads, q_len, head_dim).index_copy(1, rows, out))
+        lses.append(q.new_full((heads, q_len), float("-inf")).index_copy(1, rows, lse))
+    if not batch:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:-1])
+    return torch.stack(outs), torch.stack(lses)
+
+
+def merge_oracle(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of merged partial states (N, B, H, S, D) and (N, B, H, S), differentiable."""
+    empty = lses == float("-inf")
+    # Finite stand-ins keep autograd free of -inf minus -inf; they weigh exactly nothing.
+    logs = lses.masked_fill(empty, torch.finfo(lses.dtype).min / 4)
+    lse = torch.logsumexp(logs, 0)
+    weights = torch.exp(logs - lse).masked_fill(empty, 0.0).to(outs.dtype)
+    out = (weights[..., None] * outs.masked_fill(empty[..., None], 0.0)).sum(0)
+    nothing = empty.all(0)
+    return out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, float("-inf"))
+
+
+def gradients(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Gradients by torch.autograd, zeros where an input was not used."""
+    pairs = [
+        (output, gradient.to(output.dtype))
+        for output, gradient in zip(outputs, output_gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if not pairs:
+        return tuple(torch.zeros_like(x) for x in inputs)
+    found = torch.autograd.grad(
+        [output for output, _ in pairs], list(inputs), [g for _, g in pairs], allow_unused=True
+    )
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
