@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_fdattn
 from torch_fdattn.dist import ShardMap, decode
@@ -125,7 +126,7 @@ def test_gradients(group, rank_device, new: int, which: str, compiled: bool) -> 
 def test_compiles_once_for_all_lengths(group, rank_device) -> None:
     torch._dynamo.reset()
     q, k, v = make(rank_device, 2, 4, 2, 1, 32, 16)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("inductor")
     step = torch.compile(
         lambda lens: decode(q, k, v, lens, group)[0], backend=counter, fullgraph=True
     )
@@ -133,6 +134,30 @@ def test_compiles_once_for_all_lengths(group, rank_device) -> None:
         lens = torch.full((2,), length, dtype=torch.int32, device=rank_device)
         torch.testing.assert_close(step(lens), decode(q, k, v, lens, group)[0])
     assert counter.frame_count == 1
+
+
+def test_compile_caches_are_not_shared_between_ranks(group, rank_device) -> None:
+    """All ranks compile the same code with one cache folder, one after the other."""
+    shards = rank_map(4)
+    q, k, v = make(rank_device, 1, 2, 1, 1, 24, 16)
+    lens = torch.full((1,), 24, dtype=torch.int32, device=rank_device)
+    expected = torch_fdattn.decode(q, k, v, lens)[0]
+    k, v = sharded(k, shards), sharded(v, shards)
+    for _ in range(2):  # the second round meets a full cache
+        torch._dynamo.reset()
+        out = torch.compile(lambda: decode(q, k, v, lens, group, kv_block=4)[0], fullgraph=True)()
+        torch.testing.assert_close(out, expected)
+        dist.barrier()
+
+
+def test_op_without_rank_refuses_to_be_compiled(group, rank_device) -> None:
+    torch._dynamo.reset()
+    q, k, v = make(rank_device, 1, 2, 1, 1, 8, 16)
+    lens = torch.full((1,), 8, dtype=torch.int32, device=rank_device)
+    op = torch.ops.fdattn.dist_decode
+    torch.testing.assert_close(op(q, k, v, lens, group)[0], decode(q, k, v, lens, group)[0])
+    with pytest.raises(Exception, match="rank and world_size must be given where the op is compiled"):
+        torch.compile(lambda: op(q, k, v, lens, group)[0], fullgraph=True)()
 
 
 def test_half_precision_keeps_the_exchange_in_fp32(group, rank_device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.functional import window_bounds
 
 
@@ -41,7 +42,8 @@ def decode(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
     left, right = window_bounds(window)
+    rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
-        q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, kv_block=kv_block, causal=causal,
-        window_left=left, window_right=right, scale=scale, strategy=strategy,
+        q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, rank=rank,
+        world_size=world_size, kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, strategy=strategy,
     )  # fmt: skip

@@ -32,3 +32,8 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
         raise ValueError(
             f"group_name must name a process group of this process, got {group_name!r} (known: {known})"
         ) from error
+
+
+# What torch.compiler.assume_constant_result would set, without its import of torch._dynamo: Dynamo calls
+# the function while tracing and writes the numbers into the graph, and so into its compile caches' keys.
+rank_and_size._dynamo_marked_constant = True  # type: ignore[attr-defined]

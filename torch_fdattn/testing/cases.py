@@ -254,8 +254,8 @@ def draw_attention(seed: int, device: torch.device | str = "cpu", tile: int | No
     rng = random.Random(f"attention {seed}")
     tile = tile or (64 if torch.device(device).type == "cuda" else 16)
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3, 5))
-    batch = rng.choice((1, 2, 3)) if kv_heads * group <= 3 else 1
-    few = batch * kv_heads * group <= 3  # many heads and many tiles together only take time
+    batch = rng.choice((1, 2, 3)) if kv_heads * group <= 2 else 1
+    few = batch * kv_heads * group <= 2  # many heads and many tiles together only take time
     q_len, kv_len = _tiles(rng, tile, 2 if few else 1), _tiles(rng, tile, 4 if few else 2)
     return _attention_case(rng, seed, device, tile, batch, kv_heads, group, q_len, kv_len)
 
@@ -264,7 +264,7 @@ def draw_decode(seed: int, device: torch.device | str = "cpu", tile: int | None 
     """A decode case: 1 to 16 query tokens, caches of several splits, now and then more than 64 rows."""
     rng = random.Random(f"decode {seed}")
     tile = tile or (64 if torch.device(device).type == "cuda" else 16)
-    batch, kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.choice((1, 2, 3, 5, 8))
+    batch, kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 2, 3, 5, 8))
     q_len = rng.choice((1, 1, 2, 3, 5))
     if rng.random() < 0.1:
         batch, kv_heads, group, q_len = 1, 1, rng.choice((5, 8)), rng.choice((13, 16))

@@ -32,7 +32,7 @@ def test_drawn(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(1000, 1060))
+@pytest.mark.parametrize("seed", range(1000, 1040))
 def test_drawn_gradients(seed, device, record_drawn):
     """decode is differentiable through attention's streaming backward."""
     case = draw_decode(seed, device)
@@ -45,8 +45,8 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 33, 64])
-@pytest.mark.parametrize("seed", range(2000, 2010))
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("seed", range(2000, 2008))
 def test_explicit_splits(seed, splits, kernel_device):
     """Any number of splits gives the same answer, more splits than key tiles included."""
     from torch_fdattn.ops.decode.kernel import launch_decode

@@ -1,6 +1,8 @@
 """The op `fdattn::dist_decode`: attention over a KV cache whose positions are sharded over ranks.
 
-A composite of raw ops and functional collectives, so that torch.compile sees each of them. The
+A composite of raw ops and functional collectives, so that torch.compile sees each of them. Rank and world
+size are arguments: torch keys its compile caches by the graph that Dynamo saw, which ranks share, and a
+rank read inside the op would hand one rank's compiled graph to the others. The
 gradient needs no collective merge: with the global (out, lse) saved, `attention_backward` over the
 local shard gives this shard's exact dK and dV, and a part of dQ that is summed over the ranks.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd.function import once_differentiable
 
 from torch_fdattn import checks
@@ -94,11 +97,17 @@ class _DistDecode(torch.autograd.Function):
 
 
 def _dist_decode(
-    q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, kv_block=None,
-    causal=True, window_left=-1, window_right=-1, scale=None, strategy="all_gather",
+    q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, rank=None,
+    world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None, strategy="all_gather",
 ):  # fmt: skip
     _check(q, k_shard, v_shard, kv_lens, strategy)
-    rank, world_size = rank_and_size(group_name)
+    if rank is None or world_size is None:
+        if TracingContext.try_get() is not None:
+            raise ValueError(
+                "rank and world_size must be given where the op is compiled (torch_fdattn.dist.decode "
+                f"gives them), got rank={rank}, world_size={world_size}"
+            )
+        rank, world_size = rank_and_size(group_name)
     if kv_block is not None and kv_block < 1:
         raise ValueError(f"kv_block must be at least 1, got {kv_block}")
     if kv_block is not None and kv_start is not None:
@@ -114,7 +123,8 @@ def _dist_decode(
 
 library.define_composite(
     "dist_decode(Tensor q, Tensor k_shard, Tensor v_shard, Tensor kv_lens, str group_name, "
-    "Tensor? q_start=None, Tensor? kv_start=None, *, SymInt? kv_block=None, bool causal=True, "
+    "Tensor? q_start=None, Tensor? kv_start=None, *, int? rank=None, int? world_size=None, "
+    "SymInt? kv_block=None, bool causal=True, "
     "int window_left=-1, int window_right=-1, float? scale=None, str strategy='all_gather') "
     "-> (Tensor out, Tensor lse)",
     _dist_decode,

@@ -1,0 +1,60 @@
+"""FLOP counts: torch.utils.flop_counter sees our ops, with torch's own convention."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import torch_fdattn
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM = 2, 4, 2, 6, 10, 16
+MATMUL = 2 * BATCH * HEADS * Q_LEN * KV_LEN * DIM
+
+
+def qkv(device="cpu"):
+    q = torch.randn(BATCH, HEADS, Q_LEN, DIM, device=device, requires_grad=True)
+    k, v = (torch.randn(BATCH, KV_HEADS, KV_LEN, DIM, device=device, requires_grad=True) for _ in range(2))
+    return q, k, v
+
+
+def counts(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+def test_attention(device):
+    q, k, v = qkv(device)
+    assert counts(lambda: torch_fdattn.attention(q, k, v)[0].sum().backward()) == {
+        "fdattn.attention_forward": 2 * MATMUL,
+        "fdattn.attention_backward": 5 * MATMUL,
+    }
+
+
+def test_decode(device):
+    q, k, v = qkv(device)
+    lens = torch.ones(BATCH, dtype=torch.int32, device=device)
+    assert counts(lambda: torch_fdattn.decode(q, k, v, lens)) == {"fdattn.decode_forward": 2 * MATMUL}
+
+
+def test_merge_states(device):
+    outs = torch.randn(3, BATCH, HEADS, Q_LEN, DIM, device=device, requires_grad=True)
+    lses = torch.randn(3, BATCH, HEADS, Q_LEN, device=device)
+    assert counts(lambda: torch_fdattn.merge_states(outs, lses)[0].sum().backward()) == {
+        "fdattn.merge_states_forward": 2 * outs.numel(),
+        "fdattn.merge_states_backward": 4 * outs.numel(),
+    }
+
+
+def test_the_same_count_as_torchs_own_attention():
+    q, k, v = (x.detach().to("meta") for x in qkv())
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    with FlopCounterMode(display=False) as counter:
+        F.scaled_dot_product_attention(q, k, v)
+    expected = counter.get_total_flops()
+    assert counts(lambda: torch_fdattn.attention(q, k, v)) == {"fdattn.attention_forward": expected}
+
+
+def test_every_raw_op_has_a_formula():
+    for name in dir(torch.ops.fdattn):
+        if name.endswith(("_forward", "_backward")):
+            assert getattr(torch.ops.fdattn, name) in flop_registry, name
