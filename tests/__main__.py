@@ -1,0 +1,111 @@
+"""Runs the layers of the suite one after the other and adds up what ran.
+
+    python -m tests cpu | gpu | multigpu
+
+Each layer is a process of its own, since TRITON_INTERPRET must be set before torch_fdattn is imported and
+the distributed tests run under torchrun. The last line counts all tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One run of pytest; `ranks` > 0 runs it under torchrun."""
+
+    name: str
+    arguments: tuple[str, ...]
+    ranks: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+INTERPRET = {"TRITON_INTERPRET": "1"}
+_NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
+_PARALLEL = ("-n", "2", "--dist", "loadfile")
+
+
+def distributed(ranks: int) -> Layer:
+    return Layer(f"distributed, {ranks} ranks", ("tests/dist",), ranks)
+
+
+def layers(kind: str) -> list[Layer]:
+    if kind == "cpu":
+        return [
+            Layer("CPU", (*_NOT_DISTRIBUTED, *_PARALLEL)),
+            Layer("interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET),
+            distributed(2),
+            distributed(3),
+        ]
+    if kind == "gpu":
+        return [Layer("GPU", _NOT_DISTRIBUTED)]
+    if kind == "multigpu":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < 2:
+            sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
+        return [
+            Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
+            *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
+        ]
+    sys.exit(f"usage: python -m tests cpu|gpu|multigpu, got {kind!r}")
+
+
+def run(layer: Layer, folder: Path) -> tuple[int, dict[str, int]]:
+    """(exit code, counts) of one layer; under torchrun those of rank 0."""
+    report = folder / "report.xml"
+    pytest = ["-m", "pytest", "-q", *layer.arguments]
+    command = [sys.executable, *pytest, f"--junitxml={report}"]
+    if layer.ranks:
+        # Every rank writes a report, so each gets its own folder; their output stays apart in logs.
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(layer.ranks), "--log-dir", str(folder / "logs"),
+            "--redirects", "3", "--tee", "0:3", *pytest,
+        ]  # fmt: skip
+        command[-1:] = [command[-1], f"--junitxml={report}"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **layer.environment}
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if not report.exists():
+        return code or 1, {}
+    suite = ET.parse(report).getroot().find("testsuite").attrib  # noqa: S314
+    counts = {key: int(suite[key]) for key in ("tests", "failures", "errors", "skipped")}
+    # Exit code 5 is pytest's "no test collected", which no layer may be.
+    return code, counts
+
+
+def main() -> int:
+    chosen = layers(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    rows, totals, failed = [], {"passed": 0, "failed": 0, "skipped": 0}, False
+    for layer in chosen:
+        print(f"\n=== {layer.name}", flush=True)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            code, counts = run(layer, Path(folder))
+        wrong = counts.get("failures", 0) + counts.get("errors", 0)
+        skipped = counts.get("skipped", 0)
+        passed = counts.get("tests", 0) - wrong - skipped
+        failed |= code != 0 or not passed
+        for key, value in (("passed", passed), ("failed", wrong), ("skipped", skipped)):
+            totals[key] += value
+        seconds = time.monotonic() - start
+        verdict = "ok" if code == 0 and passed else f"FAILED (exit code {code})"
+        rows.append(
+            f"{layer.name:28}{passed:6} passed {wrong:4} failed {skipped:5} skipped {seconds:6.0f} s  {verdict}"
+        )
+    print("\n" + "\n".join(rows))
+    print(", ".join(f"{value} {key}" for key, value in totals.items()))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
