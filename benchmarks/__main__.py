@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file")
     command.set_defaults(run=lambda options, _: _show(render(Results.load(options.file))))
 
+    command = names.add_parser("readme", help="the README's results section from the newest files")
+    command.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    command.set_defaults(run=_readme)
+
     command = names.add_parser("compare", help="two results files side by side")
     command.add_argument("before")
     command.add_argument("after")
@@ -197,6 +201,18 @@ def _list(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _compare(options: argparse.Namespace, _: Sequence[str]) -> int:
     return _show(compare(Results.load(options.before), Results.load(options.after)))
+
+
+def _readme(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from .readme import README, updated
+
+    text = README.read_text(encoding="utf-8")
+    new = updated(text)
+    if options.check:
+        print("README.md is up to date" if new == text else "README.md's results are stale")
+        return int(new != text)
+    README.write_text(new, encoding="utf-8")
+    return 0
 
 
 def _plot(options: argparse.Namespace, _: Sequence[str]) -> int:

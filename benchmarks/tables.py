@@ -62,6 +62,17 @@ def render(results: Results) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def render_summary(results: Results) -> str:
+    """The speeds alone, one level of headings lower, for the README."""
+    parts = [_heading(results)]
+    for metric in METRICS.values():
+        values = values_of(results, metric.name)
+        if values and metric.higher is not None:
+            parts.append("#" + _metric_table(results, metric, values))
+    parts += [_baseline_table(results), _failures(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
 def _heading(results: Results) -> str:
     meta = results.meta
     lines = [
