@@ -12,6 +12,10 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
+        if sys.argv[1:2] == ["doctor"]:  # it says what is missing, so it must not need it
+            from torch_fdattn import doctor
+
+            raise SystemExit(doctor.main(json="--json" in sys.argv[2:])) from None
         print(
             f"fdattn: the command line needs the package {missing}: "
             "pip install 'torch-fdattn[cli]'",

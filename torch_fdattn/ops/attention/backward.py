@@ -63,12 +63,14 @@ def _row_terms_kernel(
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     row_offset = (batch64 * heads + head) * q_len
+    lse = tl.load(lse_ptr + row_offset + rows, mask=rows_in, other=float("-inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row_offset + rows, mask=rows_in, other=0.0)
     # Rows outside and rows that saw no key get lse = +inf, so that their probabilities are zero and
-    # the sweeps need no mask for them.
-    lse = tl.load(lse_ptr + row_offset + rows, mask=rows_in, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    # the sweeps need no mask for them; a loss's gradient at lse = -inf may be NaN, and 0 · NaN is NaN.
+    unseen = lse == float("-inf")
+    delta = tl.where(unseen, 0.0, delta)
+    lse = tl.where(unseen, float("inf"), lse)
     padded_offset = (batch64 * heads + head) * padded_len
     tl.store(lse2_ptr + padded_offset + rows, lse * LOG2E)
     tl.store(delta_ptr + padded_offset + rows, delta)

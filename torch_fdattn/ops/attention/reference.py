@@ -46,7 +46,8 @@ def attention_backward_reference(
     """(dq, dk, dv) in the accumulation dtype."""
     delta = (accumulated(dout) * accumulated(out)).sum(-1)
     if dlse is not None:
-        delta = delta - dlse
+        # A row that sees no key has gradient 0, though a loss's gradient at lse = -inf may be NaN.
+        delta = delta - dlse.masked_fill(lse == float("-inf"), 0.0)
     kv_heads = k.shape[1]
     q, dout = grouped(q, kv_heads), grouped(dout, kv_heads)
     lse, delta = lse.unflatten(1, (kv_heads, -1)), delta.unflatten(1, (kv_heads, -1))

@@ -83,7 +83,8 @@ def _merge_backward_kernel(
         inner += tl.load(dlse_ptr + row)
     douts = (weight * dout).to(douts_ptr.dtype.element_ty)
     tl.store(douts_ptr + d * douts_strides[4], douts, mask=inside)
-    tl.store(dlses_ptr + part * rows + row, (weight * inner).to(dlses_ptr.dtype.element_ty))
+    # Where no part saw a key, a loss's gradient at lse = -inf may be NaN; a weightless part has none.
+    tl.store(dlses_ptr + part * rows + row, tl.where(weight == 0.0, 0.0, weight * inner))
 
 
 def launch_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -32,7 +32,8 @@ def merge_states_backward_reference(
     inner = (dout * (_seen_parts(outs, lses) - accumulated(out))).sum(-1)
     if dlse is not None:
         inner = inner + dlse
-    return weights[..., None] * dout, weights * inner
+    # Where no part saw a key, a loss's gradient at lse = -inf may be NaN; a weightless part has none.
+    return weights[..., None] * dout, torch.where(weights == 0, 0.0, weights * inner)
 
 
 def _weights(lses: Tensor, lse: Tensor) -> Tensor:
