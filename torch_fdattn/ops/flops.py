@@ -6,14 +6,47 @@ formula the partitioner would take attention for free and recompute it.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from math import prod
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+
+_COUNTER = "torch.utils.flop_counter"
 
 
 def register() -> None:
-    """Registers the formulas of all raw ops; called once, after they are defined."""
+    """Registers the formulas of all raw ops with torch's counter, now or as soon as it is imported.
+
+    The counter imports Triton, which takes 0.2 s: most of what `import torch_fdattn` would cost.
+    """
+    if _COUNTER in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport:
+    """An import hook that waits for torch's counter."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
     ops = torch.ops.fdattn
 
     @register_flop_formula([ops.attention_forward, ops.decode_forward])

@@ -9,6 +9,7 @@ from torch_fdattn.testing.cases import (
     draw_attention,
     draw_decode,
     draw_merge,
+    drawn_seeds,
     expected_path,
     summarize,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "draw_attention",
     "draw_decode",
     "draw_merge",
+    "drawn_seeds",
     "expected_attention",
     "expected_merge",
     "expected_path",

@@ -188,6 +188,14 @@ class MergeCase:
         return found + [name for name, holds in tests.items() if holds]
 
 
+def drawn_seeds(count: int) -> range:
+    """The seeds of a drawn test: a fifth of them on a GPU, where most draws compile kernels of their own.
+
+    (Layouts and kinds of mask specialise a kernel; forward and backward of one take about 8 s.)
+    """
+    return range(count // 5 if torch.cuda.is_available() else count)
+
+
 def expected_path(op: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """The launch counter that a call must move."""
     on_gpu = torch.device(device).type == "cuda"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn.testing import assert_launched, draw_decode, expected_attention, expected_path
+from torch_fdattn.testing import assert_launched, draw_decode, drawn_seeds, expected_attention, expected_path
 
 PATH, MERGE = "decode_forward", "merge_states_forward/triton"
 
@@ -20,7 +20,7 @@ def automatic_splits(case, device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(320))
+@pytest.mark.parametrize("seed", drawn_seeds(320))
 def test_drawn(seed, device, record_drawn):
     case = draw_decode(seed, device)
     path = expected_path(PATH, device, case.dtype)

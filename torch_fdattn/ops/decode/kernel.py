@@ -103,10 +103,16 @@ def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> TileConfig:
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
         return TileConfig(block_m, 16, 1, 1)
-    if dtype == torch.float32 or head_dim > 128:
+    if dtype == torch.float32:
+        # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread.
+        if block_m == 16 and head_dim <= 128:
+            return TileConfig(16, 32, 8, 2)
+        return TileConfig(min(block_m, 32), 16, 4 if block_m == 16 else 8, 2)
+    if head_dim > 128:
         return TileConfig(block_m, 32, 4, 2)
-    # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight.
-    return TileConfig(block_m, 64, 4, 3)
+    # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
+    # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
+    return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
 
 
 def launch_decode(

@@ -1,0 +1,1 @@
+"""Planted faults: see `__main__.py`."""

@@ -1,0 +1,144 @@
+"""The faults, as data: what is planted where, and which tests must notice.
+
+Each is one that a hurried edit could make. `old` must occur exactly once in the file, so that a fault cannot
+silently stop being planted when the code changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tests:
+    """One run of pytest: in the interpreter, on CPU tensors, or under torchrun."""
+
+    name: str
+    paths: tuple[str, ...]
+    interpret: bool = False
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: Tests
+
+
+_OPS = "tests/ops"
+ATTENTION = Tests("attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True)
+DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
+MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
+REFERENCE = Tests("references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py"))
+FRAMEWORK = Tests(
+    "framework",
+    (f"{_OPS}/test_opcheck.py", f"{_OPS}/test_autograd.py", f"{_OPS}/test_autocast.py", f"{_OPS}/test_flops.py"),
+)
+DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
+
+_KERNELS = "torch_fdattn/ops"
+FAULTS = (
+    Fault(
+        "causal mask off by one", f"{_KERNELS}/tiles.py",
+        "seen & (position <= q_pos + window_right)", "seen & (position <= q_pos + window_right + 1)", ATTENTION,
+    ),
+    Fault(
+        "left window dropped", f"{_KERNELS}/tiles.py",
+        "seen = seen & (position >= q_pos - window_left)", "seen = seen & (position >= position)", ATTENTION,
+    ),
+    Fault(
+        "interior reaches into the border", f"{_KERNELS}/tiles.py",
+        "full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)",
+        "full_end = tl.maximum(tl.cdiv(full_end, BLOCK_N) * BLOCK_N, full_begin)", ATTENTION,
+    ),
+    Fault(
+        "striped positions without the rest", f"{_KERNELS}/tiles.py",
+        "kv_start + index // kv_block * kv_stride + index % kv_block", "kv_start + index // kv_block * kv_stride",
+        ATTENTION,
+    ),
+    Fault(
+        "lengths not clamped", f"{_KERNELS}/tiles.py",
+        "tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch).to(tl.int32), 0), kv_capacity)",
+        "tl.load(kv_lens_ptr + batch).to(tl.int32)", ATTENTION,
+    ),
+    Fault(
+        "accumulator not rescaled", f"{_KERNELS}/attend.py",
+        "tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)",
+        "tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)", ATTENTION,
+    ),
+    Fault(
+        "lse in log2 units", f"{_KERNELS}/online_softmax.py",
+        "float(\"-inf\"), row_max * LN2 + tl.log(", "float(\"-inf\"), row_max + tl.log(", ATTENTION,
+    ),
+    Fault(
+        "K's sequence stride taken for V", f"{_KERNELS}/attend.py",
+        "v_ptr + start.to(tl.int64) * v_strides[0]", "v_ptr + start.to(tl.int64) * k_strides[0]", ATTENTION,
+    ),
+    Fault(
+        "dK unscaled", f"{_KERNELS}/attention/backward.py",
+        "(dk * scale).to(dk_ptr.dtype.element_ty)", "dk.to(dk_ptr.dtype.element_ty)", ATTENTION,
+    ),
+    Fault(
+        "gradient of lse forgotten", f"{_KERNELS}/attention/backward.py",
+        "delta -= tl.load(dlse_ptr", "delta -= 0 * tl.load(dlse_ptr", ATTENTION,
+    ),
+    Fault(
+        "only the group's first head in dK and dV", f"{_KERNELS}/attention/backward.py",
+        "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
+    ),
+    Fault(
+        "the last split drops its tail", f"{_KERNELS}/decode/kernel.py",
+        "share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N",
+        "share = ((end - begin) // BLOCK_N // splits) * BLOCK_N", DECODE,
+    ),
+    Fault(
+        "packed rows in the other order", f"{_KERNELS}/decode/kernel.py",
+        "token = row % q_len", "token = (row + 1) % q_len", DECODE,
+    ),
+    Fault(
+        "merge without weights", f"{_KERNELS}/online_softmax.py",
+        "acc = acc * alpha + tl.sum(weights[:, None] * outs, 0)", "acc = acc * alpha + tl.sum(outs, 0)", MERGE,
+    ),
+    Fault(
+        "garbage of empty parts merged", f"{_KERNELS}/online_softmax.py",
+        'outs = tl.where((lses == float("-inf"))[:, None], 0.0, outs)', "outs = outs + 0.0", MERGE,
+    ),
+    Fault(
+        "merge's gradient without the merged output", f"{_KERNELS}/merge_states/kernel.py",
+        "inner = tl.sum(dout * (part_out - out), 0)", "inner = tl.sum(dout * part_out, 0)", MERGE,
+    ),
+    Fault(
+        "reference: right window ignored", f"{_KERNELS}/positions.py",
+        "seen = seen & (k_pos <= q_pos + mask.window_right)", "seen = seen & (k_pos <= k_pos)", REFERENCE,
+    ),
+    Fault(
+        "reference: dS without delta", f"{_KERNELS}/attention/reference.py",
+        "ds = p * (_by_group(dout_rows, v.mT) - delta_rows[..., None])", "ds = p * _by_group(dout_rows, v.mT)",
+        REFERENCE,
+    ),
+    Fault(
+        "raw ops differentiate silently", f"{_KERNELS}/library.py",
+        "if torch.is_grad_enabled() and any(requires_grad(arg) for arg in args):", "if False:", FRAMEWORK,
+    ),
+    Fault(
+        "fake outputs contiguous", f"{_KERNELS}/attention/op.py",
+        "    check_inputs(q, k, v, Mask(*mask), scale, (\"q\", \"k\", \"v\"))\n    return empty_state(q, out_dtype)",
+        "    check_inputs(q, k, v, Mask(*mask), scale, (\"q\", \"k\", \"v\"))\n"
+        "    return empty_state(q.contiguous(), out_dtype)", FRAMEWORK,
+    ),
+    Fault(
+        "ranks deal blocks to a neighbour", "torch_fdattn/dist/sharding.py",
+        "mine = block % self.world_size == self.rank", "mine = (block + 1) % self.world_size == self.rank", DIST,
+    ),
+    Fault(
+        "global lengths taken for local ones", "torch_fdattn/dist/decode/op.py",
+        "kv_lens=shards.local_lengths(lengths),", "kv_lens=lengths,", DIST,
+    ),
+    Fault(
+        "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",
+        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group_name)', "dq = dq.clone()", DIST,
+    ),
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""Imports: they run one way, `import torch_fdattn` is light, and kernels never lean on references."""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torch_fdattn"
+# Each package may import itself and what stands to its right.
+ORDER = ("cli", "engine", "models", "dist", "functional", "ops", "checks")
+
+
+def imported(path: Path) -> set[str]:
+    """The project's modules that a file imports, also inside functions; relative imports stay inside."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("torch_fdattn.")}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_dependencies_run_one_way(path: Path) -> None:
+    here = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if here not in ORDER:
+        return
+    allowed = set(ORDER[ORDER.index(here) :])
+    if here == "cli":  # the command line starts everything
+        allowed |= {"doctor", "version"}
+    upward = {name for name in imported(path) if room(name) in ORDER and room(name) not in allowed}
+    assert not upward, f"{path.name} imports upward: {sorted(upward)}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if "ops" in p.parts], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_only_ops_know_references(path: Path) -> None:
+    if path.name in ("op.py", "reference.py"):
+        return
+    assert not [name for name in imported(path) if "reference" in name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_testing_is_for_tests_alone(path: Path) -> None:
+    if "testing" not in path.parts:
+        assert not [name for name in imported(path) if room(name) == "testing"]
+
+
+def run(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    # (torch.utils.flop_counter, where the FLOP formulas go, imports triton itself.)
+    heavy = ["torch_fdattn.ops.attend", "torch_fdattn.models", "torch.distributed.tensor", "torch._dynamo", "transformers", "typer", "gguf"]
+    code = (
+        "import sys, torch; before = set(sys.modules); import torch_fdattn;"
+        f"print([m for m in {heavy} if m in sys.modules and m not in before])"
+    )
+    assert run(code) == "[]"
+
+
+def test_import_takes_under_300_ms_beyond_torch() -> None:
+    code = (
+        "import torch, time; start = time.process_time(); import torch_fdattn;"
+        "print(time.process_time() - start)"
+    )
+    # Processor time: what else runs on the machine is no concern of the import's.
+    seconds = statistics.median(float(run(code)) for _ in range(3))
+    assert seconds < 0.3
+
+
+def test_works_without_triton_and_extras() -> None:
+    missing = ["triton", "typer", "rich", "transformers", "gguf", "safetensors", "tokenizers"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing}));"
+        "import torch, torch_fdattn;"
+        "print(torch_fdattn.attention(*[torch.ones(1, 1, 2, 16)] * 3)[0].sum().item())"
+    )
+    assert run(code) == "32.0"
