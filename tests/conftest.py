@@ -9,6 +9,7 @@ One suite, three ways to run it:
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        config.option.xmlpath = None  # under torchrun rank 0 writes the report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ the largest multiple of 16 that is padded to it. Spills are allowed only where S
 import os
 
 import pytest
+import triton
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -19,22 +20,30 @@ from torch_fdattn.ops.decode.kernel import decode_config
 HEAD_DIMS = range(16, 257, 8)
 CONFIGS = {"forward": forward_config, "backward": backward_config}
 
-#: Bytes a thread that a kernel may spill, by (kernel, arch, fp32 or half); 0 where nothing is said. On sm_90
-#: the spilling configurations are the fastest measured; on the others nothing has been measured yet.
+#: Bytes a thread that a kernel may spill under triton (3.6, later ones), by (kernel, arch, fp32 or half); 0
+#: where nothing is said. On sm_90 the spilling configurations are the fastest measured (under 3.6); on the
+#: other generations nothing has been measured yet.
 SPILLS = {
-    ("attention_forward", "sm_80", "half"): 48,
-    ("attention_forward", "sm_90", "half"): 48,
-    ("decode_split", "sm_80", "half"): 16,
-    ("dkdv", "sm_80", "half"): 128,
-    ("dkdv", "sm_90", "half"): 400,
-    ("dkdv", "sm_90", "fp32"): 32,
-    ("dkdv", "sm_100", "half"): 600,
-    ("dkdv", "gfx942", "fp32"): 800,
-    ("dkdv", "gfx950", "fp32"): 800,
-    ("dq", "sm_80", "half"): 64,
-    ("dq", "sm_90", "half"): 200,
-    ("dq", "sm_100", "half"): 256,
+    ("attention_forward", "sm_80", "half"): (48, 48),
+    ("attention_forward", "sm_90", "half"): (48, 48),
+    ("attention_forward", "sm_100", "half"): (48, 0),
+    ("decode_split", "sm_80", "half"): (16, 16),
+    ("decode_split", "sm_90", "half"): (16, 0),
+    ("dkdv", "sm_80", "half"): (256, 128),
+    ("dkdv", "sm_90", "half"): (900, 400),
+    ("dkdv", "sm_90", "fp32"): (32, 32),
+    ("dkdv", "sm_100", "half"): (800, 600),
+    ("dkdv", "sm_100", "fp32"): (48, 0),
+    ("dkdv", "gfx942", "half"): (400, 0),
+    ("dkdv", "gfx942", "fp32"): (1000, 800),
+    ("dkdv", "gfx950", "fp32"): (1000, 800),
+    ("dq", "sm_80", "half"): (64, 64),
+    ("dq", "sm_90", "half"): (200, 200),
+    ("dq", "sm_100", "half"): (256, 256),
+    ("row_terms", "sm_100", "half"): (32, 0),
+    ("row_terms", "sm_100", "fp32"): (32, 0),
 }
+LATER = not triton.__version__.startswith("3.6.")
 
 
 def attention_cases():
@@ -75,7 +84,8 @@ def test_compiles_within_limits(case):
         where = f"{kernel.kernel} of {case}"
         limit = ARCHS[case.arch].shared_limit
         assert kernel.shared <= limit, f"{where} takes {kernel.shared} bytes of shared memory, limit {limit}"
-        allowed = SPILLS.get((kernel.kernel, case.arch, "fp32" if case.dtype == "fp32" else "half"), 0)
+        kind = "fp32" if case.dtype == "fp32" else "half"
+        allowed = SPILLS.get((kernel.kernel, case.arch, kind), (0, 0))[LATER]
         assert kernel.spills <= allowed, f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"
 
 

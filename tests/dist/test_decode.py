@@ -173,6 +173,27 @@ def test_half_precision_keeps_the_exchange_in_fp32(group, rank_device) -> None:
     torch.testing.assert_close(lse, exact_lse, atol=2e-3, rtol=0)
 
 
+def test_double_backward_is_refused(group, rank_device) -> None:
+    q, k, v = make(rank_device, 1, 2, 1, 1, 8, 16)
+    lens = torch.full((1,), 8, dtype=torch.int32, device=rank_device)
+    out, _ = decode(q.requires_grad_(), k, v, lens, group)
+    with pytest.raises(NotImplementedError, match="dist_decode has no second derivative"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_lengths_beyond_the_whole_capacity_are_clamped(group, rank_device) -> None:
+    """Block sharding knows the whole capacity: as decode on one process, also for the queries' positions."""
+    world = dist.get_world_size()
+    q, k, v = make(rank_device, 1, 2, 1, 3, 5 * world, 16)
+    part = slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
+    for length in (99, -4, 2**40):
+        lens = torch.full((1,), length, dtype=torch.int64, device=rank_device)
+        out, lse = decode(q, k[:, :, part], v[:, :, part], lens, group)
+        expected, expected_lse = torch_fdattn.decode(q, k, v, lens)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+
+
 class TestBadInput:
     """Every wrong call raises on every rank, before any collective."""
 
@@ -204,6 +225,10 @@ class TestBadInput:
     def test_lengths_of_another_batch(self, good: dict) -> None:
         with pytest.raises(ValueError, match=r"kv_lens must have shape \(2,\) like q's batch, got \(3,\)"):
             decode(**{**good, "kv_lens": good["kv_lens"].new_ones(3)})
+
+    def test_starts_of_another_batch(self, good: dict) -> None:
+        with pytest.raises(ValueError, match=r"kv_start must have shape \(2,\) like q's batch, got \(3,\)"):
+            decode(**good, kv_start=good["kv_lens"].new_ones(3))
 
     def test_shards_that_differ(self, good: dict) -> None:
         with pytest.raises(ValueError, match=r"v_shard must have shape \(2, 2, 8, 16\) like k_shard, got"):

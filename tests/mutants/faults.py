@@ -30,6 +30,7 @@ class Fault:
 
 _OPS = "tests/ops"
 ATTENTION = Tests("attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True)
+EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
 REFERENCE = Tests("references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py"))
@@ -60,8 +61,12 @@ FAULTS = (
         ATTENTION,
     ),
     Fault(
+        "strided lengths read as contiguous", f"{_KERNELS}/launch.py",
+        "if all(x is None or x.is_contiguous() for x in mask[:3]):", "if True:", EDGES,
+    ),
+    Fault(
         "lengths not clamped", f"{_KERNELS}/tiles.py",
-        "tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch).to(tl.int32), 0), kv_capacity)",
+        "tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), kv_capacity).to(tl.int32)",
         "tl.load(kv_lens_ptr + batch).to(tl.int32)", ATTENTION,
     ),
     Fault(
@@ -96,7 +101,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows in the other order", f"{_KERNELS}/decode/kernel.py",
-        "token = row % q_len", "token = (row + 1) % q_len", DECODE,
+        "token = (row % q_len).to(tl.int64)", "token = ((row + 1) % q_len).to(tl.int64)", DECODE,
     ),
     Fault(
         "merge without weights", f"{_KERNELS}/online_softmax.py",
@@ -135,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "global lengths taken for local ones", "torch_fdattn/dist/decode/op.py",
-        "kv_lens=shards.local_lengths(lengths),", "kv_lens=lengths,", DIST,
+        "kv_lens=shards.local_lengths(lengths).clamp(max=capacity),", "kv_lens=lengths.clamp(max=capacity),", DIST,
     ),
     Fault(
         "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",

@@ -6,7 +6,7 @@ import torch
 import torch_fdattn
 from torch_fdattn.testing import make_tensor
 
-# The interpreter's bfloat16 is wrong (FIELD_NOTES); float16 shows the same.
+# The interpreter's bfloat16 is wrong ; float16 shows the same.
 HALF = torch.float16
 OPS = pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
 pytestmark = pytest.mark.interpreter

@@ -1,5 +1,7 @@
 """What drawn cases do not single out: degenerate rows, empty tensors, lengths out of range, repeatability."""
 
+import sys
+
 import pytest
 import torch
 
@@ -207,3 +209,41 @@ def test_decode_reads_a_cache_in_place(device):
 def decode_paths(device):
     path = expected_path("decode_forward", device, torch.float32)
     return (path, "merge_states_forward/triton") if path.endswith("triton") else (path,)
+
+
+@BOTH
+def test_strided_lengths_and_starts(op, device):
+    """Columns of a metadata table and expanded scalars are read by their strides."""
+    q, k, v = (make_tensor((2, 2, s, 16), device=device) for s in (3, 40, 40))
+    table = torch.tensor([[11, 99, 30, 2], [30, 98, 35, 7]], dtype=torch.int32, device=device)
+    lens, _, starts, kv_starts = table.unbind(1)
+    strided = op(q, k, v, lens, q_start=starts, kv_start=kv_starts, causal=True)
+    plain = (x.contiguous() for x in (lens, starts, kv_starts))
+    lens, starts, kv_starts = plain
+    expected = op(q, k, v, lens, q_start=starts, kv_start=kv_starts, causal=True)
+    assert torch.equal(strided[0], expected[0])
+    one = torch.tensor([7], dtype=torch.int32, device=device)
+    assert torch.equal(op(q, k, v, one.expand(2))[0], op(q, k, v, one.repeat(2))[0])
+
+
+@BOTH
+def test_far_positions_and_windows(op, device):
+    q, k, v = (make_tensor((1, 2, s, 16), device=device) for s in (3, 40, 40))
+    everything = op(q, k, v, causal=False)[0]
+    far = torch.tensor([2**31 - 1], dtype=torch.int32, device=device)
+    assert torch.equal(op(q, k, v, q_start=far, causal=True)[0], everything)
+    assert torch.equal(op(q, k, v, causal=False, window=(sys.maxsize, sys.maxsize))[0], everything)
+
+
+def test_torch_switches_for_tf32_are_read(kernel_device):
+    """Both of torch's switches, in any order; the older getter raises once the newer one was used."""
+    from torch_fdattn.ops.attention.configs import dot_precision
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert dot_precision(torch.float32) == "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert dot_precision(torch.float32) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

@@ -1,5 +1,9 @@
 """FLOP counts: torch.utils.flop_counter sees our ops, with torch's own convention."""
 
+import subprocess
+import sys
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -60,3 +64,15 @@ def test_every_raw_op_has_a_formula():
         "merge_states_backward",
     ):  # fmt: skip
         assert getattr(torch.ops.fdattn, name) in flop_registry, name
+
+
+@pytest.mark.parametrize(
+    "order", [("torch_fdattn", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "torch_fdattn")]
+)
+def test_registered_in_either_order_of_imports(order):
+    code = (
+        f"import {order[0]}, {order[1]}, torch; "
+        "print(torch.ops.fdattn.attention_forward in torch.utils.flop_counter.flop_registry)"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"

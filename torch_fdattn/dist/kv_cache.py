@@ -52,7 +52,9 @@ class ShardedKVCache:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
         rank, world_size = rank_and_size(group_name) if group_name is not None else (0, 1)
-        self.shards = ShardMap(rank, world_size, kv_block or -(-capacity // world_size))
+        # A block larger than the capacity holds it whole, as one of exactly that size does.
+        kv_block = min(kv_block or -(-capacity // world_size), capacity)
+        self.shards = ShardMap(rank, world_size, kv_block)
         self.capacity, self.group_name, self.strategy = capacity, group_name, strategy
         self._slots = self.shards.local_capacity(capacity)
         # One row more than the shard: tokens of other ranks are written there, so that the shapes of
@@ -99,7 +101,7 @@ class ShardedKVCache:
         k, v = self.layer(layer)
         lengths = self.lengths + q.shape[2]
         if self.group_name is None:
-            local = local_decode if q.shape[2] <= MAX_QUERY_TOKENS else attention
+            local = local_decode if 1 <= q.shape[2] <= MAX_QUERY_TOKENS else attention
             return local(q, k, v, lengths, causal=True, scale=scale, window=window)[0]
         return sharded_decode(
             q, k, v, lengths, self.group_name, kv_block=self.shards.kv_block, scale=scale,

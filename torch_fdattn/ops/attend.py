@@ -72,10 +72,11 @@ def tile_offsets(rows, d, strides, WIDE: tl.constexpr):
     """Offsets within a tile; rows and d already broadcast against each other.
 
     32-bit, since 64-bit offsets cost the backward its registers (632 bytes of spills against 360), but
-    64-bit (WIDE) where neighbouring rows are so far apart that a tile spans 2**31 elements.
+    64-bit (WIDE) where strides are so large that a tile can span 2**31 elements.
     """
     if WIDE:
         rows = rows.to(tl.int64)
+        d = d.to(tl.int64)
     return rows * strides[0] + d * strides[1]
 
 

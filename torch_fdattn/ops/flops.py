@@ -6,7 +6,7 @@ formula the partitioner would take attention for free and recompute it.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import sys
 from math import prod
 
@@ -32,13 +32,16 @@ class _AfterImport:
     def find_spec(self, name, path=None, target=None):
         if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module) -> None:
             execute(module)
             _register()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = exec_module
         return spec

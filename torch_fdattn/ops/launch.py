@@ -10,10 +10,6 @@ from torch import Tensor
 
 from torch_fdattn.ops.positions import Mask
 
-# Keeps position + window within int32; no cache is longer.
-_FAR = 1 << 30
-
-
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensors' own."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
@@ -21,13 +17,16 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def mask_pointers(mask: Mask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return mask.kv_lens, mask.q_start, mask.kv_start
+def contiguous_mask(mask: Mask) -> Mask:
+    """The mask with contiguous per-sequence tensors, which kernels index by batch alone."""
+    if all(x is None or x.is_contiguous() for x in mask[:3]):
+        return mask
+    return Mask(*(x if x is None else x.contiguous() for x in mask[:3]), *mask[3:])
 
 
 def mask_numbers(mask: Mask) -> tuple[int, int, int, int]:
     """(window_left, window_right, kv_block, kv_stride)."""
-    return (min(mask.window_left, _FAR), min(mask.window_right, _FAR), mask.kv_block, mask.kv_stride)
+    return mask[3:]
 
 
 def mask_flags(mask: Mask) -> dict[str, bool]:
@@ -45,5 +44,5 @@ def padded(size: int) -> int:
 
 
 def wide_rows(*tensors: Tensor) -> bool:
-    """Whether a tile of up to 128 rows can span 2**31 elements of one of (B, H, S, D) tensors."""
-    return any(tensor.stride(2) >= 1 << 24 for tensor in tensors)
+    """Whether a tile of 128 rows of 256 elements can span 2**31 elements of a (B, H, S, D) tensor."""
+    return any(x.stride(2) >= 1 << 23 or x.stride(3) >= 1 << 22 for x in tensors)

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 
+#: Positions and windows are clamped to this, so that their sums stay within the kernels' int32.
+FAR = 1 << 30
+
+
 class Mask(NamedTuple):
     """Which keys a query sees; the part of every op's schema that follows q, k, v."""
 
@@ -53,8 +57,11 @@ def visible(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Tensor
         lens = mask.kv_lens.long().clamp(0, kv_len)
     start = torch.zeros((1,), dtype=torch.long, device=device)
     if mask.kv_start is not None:
-        start = mask.kv_start.long()
-    q_start = start + lens - q_len if mask.q_start is None else mask.q_start.long()
+        start = mask.kv_start.long().clamp(-FAR, FAR)
+    if mask.q_start is not None:
+        q_start = mask.q_start.long().clamp(-FAR, FAR)
+    else:
+        q_start = start + lens - q_len
 
     q_pos = (q_start[:, None] + torch.arange(q_len, device=device))[:, :, None]
     k_pos = key_positions(keys, start[:, None], mask.kv_block, mask.kv_stride)[:, None, :]

@@ -48,15 +48,22 @@ def sequence_bounds(batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_cap
     """(kv_len clamped to the capacity, q_start, kv_start) of one sequence; each pointer may be None."""
     kv_len = kv_capacity
     if kv_lens_ptr is not None:
-        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch).to(tl.int32), 0), kv_capacity)
+        # Clamped before it is narrowed: an int64 length beyond 2**31 means the whole capacity.
+        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), kv_capacity).to(tl.int32)
     kv_start = 0
     if kv_start_ptr is not None:
-        kv_start = tl.load(kv_start_ptr + batch).to(tl.int32)
+        kv_start = _position(tl.load(kv_start_ptr + batch))
     if q_start_ptr is not None:
-        q_start = tl.load(q_start_ptr + batch).to(tl.int32)
+        q_start = _position(tl.load(q_start_ptr + batch))
     else:
         q_start = kv_start + kv_len - q_len
     return kv_len, q_start, kv_start
+
+
+@triton.jit
+def _position(start):
+    """A position within ±2**30, so that adding a window stays within int32 (`positions.FAR`)."""
+    return tl.minimum(tl.maximum(start, -(1 << 30)), 1 << 30).to(tl.int32)
 
 
 @triton.jit

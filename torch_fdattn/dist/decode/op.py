@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
-from torch.autograd.function import once_differentiable
 
 from torch_fdattn import checks
 from torch_fdattn.dist.decode.all_gather import gather_and_merge
@@ -21,16 +20,19 @@ from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import check_inputs, default_scale, options_to_mask
 from torch_fdattn.ops.decode.op import MAX_QUERY_TOKENS
-from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.positions import FAR, Mask
 
 STRATEGIES = ("all_gather",)
 
 
-def _check(q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, strategy: str) -> None:
+def _check(q, k_shard, v_shard, kv_lens, q_start, kv_start, strategy) -> None:
     checks.check_qkv(q, k_shard, v_shard, ("q", "k_shard", "v_shard"))
     if kv_lens is None:
         raise TypeError("kv_lens must be an int32 tensor of global lengths (batch,), got None")
-    checks.check_lengths("kv_lens", kv_lens, q)
+    # The bound is the same on all ranks, so that under TORCH_FDATTN_CHECK all of them raise or none.
+    checks.check_lengths("kv_lens", kv_lens, q, bound=FAR)
+    checks.check_lengths("q_start", q_start, q)
+    checks.check_lengths("kv_start", kv_start, q)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
 
@@ -39,15 +41,18 @@ def local_mask(
     q: Tensor, k_shard: Tensor, mask: Mask, kv_block: int | None, rank: int, world_size: int
 ) -> Mask:
     """The rank's own mask from the global one: local lengths, and positions of queries and keys."""
-    lengths = mask.kv_lens.int()
+    capacity = k_shard.shape[2]
+    # With block sharding the whole capacity is known; otherwise lengths are trusted up to FAR.
+    explicit = kv_block is not None or mask.kv_start is not None
+    lengths = mask.kv_lens.clamp(0, FAR if explicit else world_size * capacity).int()
     q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
     if mask.kv_start is not None:
         # An explicit contiguous shard: this rank's keys stand at kv_start, kv_start + 1, …
-        local = (lengths - mask.kv_start.int()).clamp(min=0)
+        local = (lengths - mask.kv_start.clamp(-FAR, FAR).int()).clamp(0, capacity)
         return mask._replace(kv_lens=local, q_start=q_start, kv_block=0, kv_stride=0)
-    shards = ShardMap(rank, world_size, kv_block or max(k_shard.shape[2], 1))
+    shards = ShardMap(rank, world_size, kv_block or max(capacity, 1))
     return mask._replace(
-        kv_lens=shards.local_lengths(lengths),
+        kv_lens=shards.local_lengths(lengths).clamp(max=capacity),
         q_start=q_start,
         kv_start=torch.full_like(lengths, shards.kv_start),
         kv_block=shards.kv_block,
@@ -79,8 +84,8 @@ class _DistDecode(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
+        library.refuse_double_backward("dist_decode")
         no_gradients = (None,) * (5 + len(ctx.options))
         if dout is None and dlse is None:
             return None, None, None, *no_gradients
@@ -100,7 +105,7 @@ def _dist_decode(
     q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, rank=None,
     world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None, strategy="all_gather",
 ):  # fmt: skip
-    _check(q, k_shard, v_shard, kv_lens, strategy)
+    _check(q, k_shard, v_shard, kv_lens, q_start, kv_start, strategy)
     if rank is None or world_size is None:
         if TracingContext.try_get() is not None:
             raise ValueError(

@@ -24,7 +24,7 @@ from torch_fdattn.ops.attention.configs import (
     device_capability,
     dot_precision,
 )
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.positions import Mask
@@ -279,6 +279,7 @@ def launch_backward(
     kv_heads, kv_capacity = k.shape[1:3]
     config = config or backward_config(head_dim, q.dtype, device_capability(q.device))
     launches["attention_backward/triton"] += 1
+    mask = contiguous_mask(mask)
     padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
     lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse2)
@@ -295,7 +296,7 @@ def launch_backward(
         if k.numel():
             tile = config.dkdv
             _dkdv_kernel[(triton.cdiv(kv_capacity, tile.block_n) * kv_heads * batch,)](
-                q, k, v, dout, lse2, delta, dk, dv, *mask_pointers(mask),
+                q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
                 *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -303,7 +304,7 @@ def launch_backward(
         if q.numel():
             tile = config.dq
             _dq_kernel[(triton.cdiv(q_len, tile.block_m) * heads * batch,)](
-                q, k, v, dout, lse2, delta, dq, *mask_pointers(mask),
+                q, k, v, dout, lse2, delta, dq, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
                 *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,

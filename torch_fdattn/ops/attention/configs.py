@@ -88,6 +88,8 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 dots are exact unless torch's own setting for fp32 matmuls allows tf32."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+    # The getter of torch's newer switch also sees the older ones (allow_tf32, set_float32_matmul_precision);
+    # the older getter raises once the newer switch was used.
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

@@ -21,7 +21,7 @@ from torch_fdattn.ops.attention.configs import (
     dot_precision,
     forward_config,
 )
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.positions import Mask
@@ -90,9 +90,10 @@ def launch_forward(
         return
     config = config or forward_config(head_dim, q.dtype, device_capability(q.device))
     launches["attention_forward/triton"] += 1
+    mask = contiguous_mask(mask)
     with on_device(q):
         _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
-            q, k, v, out, lse, *mask_pointers(mask),
+            q, k, v, out, lse, *mask[:3],
             q.stride(), k.stride(), v.stride(), out.stride(),
             q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim,
             **mask_flags(mask), WIDE=wide_rows(q, k, v, out), PRECISION=dot_precision(q.dtype),

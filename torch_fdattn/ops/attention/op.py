@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
-from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.positions import FAR, Mask
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
 MASK_SCHEMA = (
@@ -82,12 +82,17 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | 
 def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale):
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"))
     for name, tensor, shape in (
-        ("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1]),
+        ("dout", dout, q.shape), ("out", out, q.shape),
     ):  # fmt: skip
         checks.expect_shape(name, tensor, shape, "q")
         checks.expect_device(name, tensor, q.device, "q")
-    if dlse is not None:
-        checks.expect_shape("dlse", dlse, lse.shape, "lse")
+    checks.expect_dtype("dout", dout, q.dtype, "q")
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if tensor is not None:
+            checks.expect_shape(name, tensor, q.shape[:-1], "q")
+            checks.expect_dtype(name, tensor, lse_dtype, "every lse of such inputs")
+            checks.expect_device(name, tensor, q.device, "q")
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *rest):
@@ -173,14 +178,16 @@ def options_to_mask(
 ) -> Mask:  # fmt: skip
     """A composite's keywords as a mask; causal is a right window of 0."""
     checks.check_window(window_left, window_right)
-    return Mask(
-        kv_lens, q_start, kv_start, window_left, 0 if causal else window_right, kv_block, kv_stride
-    )
+    left, right = min(window_left, FAR), 0 if causal else min(window_right, FAR)
+    return Mask(kv_lens, q_start, kv_start, left, right, kv_block, kv_stride)
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
     checks.expect_tensor("q", q)
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is not None:
+        return scale
+    # Where q is no (B, H, S, D) tensor, the raw op's checks say so.
+    return q.shape[3] ** -0.5 if q.dim() == 4 and q.shape[3] else 1.0
 
 
 def _attention(

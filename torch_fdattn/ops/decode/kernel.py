@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_fdattn.ops.attend import attend_range
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode.schedule import num_splits, processors
-from torch_fdattn.ops.launch import mask_flags, mask_numbers, mask_pointers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
@@ -52,9 +52,9 @@ def _decode_split_kernel(
     kv_head64 = kv_head.to(tl.int64)
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     head64 = kv_head64 * group + row // q_len
-    token = row % q_len
+    token = (row % q_len).to(tl.int64)
     rows_in = row < group * q_len
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = rows_in[:, None] & (d[None, :] < head_dim)
     q_rows = batch64 * q_strides[0] + head64 * q_strides[1] + token * q_strides[2]
     q = tl.load(q_ptr + q_rows[:, None] + d[None, :] * q_strides[3], mask=inside, other=0.0)
@@ -77,7 +77,7 @@ def _decode_split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, q_start + token,
+        acc, row_max, row_sum, q, q_start + row % q_len,
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
@@ -130,6 +130,7 @@ def launch_decode(
     programs = batch * kv_heads * row_blocks
     splits = splits or num_splits(programs, kv_capacity, config.block_n, processors(q.device))
     launches["decode_forward/triton"] += 1
+    mask = contiguous_mask(mask)
     if splits == 1:
         outs, lses = out[None], lse[None]
     else:
@@ -137,7 +138,7 @@ def launch_decode(
         lses = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     with on_device(q):
         _decode_split_kernel[(splits * kv_heads * row_blocks * batch,)](
-            q, k, v, outs, lses, *mask_pointers(mask),
+            q, k, v, outs, lses, *mask[:3],
             q.stride(), k.stride(), v.stride(), outs.stride(), lses.stride(),
             q_len, kv_capacity, *mask_numbers(mask), scale, splits, kv_heads, heads // kv_heads, head_dim,
             **mask_flags(mask), WIDE=wide_rows(k, v), PRECISION=dot_precision(q.dtype),

@@ -32,7 +32,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     b, h, s = _row_coordinates(row, heads, length)
     n = tl.arange(0, BLOCK_PARTS)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
     outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
     lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -65,7 +65,7 @@ def _merge_backward_kernel(
     row = (tl.program_id(0) % rows).to(tl.int64)
     part = (tl.program_id(0) // rows).to(tl.int64)
     b, h, s = _row_coordinates(row, heads, length)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = d < head_dim
     dout_ptr += b * dout_strides[0] + h * dout_strides[1] + s * dout_strides[2]
     out_ptr += b * out_strides[0] + h * out_strides[1] + s * out_strides[2]

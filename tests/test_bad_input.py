@@ -1,0 +1,248 @@
+"""Wrong calls of the ops: each a clear error or a defined result, before any launch.
+
+A clear error names the argument, what was expected and what came. What only the device knows (lengths,
+positions) is made safe there: those calls have defined results.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torch_fdattn import attention, decode, merge_states
+from torch_fdattn.testing import attention_oracle
+
+NAN, INF = float("nan"), float("inf")
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
+
+
+def q(*shape, **options):
+    return tensor(*(shape or (2, 4, 5, 16)), **options)
+
+
+def k(*shape, **options):
+    return tensor(*(shape or (2, 2, 9, 16)), **options)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG = {
+    # shapes
+    "q of rank 3": (lambda: attention(q(4, 5, 16), k(), k()), ValueError, "q must have 4 dimensions (batch, heads, sequence, head_dim), got shape (4, 5, 16)"),
+    "k of rank 5": (lambda: attention(q(), k(1, 2, 2, 9, 16), k()), ValueError, "k must have 4 dimensions"),
+    "scalar v": (lambda: attention(q(), k(), torch.tensor(1.0)), ValueError, "v must have 4 dimensions (batch, heads, sequence, head_dim), got shape ()"),
+    "batches differ": (lambda: attention(q(), k(3, 2, 9, 16), k(3, 2, 9, 16)), ValueError, "k must have shape (2, 2, 9, 16) like q, got (3, 2, 9, 16)"),
+    "batch of 1 does not broadcast": (lambda: attention(q(), k(1, 2, 9, 16), k(1, 2, 9, 16)), ValueError, "k must have shape (2, 2, 9, 16) like q, got (1, 2, 9, 16)"),
+    "lengths of k and v differ": (lambda: attention(q(), k(), k(2, 2, 8, 16)), ValueError, "v must have shape (2, 2, 9, 16) like k, got (2, 2, 8, 16)"),
+    "head counts of k and v differ": (lambda: attention(q(), k(), k(2, 4, 9, 16)), ValueError, "v must have shape (2, 2, 9, 16) like k, got (2, 4, 9, 16)"),
+    "v with a head dim of its own": (lambda: attention(q(), k(), k(2, 2, 9, 32)), ValueError, "v must have shape (2, 2, 9, 16) like k, got (2, 2, 9, 32)"),
+    "heads do not divide": (lambda: attention(q(2, 5, 5, 16), k(), k()), ValueError, "q's head count must be a positive multiple of k's, got 5 query heads and 2 key heads"),
+    "fewer query heads": (lambda: attention(q(2, 1, 5, 16), k(), k()), ValueError, "got 1 query heads and 2 key heads"),
+    "no heads": (lambda: attention(q(2, 0, 5, 16), k(2, 0, 9, 16), k(2, 0, 9, 16)), ValueError, "got 0 query heads and 0 key heads"),
+    "head dim 7": (lambda: attention(*3 * [q(1, 1, 5, 7)]), ValueError, "q's head_dim must be a multiple of 8 from 16 to 256, got 7"),
+    "head dim 8": (lambda: attention(*3 * [q(1, 1, 5, 8)]), ValueError, "got 8"),
+    "head dim 20": (lambda: attention(*3 * [q(1, 1, 5, 20)]), ValueError, "got 20"),
+    "head dim 264": (lambda: attention(*3 * [q(1, 1, 5, 264)]), ValueError, "got 264"),
+    "BSHD by mistake": (lambda: attention(q(2, 5, 4, 16), k(2, 9, 2, 16), k(2, 9, 2, 16)), ValueError, "q's head count must be a positive multiple of k's, got 5 query heads and 9 key heads"),
+    # dtypes
+    "int q": (lambda: attention(q().int(), k().int(), k().int()), TypeError, "q must be bfloat16, float16, float32 (or float64 on CPU), got torch.int32"),
+    "complex": (lambda: attention(q().cfloat(), k().cfloat(), k().cfloat()), TypeError, "got torch.complex64"),
+    "fp8": (lambda: attention(*(x.to(torch.float8_e4m3fn) for x in (q(), k(), k()))), TypeError, "got torch.float8_e4m3fn"),
+    "half cache under fp32": (lambda: decode(q(2, 4, 1, 16), k().half(), k().half()), TypeError, "k_cache must have dtype torch.float32 like q, got torch.float16"),
+    "v of another dtype": (lambda: attention(q(), k(), k().double()), TypeError, "v must have dtype torch.float32 like q, got torch.float64"),
+    # devices and kinds
+    "meta k": (lambda: attention(q(), k().to("meta"), k()), ValueError, "k must be on cpu like q, got meta"),
+    "meta kv_lens": (lambda: attention(q(), k(), k(), int32(1, 2).to("meta")), ValueError, "kv_lens must be on cpu like q, got meta"),
+    "None for k": (lambda: attention(q(), None, k()), TypeError, "k must be a torch.Tensor, got NoneType"),
+    "None for q": (lambda: attention(None, k(), k()), TypeError, "q must be a torch.Tensor, got NoneType"),
+    "list for q": (lambda: attention([1.0], k(), k()), RuntimeError, "Expected a value of type 'Tensor' for argument 'q' but instead found type 'list'"),
+    "sparse": (lambda: attention(q().to_sparse(), k(), k()), (NotImplementedError, RuntimeError), "Sparse"),
+    # lengths and positions
+    "list for kv_lens": (lambda: attention(q(), k(), k(), [3, 4]), RuntimeError, "argument 'kv_lens' but instead found type 'list'"),
+    "float kv_lens": (lambda: attention(q(), k(), k(), torch.tensor([3.0, 4.0])), TypeError, "kv_lens must be int32 (or int64), got torch.float32"),
+    "bool kv_lens": (lambda: attention(q(), k(), k(), torch.tensor([True, False])), TypeError, "kv_lens must be int32 (or int64), got torch.bool"),
+    "kv_lens of another batch": (lambda: attention(q(), k(), k(), int32(1, 2, 3)), ValueError, "kv_lens must have shape (2,) like q's batch, got (3,)"),
+    "kv_lens of rank 2": (lambda: attention(q(), k(), k(), int32(1, 2)[:, None]), ValueError, "kv_lens must have shape (2,) like q's batch, got (2, 1)"),
+    "scalar q_start": (lambda: attention(q(), k(), k(), q_start=torch.tensor(3, dtype=torch.int32)), ValueError, "q_start must have shape (2,) like q's batch, got ()"),
+    "float kv_start": (lambda: attention(q(), k(), k(), kv_start=torch.zeros(2)), TypeError, "kv_start must be int32 (or int64), got torch.float32"),
+    "kv_block alone": (lambda: attention(q(), k(), k(), kv_block=4), ValueError, "kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, got kv_block=4, kv_stride=0"),
+    "kv_stride alone": (lambda: attention(q(), k(), k(), kv_stride=4), ValueError, "got kv_block=0, kv_stride=4"),
+    "kv_stride below kv_block": (lambda: attention(q(), k(), k(), kv_block=4, kv_stride=2), ValueError, "got kv_block=4, kv_stride=2"),
+    "negative kv_block": (lambda: attention(q(), k(), k(), kv_block=-4, kv_stride=-2), ValueError, "got kv_block=-4, kv_stride=-2"),
+    "striped mask without q_start": (lambda: attention(q(), k(), k(), causal=True, kv_block=4, kv_stride=8), ValueError, "q_start must be given when kv_block is and the mask depends on positions"),
+    # options
+    "window below -1": (lambda: attention(q(), k(), k(), window=(-2, 3)), ValueError, "window must be (left, right) with each at least 0, or -1 for unbounded, got (-2, 3)"),
+    "window of one number": (lambda: attention(q(), k(), k(), window=4), TypeError, "window must be (left, right) or None, got 4"),
+    "window of three numbers": (lambda: attention(q(), k(), k(), window=(1, 2, 3)), TypeError, "window must be (left, right) or None, got (1, 2, 3)"),
+    "fractional window": (lambda: attention(q(), k(), k(), window=(1.5, 2)), RuntimeError, "argument 'window_left' but instead found type 'float'"),
+    "scale 0": (lambda: attention(q(), k(), k(), scale=0.0), ValueError, "scale must be a positive finite number, got 0.0"),
+    "negative scale": (lambda: attention(q(), k(), k(), scale=-1.0), ValueError, "scale must be a positive finite number, got -1.0"),
+    "scale nan": (lambda: attention(q(), k(), k(), scale=NAN), ValueError, "scale must be a positive finite number, got nan"),
+    "scale inf": (lambda: attention(q(), k(), k(), scale=INF), ValueError, "scale must be a positive finite number, got inf"),
+    "scale a string": (lambda: attention(q(), k(), k(), scale="x"), RuntimeError, "argument 'scale' but instead found type 'str'"),
+    # decode
+    "17 query tokens": (lambda: decode(q(2, 4, 17, 16), k(), k()), ValueError, "q must have 1 to 16 query tokens (dimension 2), got 17; use attention for longer queries"),
+    "no query token": (lambda: decode(q(2, 4, 0, 16), k(), k()), ValueError, "q must have 1 to 16 query tokens (dimension 2), got 0"),
+    "q of decode without its token dim": (lambda: decode(q(2, 4, 16), k(), k()), ValueError, "q must have 4 dimensions"),
+    "caches differ": (lambda: decode(q(), k(), k(2, 2, 10, 16)), ValueError, "v_cache must have shape (2, 2, 9, 16) like k_cache, got (2, 2, 10, 16)"),
+    # merge_states
+    "outs of rank 4": (lambda: merge_states(q(), q()[..., 0]), ValueError, "outs must have 5 dimensions (parts, batch, heads, sequence, head_dim), got shape (2, 4, 5, 16)"),
+    "lses of another shape": (lambda: merge_states(q()[None], q()[None]), ValueError, "lses must have shape (1, 2, 4, 5) like outs, got (1, 2, 4, 5, 16)"),
+    "bf16 lses": (lambda: merge_states(q()[None].bfloat16(), q()[None, ..., 0].bfloat16()), TypeError, "lses must be torch.float32, got torch.bfloat16"),
+    "int outs": (lambda: merge_states(q()[None].int(), q()[None, ..., 0]), TypeError, "outs must be bfloat16, float16, float32 (or float64 on CPU), got torch.int32"),
+    "meta lses": (lambda: merge_states(q()[None], q()[None, ..., 0].to("meta")), ValueError, "lses must be on cpu like outs, got meta"),
+    "int output dtype": (lambda: merge_states(q()[None], q()[None, ..., 0], dtype=torch.int32), TypeError, "dtype must be bfloat16, float16, float32 or float64, got torch.int32"),
+    "list of outs": (lambda: merge_states([q()], q()[None, ..., 0]), RuntimeError, "argument 'outs' but instead found type 'list'"),
+    # unknown arguments
+    "misspelt keyword": (lambda: attention(q(), k(), k(), is_causal=True), TypeError, "unexpected keyword argument 'is_causal'"),
+    "causal by position": (lambda: attention(q(), k(), k(), None, True), TypeError, "positional argument"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_clear_error(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_same_error_with_gradients_wanted(name):
+    """The autograd path checks as the plain one does, before anything is saved."""
+    call, kind, message = WRONG[name]
+    randn = torch.randn
+
+    def leaf(*args, **kwargs):
+        return randn(*args, **kwargs).requires_grad_()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(kind, match=re.escape(message)):
+        patch.setattr(torch, "randn", leaf)
+        call()
+
+
+RAW_WRONG = {
+    "dout": (0, ValueError, "dout must have shape (2, 4, 5, 16) like q, got (2, 4, 4, 16)"),
+    "dlse": (1, ValueError, "dlse must have shape (2, 4, 5) like lse, got (2, 4, 4)"),
+    "out": (5, ValueError, "out must have shape (2, 4, 5, 16) like q, got (2, 4, 4, 16)"),
+    "lse": (6, ValueError, "lse must have shape (2, 4, 5) like q, got (2, 4, 4)"),
+}
+
+
+@pytest.mark.parametrize("name", RAW_WRONG)
+def test_raw_backward_checks_its_own_inputs(name):
+    position, kind, message = RAW_WRONG[name]
+    x, y = q(), k()
+    mask = (None, None, None, -1, -1, 0, 0, 0.25)
+    out, lse = torch.ops.fdattn.attention_forward(x, y, y, *mask, None)
+    args = [out, lse, x, y, y, out, lse]
+    args[position] = args[position][:, :, :4]
+    with pytest.raises(kind, match=re.escape(message)):
+        torch.ops.fdattn.attention_backward(*args, *mask, None)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("op", [attention, decode])
+class TestDefinedResults:
+    """What is unusual and not wrong."""
+
+    @pytest.fixture(autouse=True)
+    def _on_device(self, device):
+        with torch.device(device):
+            yield
+
+    def check(self, op, q, k, v, lens, oracle_lens):
+        out, lse = op(q, k, v, lens)
+        causal = op is decode
+        exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), oracle_lens, causal=causal)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+    def test_negative_lengths_are_zero(self, op):
+        self.check(op, q(), k(), k(), int32(-1, -(2**31)), (0, 0))
+
+    def test_lengths_beyond_the_cache_are_its_capacity(self, op):
+        self.check(op, q(), k(), k(), int32(10, 2**31 - 1), (9, 9))
+
+    def test_int64_lengths_beyond_int32(self, op):
+        self.check(op, q(), k(), k(), torch.tensor([2**40, 3]), (9, 3))
+
+    def test_empty_batch(self, op):
+        out, lse = op(q(0, 4, 5, 16), k(0, 2, 9, 16), k(0, 2, 9, 16), int32())
+        assert (out.shape, lse.shape) == ((0, 4, 5, 16), (0, 4, 5))
+
+    def test_no_keys(self, op):
+        out, lse = op(q(), k(2, 2, 0, 16), k(2, 2, 0, 16), int32(0, 5))
+        assert (out == 0).all()
+        assert (lse == -INF).all()
+
+    def test_more_queries_than_keys(self, op):
+        self.check(op, q(), k(2, 2, 3, 16), k(2, 2, 3, 16), None, (3, 3))
+
+    def test_huge_window(self, op):
+        for a, b in zip(
+            op(*(args := (q(), k(), k())), window=(2**62, 2**62)), op(*args, window=(-1, -1)), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+    def test_nan_in_one_row_stays_there(self, op):
+        queries, keys = q(), k()
+        queries[0, 0, 0, 0] = NAN
+        out, lse = op(queries, keys, keys)
+        assert out[0, 0, 0].isnan().all()
+        assert lse[0, 0, 0].isnan()
+        out[0, 0, 0], lse[0, 0, 0] = 0.0, 0.0
+        assert torch.isfinite(out).all()
+        assert torch.isfinite(lse).all()
+
+
+def test_no_queries():
+    out, lse = attention(q(2, 4, 0, 16), k(), k())
+    assert (out.shape, lse.shape) == ((2, 4, 0, 16), (2, 4, 0))
+
+
+def test_no_parts():
+    out, lse = merge_states(torch.empty(0, 2, 4, 5, 16), torch.empty(0, 2, 4, 5))
+    assert (out == 0).all()
+    assert (lse == -INF).all()
+
+
+def test_bfloat16_in_the_interpreter_is_refused():
+    """Its arithmetic is wrong there; a silently wrong result would be worse than none."""
+    code = (
+        "import torch, torch_fdattn; x = torch.randn(1, 1, 2, 16, dtype=torch.bfloat16); "
+        "torch_fdattn.attention(x, x, x)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "bfloat16 is wrong in Triton's interpreter" in done.stderr
+
+
+@pytest.mark.parametrize("lens", ["-1, 3", "3, 10"])
+def test_check_mode_names_bad_lengths(lens):
+    """TORCH_FDATTN_CHECK=1 says what is otherwise made safe in silence."""
+    code = (
+        "import torch, torch_fdattn; x = torch.randn(2, 1, 9, 16); "
+        f"torch_fdattn.attention(x, x, x, torch.tensor([{lens}], dtype=torch.int32))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "TORCH_FDATTN_CHECK": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    low, high = sorted(int(n) for n in lens.split(","))
+    assert f"ValueError: kv_lens must lie in [0, 9], got values from {low} to {high}" in done.stderr
+
+
+def test_there_are_enough_wrong_calls():
+    assert len(WRONG) >= 40
