@@ -1,7 +1,7 @@
 """The results section of the README, made from the newest results file of each benchmark.
 
-    python -m benchmarks readme            rewrite it
-    python -m benchmarks readme --check    exit 1 where it is not what the files say
+python -m benchmarks readme            rewrite it
+python -m benchmarks readme --check    exit 1 where it is not what the files say
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ def section(folder: Path = RESULTS_DIR) -> str:
     parts = []
     for path in newest_files(folder):
         link = f"[`{path.name}`](benchmarks/results/{path.name})"
-        parts.append(f"### {_benchmark(path)}\n\n{render_summary(Results.load(path))}\nFrom {link}.\n")
+        parts.append(
+            f"### {_benchmark(path)}\n\n{render_summary(Results.load(path))}\nFrom {link}.\n"
+        )
     return "\n".join(parts) or "Not measured yet.\n"
 
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:
     """The README's text with its results section made anew."""
     if not _SECTION.search(text):
-        raise ValueError("README.md must have <!-- results --> and <!-- end of results -->, got neither")
+        raise ValueError(
+            "README.md must have <!-- results --> and <!-- end of results -->, got neither"
+        )
     return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
 
 

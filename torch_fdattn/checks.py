@@ -16,7 +16,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
     """q (B, H, S, D), k and v (B, H_kv, S_kv, D): ranks, shapes, head counts, dtypes, devices."""
     for name, tensor in zip(names, (q, k, v), strict=True):
         expect_tensor(name, tensor)
@@ -27,7 +29,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q
             )
     q_name, k_name, v_name = names
     if q.dtype not in DTYPES:
-        raise TypeError(f"{q_name} must be bfloat16, float16, float32 (or float64 on CPU), got {q.dtype}")
+        raise TypeError(
+            f"{q_name} must be bfloat16, float16, float32 (or float64 on CPU), got {q.dtype}"
+        )
     batch, heads, _, head_dim = q.shape
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"{q_name}'s head_dim must be {HEAD_DIMS}, got {head_dim}")

@@ -2,7 +2,7 @@
 
 `generate` runs on one process, or on every rank of torchrun with the KV cache sharded over them.
 Generated text alone goes to stdout; progress and statistics go to stderr, from rank 0. An error that
-the user can mend is one line and exit code 2.
+the user can mend is one line and exit code 2; 1 where the output cannot be written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Annotated
 
@@ -32,18 +33,23 @@ from torch_fdattn.models import (
     load_tokenizer,
     resolve,
 )
+from torch_fdattn.version import __version__
 
 app = typer.Typer(
-    help="Attention kernels for PyTorch, with a small engine that puts them to work.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_TIMEOUT = timedelta(seconds=120)  # of every wait for another rank
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class UsageError(ValueError):
-    """An option that this machine cannot honour."""
+    """An option or an environment that this machine cannot honour."""
+
+
+class OutputError(OSError):
+    """Text that could not be written."""
 
 
 class DType(str, Enum):
@@ -61,6 +67,21 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fdattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Attention kernels for PyTorch, with a small engine that puts them to work."""
 
 
 @app.command("generate")
@@ -86,6 +107,7 @@ def generate_command(
         sampling = _sampling(temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
+        prompt = prompt.encode("utf-8", "replace").decode()  # bytes that were no UTF-8
         turn = [{"role": "user", "content": prompt}]
         ids = tokenizer.chat(turn) if chat else tokenizer.encode(prompt)
         network = _load(path, dtype, world)
@@ -120,33 +142,60 @@ def doctor(
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
-    except (ModelError, MissingExtra, PromptError, UsageError, torch.OutOfMemoryError) as error:
-        rank = os.environ.get("RANK") if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
-        who = "fdattn" if rank is None else f"fdattn (rank {rank})"
+    except (
+        ModelError, MissingExtra, PromptError, UsageError, OutputError, torch.OutOfMemoryError
+    ) as error:  # fmt: skip
+        rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE") != "1" else None
+        who = f"fdattn (rank {rank})" if rank else "fdattn"
         print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(1 if isinstance(error, OutputError) else 2) from None
 
 
 @contextmanager
 def _world(device_name: str | None) -> Iterator[World]:
     """Join torchrun's group where there is one, and leave it at the end."""
-    size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    size = _from_environment("WORLD_SIZE", 1, least=1)
+    rank = _from_environment("RANK", None if size > 1 else 0, least=0)
+    if rank >= size:
+        raise UsageError(
+            f"the environment variable RANK must be below WORLD_SIZE {size}, got {rank}"
+        )
+    local = _from_environment("LOCAL_RANK", 0, least=0)
+    local_size = _from_environment("LOCAL_WORLD_SIZE", size, least=1)
     device = _device(device_name, local if size > 1 else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
         yield World(0, 1, device, None)
         return
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-        dist.init_process_group("gloo")
     try:
-        yield World(dist.get_rank(), size, device, dist.group.WORLD)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device, timeout=_TIMEOUT)
+        else:
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+    except (ValueError, dist.DistError) as error:  # ValueError: a variable of torchrun is missing
+        raise UsageError(f"no process group ({error}); `fdattn doctor` says more") from None
+    try:
+        yield World(rank, size, device, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _from_environment(name: str, default: int | None, least: int) -> int:
+    """One of torchrun's variables; one that is empty is not set."""
+    text = os.environ.get(name) or default
+    try:
+        value = int(text)
+    except (TypeError, ValueError):
+        value = least - 1
+    if value < least:
+        raise UsageError(
+            f"the environment variable {name} must be an integer of at least {least}, got "
+            f"{os.environ.get(name)!r}; `fdattn doctor` says more"
+        )
+    return value
 
 
 def _device(name: str | None, local_rank: int | None) -> torch.device:
@@ -200,32 +249,59 @@ def _cache(model: Transformer, capacity: int, kv_block: int | None, world: World
             f"prompt and --max-new-tokens take {capacity} positions, the model has "
             f"{config.max_positions}"
         )
-    return ShardedKVCache(
-        config.num_layers,
-        1,
-        config.num_kv_heads,
-        capacity,
-        config.head_dim,
-        dtype=model.norm.weight.dtype,
-        device=world.device,
-        group_name=None if world.group is None else world.group.group_name,
-        kv_block=kv_block,
-    )
+    try:
+        return ShardedKVCache(
+            config.num_layers,
+            1,
+            config.num_kv_heads,
+            capacity,
+            config.head_dim,
+            dtype=model.norm.weight.dtype,
+            device=world.device,
+            group_name=None if world.group is None else world.group.group_name,
+            kv_block=kv_block,
+        )
+    except RuntimeError as error:  # out of memory; on a CPU torch has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise UsageError(
+            f"no memory on {world.device} for a KV cache of {capacity} positions, "
+            f"{capacity * _position_bytes(model):,} bytes in all"
+        ) from None
+
+
+def _position_bytes(model: Transformer) -> int:
+    """What the K and V of one position take."""
+    config = model.config
+    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return elements * model.norm.weight.itemsize
 
 
 def _write(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int], world: World) -> None:
     decoder = tokenizer.stream(prompt)
+    if sys.stdout is not None:  # an encoding without all of Unicode
+        sys.stdout.reconfigure(errors="replace")
     for token in tokens:
         if world.rank == 0:
-            print(decoder.push(token), end="", flush=True)
+            _print(decoder.push(token))
     if world.rank == 0:
-        print(decoder.flush(), flush=True)
+        _print(decoder.flush() + "\n")
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        # Python writes what the buffer still holds when it ends: let that not fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"cannot write the text ({error.strerror})") from None
 
 
 def _report(stats: Stats, model: Transformer, cache: ShardedKVCache, world: World) -> None:
-    held: list[int] = [cache.nbytes] * world.size
+    nbytes = model.config.num_layers * sum(view.nbytes for view in cache.layer(0))
+    held: list[int] = [nbytes] * world.size
     if world.group is not None:
-        dist.all_gather_object(held, cache.nbytes, group=world.group)
+        dist.all_gather_object(held, nbytes, group=world.group)
     if world.rank > 0:
         return
     _stderr.print(
@@ -234,10 +310,9 @@ def _report(stats: Stats, model: Transformer, cache: ShardedKVCache, world: Worl
         f"{stats.tokens_per_s:.1f} tokens/s, {stats.gb_per_s:.2f} GB/s of weights and KV cache "
         f"read{' by rank 0' if world.size > 1 else ''}"
     )
-    config, itemsize = model.config, model.norm.weight.itemsize
-    position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    total = cache.capacity * position
+    total = cache.capacity * _position_bytes(model)
     for rank, nbytes in enumerate(held):
         _stderr.print(
             f"rank {rank}: KV cache of {nbytes:,} bytes, {nbytes / total:.1%} of {total:,} in all"
         )
+    _stderr.print(f"+ one spare position of {_position_bytes(model):,} bytes on each rank")

@@ -150,7 +150,15 @@ def record(case: Case) -> list[Launch]:
             k = _meta(2, 8, 65536, dim, dtype=dtype)
             lse = _meta(*q.shape[:-1])
             launch_decode(
-                q, k, torch.empty_like(k), mask, scale, torch.empty_like(q), lse, case.tile, splits=8
+                q,
+                k,
+                torch.empty_like(k),
+                mask,
+                scale,
+                torch.empty_like(q),
+                lse,
+                case.tile,
+                splits=8,
             )
         elif case.op == "merge":
             outs, lses = _meta(8, 2, 32, 512, dim, dtype=dtype), _meta(8, 2, 32, 512)
@@ -212,7 +220,9 @@ def _nvidia_usage(compiled) -> tuple[int, int]:
         command = [cuobjdump, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"REG:(\d+)", text)[1])
-    return registers, int(re.search(r"STACK:(\d+)", text)[1]) + int(re.search(r"LOCAL:(\d+)", text)[1])
+    return registers, int(re.search(r"STACK:(\d+)", text)[1]) + int(
+        re.search(r"LOCAL:(\d+)", text)[1]
+    )
 
 
 def _amd_usage(compiled) -> tuple[int, int]:
@@ -239,10 +249,19 @@ def rows_of(case: Case) -> list[str]:
         notes = ["SPILLS"] * (item.spills > 0) + ["OVER THE LIMIT"] * (item.shared > limit)
         lines.append(
             _COLUMNS.format(
-                item.kernel, case.arch, case.dtype, case.head_dim, case.mask, case.rows, item.warps,
-                item.stages, item.registers, item.spills, f"{item.shared / KIB:.1f} KiB",
+                item.kernel,
+                case.arch,
+                case.dtype,
+                case.head_dim,
+                case.mask,
+                case.rows,
+                item.warps,
+                item.stages,
+                item.registers,
+                item.spills,
+                f"{item.shared / KIB:.1f} KiB",
                 " ".join(notes),
-            )  # fmt: skip
+            )
         )
     return lines
 
@@ -264,7 +283,20 @@ def main() -> None:
             options.op, options.arch, options.dtype, options.head_dim, options.mask, options.rows
         )
     ]
-    header = ("kernel", "arch", "dtype", "dim", "mask", "rows", "warps", "stages", "regs", "spills", "shared", "")
+    header = (
+        "kernel",
+        "arch",
+        "dtype",
+        "dim",
+        "mask",
+        "rows",
+        "warps",
+        "stages",
+        "regs",
+        "spills",
+        "shared",
+        "",
+    )
     print(_COLUMNS.format(*header))
     for case in cases:
         print("\n".join(rows_of(case)), flush=True)

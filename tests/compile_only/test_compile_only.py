@@ -8,7 +8,6 @@ import os
 
 import pytest
 import triton
-import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
@@ -37,9 +36,11 @@ SPILLS = {
     ("dkdv", "gfx942", "half"): (400, 0),
     ("dkdv", "gfx942", "fp32"): (1000, 800),
     ("dkdv", "gfx950", "fp32"): (1000, 800),
-    ("dq", "sm_80", "half"): (64, 64),
+    ("dq", "sm_80", "half"): (200, 64),
     ("dq", "sm_90", "half"): (200, 200),
     ("dq", "sm_100", "half"): (256, 256),
+    ("dq", "gfx942", "half"): (48, 0),
+    ("dq", "gfx950", "half"): (48, 0),
     ("row_terms", "sm_100", "half"): (32, 0),
     ("row_terms", "sm_100", "fp32"): (32, 0),
 }
@@ -52,7 +53,9 @@ def attention_cases():
             for dtype in ("bf16", "fp32"):
                 groups = {}
                 for dim in HEAD_DIMS:
-                    groups.setdefault(config_of(dim, DTYPES[dtype], arch.capability), []).append(dim)
+                    groups.setdefault(config_of(dim, DTYPES[dtype], arch.capability), []).append(
+                        dim
+                    )
                 for dims in groups.values():
                     padded = max(dim for dim in dims if dim & (dim - 1) and dim % 16 == 0)
                     yield Case(op, arch.name, dtype, max(dims), "causal")
@@ -83,10 +86,14 @@ def test_compiles_within_limits(case):
     for kernel in resources(case):
         where = f"{kernel.kernel} of {case}"
         limit = ARCHS[case.arch].shared_limit
-        assert kernel.shared <= limit, f"{where} takes {kernel.shared} bytes of shared memory, limit {limit}"
+        assert kernel.shared <= limit, (
+            f"{where} takes {kernel.shared} bytes of shared memory, limit {limit}"
+        )
         kind = "fp32" if case.dtype == "fp32" else "half"
         allowed = SPILLS.get((kernel.kernel, case.arch, kind), (0, 0))[LATER]
-        assert kernel.spills <= allowed, f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"
+        assert kernel.spills <= allowed, (
+            f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"
+        )
 
 
 def test_a_spilling_kernel_is_seen():
@@ -97,5 +104,3 @@ def test_a_spilling_kernel_is_seen():
     assert kernel.spills > 100
     (kernel,) = resources(Case("forward", "gfx942", "bf16", 256, tile=TileConfig(256, 64, 4, 2)))
     assert kernel.spills > 100
-
-

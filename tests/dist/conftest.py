@@ -22,7 +22,9 @@ def group() -> Iterator[str]:
     """The name of the group of all ranks."""
     if "WORLD_SIZE" not in os.environ:
         pytest.skip("needs torchrun: torchrun --nproc-per-node 2 -m pytest tests/dist")
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    )
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))

@@ -21,7 +21,9 @@ def sharded(x: Tensor, shards: ShardMap) -> Tensor:
     return x[:, :, shards.locate(positions)[0]]
 
 
-def make(device: torch.device, batch: int, heads: int, kv_heads: int, new: int, length: int, dim: int):
+def make(
+    device: torch.device, batch: int, heads: int, kv_heads: int, new: int, length: int, dim: int
+):
     q = torch.randn(batch, heads, new, dim, device=device)
     k = torch.randn(batch, kv_heads, length, dim, device=device)
     return q, k, torch.randn_like(k)
@@ -33,13 +35,15 @@ def rank_map(kv_block: int) -> ShardMap:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_one_process(group: str, rank_device: torch.device, seed: int) -> None:
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     world = dist.get_world_size()
     kv_block = rng.choice([1, 3, 8, 16, 40])
     length = rng.randint(1, 90)
     kv_heads, group_size = rng.choice([1, 2, 3]), rng.choice([1, 3, 4])
     new = min(rng.choice([1, 1, 2, 5, 16, 24]), length)
-    q, k, v = make(rank_device, 3, kv_heads * group_size, kv_heads, new, length, rng.choice([16, 40]))
+    q, k, v = make(
+        rank_device, 3, kv_heads * group_size, kv_heads, new, length, rng.choice([16, 40])
+    )
     lens = torch.tensor([length, rng.randint(0, length), rng.randint(0, length)], dtype=torch.int32)
     lens = lens.to(rank_device)
     window = rng.choice([None, None, (rng.randint(0, 30), 0)])
@@ -156,7 +160,9 @@ def test_op_without_rank_refuses_to_be_compiled(group, rank_device) -> None:
     lens = torch.full((1,), 8, dtype=torch.int32, device=rank_device)
     op = torch.ops.fdattn.dist_decode
     torch.testing.assert_close(op(q, k, v, lens, group)[0], decode(q, k, v, lens, group)[0])
-    with pytest.raises(Exception, match="rank and world_size must be given where the op is compiled"):
+    with pytest.raises(
+        Exception, match="rank and world_size must be given where the op is compiled"
+    ):
         torch.compile(lambda: op(q, k, v, lens, group)[0], fullgraph=True)()
 
 
@@ -206,9 +212,17 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("wrong", "error", "message"),
         [
-            (dict(group_name="nosuch"), ValueError, "group_name must name a process group .* got 'nosuch'"),
+            (
+                dict(group_name="nosuch"),
+                ValueError,
+                "group_name must name a process group .* got 'nosuch'",
+            ),
             (dict(group_name=3), (TypeError, RuntimeError), "group_name"),
-            (dict(strategy="teleport"), ValueError, "strategy must be one of .*all_gather.* got 'teleport'"),
+            (
+                dict(strategy="teleport"),
+                ValueError,
+                "strategy must be one of .*all_gather.* got 'teleport'",
+            ),
             (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
             (dict(scale=-1.0), ValueError, "scale must be a positive finite number, got -1.0"),
             (dict(window=(-2, 0)), ValueError, r"window must be \(left, right\) .* got \(-2, 0\)"),
@@ -223,15 +237,21 @@ class TestBadInput:
             decode(**{**good, "kv_lens": None})
 
     def test_lengths_of_another_batch(self, good: dict) -> None:
-        with pytest.raises(ValueError, match=r"kv_lens must have shape \(2,\) like q's batch, got \(3,\)"):
+        with pytest.raises(
+            ValueError, match=r"kv_lens must have shape \(2,\) like q's batch, got \(3,\)"
+        ):
             decode(**{**good, "kv_lens": good["kv_lens"].new_ones(3)})
 
     def test_starts_of_another_batch(self, good: dict) -> None:
-        with pytest.raises(ValueError, match=r"kv_start must have shape \(2,\) like q's batch, got \(3,\)"):
+        with pytest.raises(
+            ValueError, match=r"kv_start must have shape \(2,\) like q's batch, got \(3,\)"
+        ):
             decode(**good, kv_start=good["kv_lens"].new_ones(3))
 
     def test_shards_that_differ(self, good: dict) -> None:
-        with pytest.raises(ValueError, match=r"v_shard must have shape \(2, 2, 8, 16\) like k_shard, got"):
+        with pytest.raises(
+            ValueError, match=r"v_shard must have shape \(2, 2, 8, 16\) like k_shard, got"
+        ):
             decode(**{**good, "v_shard": good["v_shard"][:, :, :5]})
 
     def test_block_and_start_exclude_each_other(self, good: dict) -> None:

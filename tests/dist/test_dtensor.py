@@ -32,7 +32,9 @@ def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool
     shapes = [(2 * world, heads * world, 12, 16) for heads in (4, 2, 2)]
     plain = [torch.randn(shape, device=rank_device).requires_grad_() for shape in shapes]
     loss_of(which, *torch_fdattn.attention(*plain, causal=True)).backward()
-    parts = [distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_() for x in plain]
+    parts = [
+        distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_() for x in plain
+    ]
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return loss_of(which, *torch_fdattn.attention(q, k, v, causal=True))
@@ -47,7 +49,9 @@ def test_groups_that_a_mesh_would_tear_are_replicated(mesh, rank_device) -> None
     """9 query heads over 3 KV heads on 2 ranks: sharding heads would tear a group."""
     world = dist.get_world_size()
     kv_heads = world + 1
-    q, k, v = (torch.randn(2, h, 5, 16, device=rank_device) for h in (3 * kv_heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(2, h, 5, 16, device=rank_device) for h in (3 * kv_heads, kv_heads, kv_heads)
+    )
     parts = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
     out, lse = torch_fdattn.attention(*parts)
     expected, expected_lse = torch_fdattn.attention(q, k, v)
@@ -58,7 +62,10 @@ def test_groups_that_a_mesh_would_tear_are_replicated(mesh, rank_device) -> None
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 def test_decode_and_merge(mesh, rank_device, placement) -> None:
     world = dist.get_world_size()
-    q, k, v = (torch.randn(2 * world, h * world, s, 16, device=rank_device) for h, s in ((4, 1), (2, 9), (2, 9)))
+    q, k, v = (
+        torch.randn(2 * world, h * world, s, 16, device=rank_device)
+        for h, s in ((4, 1), (2, 9), (2, 9))
+    )
     lens = torch.randint(1, 9, (2 * world,), dtype=torch.int32, device=rank_device)
     per_sequence = placement if placement == Shard(0) else Replicate()
     parts = [distribute_tensor(x, mesh, [placement]) for x in (q, k, v)]
@@ -68,4 +75,6 @@ def test_decode_and_merge(mesh, rank_device, placement) -> None:
     outs, lses = torch.stack([out, out]), torch.stack([lse, lse])
     merged, merged_lse = torch_fdattn.merge_states(outs, lses)
     torch.testing.assert_close(merged.full_tensor(), expected)
-    torch.testing.assert_close(merged_lse.full_tensor(), expected_lse + torch.log(torch.tensor(2.0)))
+    torch.testing.assert_close(
+        merged_lse.full_tensor(), expected_lse + torch.log(torch.tensor(2.0))
+    )

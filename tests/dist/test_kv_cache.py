@@ -35,7 +35,9 @@ def test_equals_one_process(group: str, rank_device, kv_block, steps: list[int])
     cache = make(rank_device, group_name=group, kv_block=kv_block)
     whole = make(rank_device)
     for seed, tokens in enumerate(steps):
-        for ours, expected in zip(step(cache, tokens, seed), step(whole, tokens, seed), strict=True):
+        for ours, expected in zip(
+            step(cache, tokens, seed), step(whole, tokens, seed), strict=True
+        ):
             torch.testing.assert_close(ours, expected, atol=3e-6, rtol=1e-5)
     assert cache.lengths.tolist() == [sum(steps)] * 2
 
@@ -93,9 +95,13 @@ class TestBadInput:
     def test_shapes_and_dtypes(self, group: str, rank_device) -> None:
         cache = make(rank_device, group_name=group)
         k = torch.randn(2, 2, 3, 16, device=rank_device)
-        with pytest.raises(ValueError, match=r"v must have shape \(2, 2, 3, 16\), got \(2, 2, 4, 16\)"):
+        with pytest.raises(
+            ValueError, match=r"v must have shape \(2, 2, 3, 16\), got \(2, 2, 4, 16\)"
+        ):
             cache.append(0, k, torch.randn(2, 2, 4, 16, device=rank_device))
-        with pytest.raises(TypeError, match="k must have dtype torch.float32 like the cache, got torch.float16"):
+        with pytest.raises(
+            TypeError, match="k must have dtype torch.float32 like the cache, got torch.float16"
+        ):
             cache.append(0, k.half(), k.half())
 
     @pytest.mark.parametrize(

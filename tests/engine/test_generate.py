@@ -56,10 +56,14 @@ def greedy(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512, 10**30])
 def test_greedy_tokens_whatever_the_chunks(model, device, chunk):
-    found = generate(model, cache_for(device), PROMPT, 20, prefill_chunk=chunk)
-    assert list(found) == greedy(model, PROMPT, 20)
+    widths = []
+    model.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[1]))
+    found = list(generate(model, cache_for(device), PROMPT, 20, prefill_chunk=chunk))
+    starts = range(0, len(PROMPT), min(chunk, len(PROMPT)))
+    assert widths == [min(chunk, len(PROMPT) - start) for start in starts] + [1] * 19
+    assert found == greedy(model, PROMPT, 20)
 
 
 def test_a_second_prompt_over_what_the_cache_holds(model, device):
@@ -109,10 +113,14 @@ def test_bad_arguments_are_refused(model, device):
         generate(model, cache_for(device), PROMPT, 5, prefill_chunk=0)
     with pytest.raises(ValueError, match="cache must have batch 1, got 2"):
         generate(model, cache_for(device, batch=2), PROMPT, 5)
-    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
-        Sampling(temperature=-1)
-    with pytest.raises(ValueError, match="temperature must be at least 0, got nan"):
-        Sampling(temperature=float("nan"))
+    for value in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"temperature must be at least 0 and .*, got {value}"):
+            Sampling(temperature=value)
+    for value in (-(2**63) - 1, 2**64):
+        with pytest.raises(ValueError, match=rf"seed must be from -2\*\*63 to .*, got {value}"):
+            Sampling(seed=value)
+    for value in (-(2**63), 2**64 - 1):
+        Sampling(seed=value).generator(torch.device(device))
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 0"):
         Sampling(top_p=0)
 
@@ -174,7 +182,10 @@ def test_top_p_keeps_the_smallest_set_that_holds_it(device, top_p, kept):
 
 def test_a_tiny_top_p_or_temperature_is_greedy(model, device):
     expected = greedy(model, PROMPT, 15)
-    for sampling in (Sampling(1.0, top_p=1e-9), Sampling(1e-4)):
+    for sampling in (
+        Sampling(1.0, top_p=1e-9), Sampling(1.0, top_p=1e-300), Sampling(1e-4), Sampling(1e-40),
+        Sampling(5e-324, top_p=0.5),
+    ):  # fmt: skip
         found = generate(model, cache_for(device), PROMPT, 15, sampling=sampling)
         assert list(found) == expected
 

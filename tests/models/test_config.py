@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -63,17 +64,57 @@ def test_defaults_of_each_architecture():
         ({"use_sliding_window": True}, "use_sliding_window must be false"),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config must be absent, got quant_method 'awq'",
+            "quantization_config must be absent, got {'quant_method': 'awq'}",
         ),
         ({"num_key_value_heads": 5}, "num_heads must be a multiple of num_kv_heads, got 32 and 5"),
-        ({"num_hidden_layers": 0}, "num_layers must be a positive integer, got 0"),
+        ({"num_hidden_layers": 0}, "num_layers must be a positive integer below .*, got 0"),
         ({"hidden_size": "wide"}, "a value of the wrong kind"),
-        ({"head_dim": 63}, "head_dim must be even for rotary embeddings, got 63"),
+        *(
+            ({"head_dim": size}, f"head_dim must be a multiple of 8 from 16 to 256, got {size}")
+            for size in (8, 63, 100, 264)
+        ),
+        ({"torch_dtype": "int7"}, "dtype must be one of bfloat16, .*, got 'int7'"),
+        ({"quantization_config": "x"}, "quantization_config must be absent, got 'x'"),
+        ({"tie_word_embeddings": "yes"}, "tie_embeddings must be true or false, got 'yes'"),
+        ({"num_key_value_heads": 0}, "num_kv_heads must be a positive integer"),
+        ({"rope_theta": 0}, "rope theta must be a positive finite number, got 0"),
     ],
 )
 def test_unsupported_configs_are_refused(change, message):
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_hf({**LLAMA, **change})
+
+
+WRONG_NUMBERS = ["abc", [], {}, -1, True, float("nan"), float("inf"), 10**400]
+
+
+@pytest.mark.parametrize("value", [*WRONG_NUMBERS, None], ids=lambda value: str(value)[:6])
+def test_wrong_numbers_are_refused(value, tmp_path):
+    def refused(change, *, scaling=None):
+        rope = {"rope_theta": 1e4, "rope_type": "llama3", **SCALING, **(scaling or {})}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**LLAMA, "rope_parameters": rope, **change}))
+        with pytest.raises(ModelError, match=re.escape(f"{path}: ")):
+            ModelConfig.from_file(path)
+
+    refused({"vocab_size": value})
+    refused({"rms_norm_eps": value})
+    for name in SCALING:
+        refused({}, scaling={name: value})
+        refused({}, scaling={name: 0})
+    if value is not None:  # null: the default base
+        refused({}, scaling={"rope_theta": value})
+    refused({}, scaling={"low_freq_factor": 4.0})
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config"])
+def test_every_default_is_that_of_transformers(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
+    theirs = getattr(transformers, name)()
+    written = ModelConfig.from_hf({**theirs.to_dict(), "model_type": theirs.model_type})
+    required = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    raw = {key: getattr(theirs, key) for key in required.split()}
+    assert ModelConfig.from_hf({"model_type": theirs.model_type, **raw}) == written
 
 
 def test_a_missing_key_is_named():
@@ -89,6 +130,11 @@ def test_errors_of_a_file_name_it(tmp_path):
     path.write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):
         ModelConfig.from_file(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):
+        ModelConfig.from_file(path)
+    with pytest.raises(ModelError, match=r"cannot be read \(Is a directory\)"):
+        ModelConfig.from_file(tmp_path)
     path.write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json: must hold a JSON object, got list"):
         ModelConfig.from_file(path)

@@ -9,7 +9,7 @@ import torch
 
 from tests.models.hf_models import CONFIGS, reference, write_gguf
 from torch_fdattn.models import ModelError, load_model
-from torch_fdattn.models.gguf import GGUFFile
+from torch_fdattn.models.gguf import GGUFFile, gguf_config
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 TOKENS = torch.arange(90)[None] * 7 % 160
@@ -142,6 +142,22 @@ def test_unsupported_models_are_refused(tmp_path, fields, message):
     write_gguf(path, theirs, fields=fields)
     with pytest.raises(ModelError, match=message):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["split.count", "general.architecture", *(f"llama.{name}" for name in
+     ("block_count", "attention.head_count", "rope.freq_base", "attention.key_length",
+      "attention.layer_norm_rms_epsilon", "rope.dimension_count", "context_length"))],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["abc", 1.5e300, (1, 2)], ids=str)
+def test_fields_of_the_wrong_kind_name_the_file(good_file, tmp_path, field, value):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(good_file)
+    file = GGUFFile(path)
+    file.fields[field] = value
+    with pytest.raises(ModelError, match=r"model\.gguf: "):
+        gguf_config(file)
 
 
 def test_other_architectures_are_refused(tmp_path):

@@ -114,6 +114,27 @@ def test_a_missing_shard_is_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "index",
+    ["{}", "[]", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"a": 1}}'],
+)
+def test_a_malformed_index_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, r"model\.safetensors\.index\.json: ")
+
+
+def test_sizes_beyond_any_memory_are_refused(folder):
+    raw = json.loads((folder / "config.json").read_text())
+    changed = {"num_attention_heads": 2**30, "hidden_size": 2**30, "head_dim": 256}
+    (folder / "config.json").write_text(json.dumps({**raw, **changed}))
+    refused(folder, "model: the configuration's sizes are too large")
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-this-name/model", "x" * 5000, "bad\0name"])
+def test_names_that_are_no_paths(name):
+    refused(name, "no such file or folder|must not be empty")
+
+
 def test_old_style_config_gives_the_same_model(folder):
     """Files written before transformers 5 keep rope's base and scaling apart."""
     tokens = torch.arange(60)[None]

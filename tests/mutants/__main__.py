@@ -36,7 +36,13 @@ def run(tests: Tests, folder: Path) -> tuple[int, str]:
     if tests.interpret:
         pytest += ["-m", "interpreter"]
     if tests.ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tests.ranks)]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(tests.ranks),
+        ]
         logs = ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0:3"]
         pytest = [*launcher, *logs, *pytest]
     elif tests.interpret:
@@ -89,7 +95,9 @@ def main(words: Sequence[str]) -> int:
         caught = code == 1 and "failed" in summary
         survived += not caught
         seconds = time.monotonic() - start
-        print(f"{fault.name:44} {'caught' if caught else 'SURVIVED'} in {seconds:.0f} s", flush=True)
+        print(
+            f"{fault.name:44} {'caught' if caught else 'SURVIVED'} in {seconds:.0f} s", flush=True
+        )
     print(f"{len(faults) - survived} faults caught, {survived} survived")
     return 1 if survived else 0
 

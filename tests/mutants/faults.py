@@ -29,14 +29,23 @@ class Fault:
 
 
 _OPS = "tests/ops"
-ATTENTION = Tests("attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True)
+ATTENTION = Tests(
+    "attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True
+)
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
-REFERENCE = Tests("references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py"))
+REFERENCE = Tests(
+    "references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py")
+)
 FRAMEWORK = Tests(
     "framework",
-    (f"{_OPS}/test_opcheck.py", f"{_OPS}/test_autograd.py", f"{_OPS}/test_autocast.py", f"{_OPS}/test_flops.py"),
+    (
+        f"{_OPS}/test_opcheck.py",
+        f"{_OPS}/test_autograd.py",
+        f"{_OPS}/test_autocast.py",
+        f"{_OPS}/test_flops.py",
+    ),
 )
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 

@@ -32,7 +32,9 @@ def test_casts_q_k_v_and_nothing_else(op, device):
 def test_makes_mixed_inputs_equal(op, device):
     """A half-precision cache under a projection in fp32, as mixed precision leaves them."""
     q, k, v = qkv(device, torch.float32, HALF, HALF)
-    with pytest.raises(TypeError, match="k.* must have dtype torch.float32 like q, got torch.float16"):
+    with pytest.raises(
+        TypeError, match=r"k.* must have dtype torch\.float32 like q, got torch\.float16"
+    ):
         op(q, k, v)
     with torch.autocast(device, dtype=HALF):
         assert op(q, k, v)[0].dtype == HALF
@@ -70,7 +72,10 @@ def test_default_autocast_dtype(device):
 
 
 def test_merge_states_is_left_alone(device):
-    outs, lses = make_tensor((3, 1, 2, 5, 16), device=device), torch.randn(3, 1, 2, 5, device=device)
+    outs, lses = (
+        make_tensor((3, 1, 2, 5, 16), device=device),
+        torch.randn(3, 1, 2, 5, device=device),
+    )
     with torch.autocast(device, dtype=HALF):
         out, lse = torch_fdattn.merge_states(outs, lses)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)

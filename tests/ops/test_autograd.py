@@ -30,7 +30,9 @@ def raw_calls():
 COMPOSITES = {
     "attention": lambda q, k, v: torch_fdattn.attention(q, k, v),
     "decode": lambda q, k, v: torch_fdattn.decode(q, k, v),
-    "merge_states": lambda q, k, v: torch_fdattn.merge_states(torch.stack([q, k]), torch.stack([k, v])[..., 0]),
+    "merge_states": lambda q, k, v: torch_fdattn.merge_states(
+        torch.stack([q, k]), torch.stack([k, v])[..., 0]
+    ),
 }
 
 
@@ -38,7 +40,9 @@ COMPOSITES = {
 def test_raw_ops_refuse_autograd(name):
     op, args = raw_calls()[name]
     args[0] = args[0].clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"fdattn.{name} is a raw op and not differentiable"):
+    with pytest.raises(
+        NotImplementedError, match=f"fdattn.{name} is a raw op and not differentiable"
+    ):
         op(*args)
     with torch.no_grad():
         op(*args)
@@ -50,7 +54,9 @@ def test_raw_ops_refuse_forward_mode(name):
     with forward_ad.dual_level():
         op(*args)  # no tangent, no objection
         args[0] = forward_ad.make_dual(args[0], torch.ones_like(args[0]))
-        with pytest.raises(NotImplementedError, match=f"fdattn.{name} has no forward-mode derivative"):
+        with pytest.raises(
+            NotImplementedError, match=f"fdattn.{name} has no forward-mode derivative"
+        ):
             op(*args)
 
 
@@ -64,7 +70,7 @@ def test_jvp_is_an_error_and_not_a_silent_zero(name):
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_forward_mode_with_reverse_mode_is_an_error(name):
     q, k, v = inputs()
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp|forward-mode"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"jvp|forward-mode"):
         COMPOSITES[name](forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 

@@ -23,7 +23,9 @@ def _fresh():
 
 def qkv(device, q_len=5, kv_len=11, layout="bshd", requires_grad=True):
     shapes = (2, 4, q_len, 16), (2, 2, kv_len, 16), (2, 2, kv_len, 16)
-    return [make_tensor(shape, layout, device=device).requires_grad_(requires_grad) for shape in shapes]
+    return [
+        make_tensor(shape, layout, device=device).requires_grad_(requires_grad) for shape in shapes
+    ]
 
 
 def int32(*values, device):
@@ -68,14 +70,19 @@ def test_training_step(op, use, backend, device):
 @BACKENDS
 @USES
 def test_training_step_of_merge(use, backend, device):
-    outs, lses = make_tensor((3, 1, 2, 5, 16), device=device), torch.randn(3, 1, 2, 5, device=device)
+    outs, lses = (
+        make_tensor((3, 1, 2, 5, 16), device=device),
+        torch.randn(3, 1, 2, 5, device=device),
+    )
     leaves = [outs.requires_grad_(), lses.requires_grad_()]
 
     def step(outs, lses):
         return loss_of(*torch_fdattn.merge_states(outs * 2, lses, dtype=torch.bfloat16), use)
 
     eager = torch.autograd.grad(step(*leaves), leaves)
-    found = torch.autograd.grad(torch.compile(step, backend=backend, fullgraph=True)(*leaves), leaves)
+    found = torch.autograd.grad(
+        torch.compile(step, backend=backend, fullgraph=True)(*leaves), leaves
+    )
     torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
 
 
@@ -86,7 +93,9 @@ def captured(function, *args):
     def collect(which):
         def compiler(gm, _):
             targets = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
-            graphs[which].update(name.split(".")[1] for name in targets if name.startswith("fdattn."))
+            graphs[which].update(
+                name.split(".")[1] for name in targets if name.startswith("fdattn.")
+            )
             return gm.forward
 
         return compiler
@@ -110,7 +119,10 @@ def test_the_compiled_graph_holds_the_raw_ops(device):
         "forward": {"decode_forward": 1},
         "backward": {"attention_backward": 1},
     }
-    merged = [torch.randn(3, 1, 2, 5, 16, device=device, requires_grad=True), torch.randn(3, 1, 2, 5, device=device)]
+    merged = [
+        torch.randn(3, 1, 2, 5, 16, device=device, requires_grad=True),
+        torch.randn(3, 1, 2, 5, device=device),
+    ]
     assert captured(lambda *x: loss_of(*torch_fdattn.merge_states(*x), ("out",)), *merged) == {
         "forward": {"merge_states_forward": 1},
         "backward": {"merge_states_backward": 1},
@@ -126,7 +138,9 @@ def test_without_gradients_the_graph_holds_the_forward_only(device):
 @pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
 def test_no_recompile_over_length_values(op, device):
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q, k, v, n: op(q, k, v, n, causal=True), backend=counter, fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v, n: op(q, k, v, n, causal=True), backend=counter, fullgraph=True
+    )
     inputs = qkv(device, requires_grad=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lens in ((11, 7), (0, 3), (1, 99)):
@@ -140,7 +154,9 @@ def test_no_recompile_over_length_values(op, device):
 def test_no_recompile_over_sequence_lengths(backend, requires_grad, device):
     """With the sequence dims marked dynamic, one compilation serves every length."""
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(lambda *x: torch_fdattn.attention(*x, **CAUSAL), backend=counter, fullgraph=True)
+    compiled = torch.compile(
+        lambda *x: torch_fdattn.attention(*x, **CAUSAL), backend=counter, fullgraph=True
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for q_len, kv_len in ((5, 11), (64, 64), (17, 130)):
             inputs = qkv(device, q_len, kv_len, requires_grad=requires_grad)
@@ -151,14 +167,18 @@ def test_no_recompile_over_sequence_lengths(backend, requires_grad, device):
             torch.testing.assert_close((out, lse), eager)
             if requires_grad:
                 found = torch.autograd.grad(out.sum() + lse.sum(), inputs)
-                torch.testing.assert_close(found, torch.autograd.grad(eager[0].sum() + eager[1].sum(), inputs))
+                torch.testing.assert_close(
+                    found, torch.autograd.grad(eager[0].sum() + eager[1].sum(), inputs)
+                )
     assert counter.frame_count == 1
 
 
 def test_no_recompile_over_growing_lengths_by_itself(device):
     """As a user calls it: automatic dynamic shapes settle after the second length."""
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *x: torch_fdattn.attention(*x, **CAUSAL)[0], backend=counter, fullgraph=True)
+    compiled = torch.compile(
+        lambda *x: torch_fdattn.attention(*x, **CAUSAL)[0], backend=counter, fullgraph=True
+    )
     for length in (8, 9, 10, 33, 100):
         compiled(*qkv(device, length, length, requires_grad=False))
     assert counter.frame_count == 2
@@ -169,7 +189,9 @@ def test_no_recompile_over_the_parameters_of_a_sharded_cache(device):
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q, k, v, start, block):
-        return torch_fdattn.attention(q, k, v, q_start=start, kv_block=block, kv_stride=2 * block, **CAUSAL)[0]
+        return torch_fdattn.attention(
+            q, k, v, q_start=start, kv_block=block, kv_stride=2 * block, **CAUSAL
+        )[0]
 
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
     inputs, start = qkv(device, requires_grad=False), int32(20, 15, device=device)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.interpreter
 BOTH = pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
 
 
-def qkv(device, *, batch=2, heads=4, kv_heads=2, q_len=5, kv_len=37, head_dim=32, dtype=torch.float32):
+def qkv(
+    device, *, batch=2, heads=4, kv_heads=2, q_len=5, kv_len=37, head_dim=32, dtype=torch.float32
+):
     shapes = (batch, heads, q_len, head_dim), *2 * ((batch, kv_heads, kv_len, head_dim),)
     return [make_tensor(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
 
@@ -30,7 +32,12 @@ def int32(*values, device):
 
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True, "window": (0, -1)}, {"window": (1, 0)}, {"kv_lens": (1, 2)}, {"scale": 0.5, "causal": True}],
+    [
+        {"causal": True, "window": (0, -1)},
+        {"window": (1, 0)},
+        {"kv_lens": (1, 2)},
+        {"scale": 0.5, "causal": True},
+    ],
     ids=["diagonal", "two keys", "short", "peaked"],
 )
 def test_fp32_rows_dominated_by_one_key(options, device):
@@ -136,7 +143,10 @@ def test_same_bits_on_every_run(op, device):
 
 
 def test_merge_same_bits_on_every_run(device):
-    outs, lses = torch.randn(40, 1, 2, 3, 32, device=device), torch.randn(40, 1, 2, 3, device=device)
+    outs, lses = (
+        torch.randn(40, 1, 2, 3, 32, device=device),
+        torch.randn(40, 1, 2, 3, device=device),
+    )
     runs = [torch_fdattn.merge_states(outs, lses) for _ in range(2)]
     for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
@@ -183,7 +193,12 @@ def test_shards_merge_into_the_whole(op, device):
         index = [j for j in range(40) if j // block % ranks == rank]
         local = int32(*(sum(j < n for j in index) for n in lens.tolist()), device=device)
         start = int32(*(2 * [rank * block]), device=device)
-        shard = {"q_start": q_start, "kv_start": start, "kv_block": block, "kv_stride": block * ranks}
+        shard = {
+            "q_start": q_start,
+            "kv_start": start,
+            "kv_block": block,
+            "kv_stride": block * ranks,
+        }
         parts.append(op(q, k[:, :, index], v[:, :, index], local, causal=True, **shard))
     assert (parts[1][1][1] == float("-inf")).all()
     merged = torch_fdattn.merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
@@ -193,7 +208,9 @@ def test_shards_merge_into_the_whole(op, device):
 
 def test_decode_reads_a_cache_in_place(device):
     """A strided slice of a large cache is neither copied nor read beyond kv_lens."""
-    cache = torch.full((2, 2, 3, 64, 2, 32), float("nan"), device=device)  # (k/v, layer, B, N, H, D)
+    cache = torch.full(
+        (2, 2, 3, 64, 2, 32), float("nan"), device=device
+    )  # (k/v, layer, B, N, H, D)
     lens = int32(33, 1, 17, device=device)
     for b, n in enumerate(lens.tolist()):
         cache[:, 1, b, :n] = torch.randn(2, n, 2, 32, device=device)
@@ -201,7 +218,9 @@ def test_decode_reads_a_cache_in_place(device):
     q = torch.randn(3, 6, 1, 32, device=device)
     with assert_launched(*decode_paths(device)):
         out, lse = torch_fdattn.decode(q, k, v, lens)
-    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens.tolist(), causal=True)
+    exact, exact_lse = attention_oracle(
+        q.double(), k.double(), v.double(), lens.tolist(), causal=True
+    )
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     check_lse(lse, exact_lse, torch.float32)
 

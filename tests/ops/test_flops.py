@@ -16,7 +16,10 @@ MATMUL = 2 * BATCH * HEADS * Q_LEN * KV_LEN * DIM
 
 def qkv(device="cpu"):
     q = torch.randn(BATCH, HEADS, Q_LEN, DIM, device=device, requires_grad=True)
-    k, v = (torch.randn(BATCH, KV_HEADS, KV_LEN, DIM, device=device, requires_grad=True) for _ in range(2))
+    k, v = (
+        torch.randn(BATCH, KV_HEADS, KV_LEN, DIM, device=device, requires_grad=True)
+        for _ in range(2)
+    )
     return q, k, v
 
 
@@ -37,7 +40,9 @@ def test_attention(device):
 def test_decode(device):
     q, k, v = qkv(device)
     lens = torch.ones(BATCH, dtype=torch.int32, device=device)
-    assert counts(lambda: torch_fdattn.decode(q, k, v, lens)) == {"fdattn.decode_forward": 2 * MATMUL}
+    assert counts(lambda: torch_fdattn.decode(q, k, v, lens)) == {
+        "fdattn.decode_forward": 2 * MATMUL
+    }
 
 
 def test_merge_states(device):
@@ -67,7 +72,8 @@ def test_every_raw_op_has_a_formula():
 
 
 @pytest.mark.parametrize(
-    "order", [("torch_fdattn", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "torch_fdattn")]
+    "order",
+    [("torch_fdattn", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "torch_fdattn")],
 )
 def test_registered_in_either_order_of_imports(order):
     code = (
@@ -75,4 +81,6 @@ def test_registered_in_either_order_of_imports(order):
         "print(torch.ops.fdattn.attention_forward in torch.utils.flop_counter.flop_registry)"
     )
     command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"
+    )

@@ -15,7 +15,10 @@ OPS = pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode
 def qkv(device="cuda", *, q_len=4, kv_len=2000, head_dim=64, dtype=torch.bfloat16, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (2, 8, q_len, head_dim), (2, 2, kv_len, head_dim), (2, 2, kv_len, head_dim)
-    return [make_tensor(shape, "bshd", dtype=dtype, device=device, generator=generator) for shape in shapes]
+    return [
+        make_tensor(shape, "bshd", dtype=dtype, device=device, generator=generator)
+        for shape in shapes
+    ]
 
 
 def int32(*values, device="cuda"):
@@ -175,7 +178,9 @@ def far_apart():
     free, _ = torch.cuda.mem_get_info()
     if free < 3 * elements * 2:
         pytest.skip(f"needs {3 * elements * 2 >> 30} GiB of free GPU memory, found {free >> 30}")
-    buffers = [torch.full((elements,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    buffers = [
+        torch.full((elements,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    ]
     yield buffers
     del buffers[:]
     torch.cuda.empty_cache()

@@ -7,34 +7,49 @@ from torch.library import opcheck
 from torch_fdattn.testing import make_tensor
 
 OPS = torch.ops.fdattn
-LAYOUTS = pytest.mark.parametrize(
-    "layouts",
-    [("bhsd",) * 3, ("bshd",) * 3, ("transposed", "bshd", "bhsd"), ("slice", "packed", "every_other"), ("expanded",) * 3],
-    ids=lambda names: "-".join(dict.fromkeys(names)),
+PLAIN = ("bhsd", "bhsd", "bhsd")
+LAYOUTS = [
+    PLAIN,
+    ("bshd", "bshd", "bshd"),
+    ("transposed", "bshd", "bhsd"),
+    ("slice", "packed", "every_other"),
+    ("expanded", "expanded", "expanded"),
+]
+#: Every layout in fp32, the other dtypes contiguous.
+KINDS = pytest.mark.parametrize(
+    ("layouts", "dtype"),
+    [
+        *((layouts, torch.float32) for layouts in LAYOUTS),
+        (PLAIN, torch.bfloat16),
+        (PLAIN, torch.float64),
+    ],
+    ids=lambda kind: str(kind) if isinstance(kind, torch.dtype) else "-".join(dict.fromkeys(kind)),
 )
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 OPTIONAL = pytest.mark.parametrize("given", [False, True], ids=["none", "given"])
 
 
-def qkv(layouts, dtype, device, q_len=5):
-    shapes = (2, 4, q_len, 16), (2, 2, 7, 16), (2, 2, 7, 16)
+def qkv(layouts, dtype, device):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 runs on the CPU only")
+    shapes = (2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 16)
     return [
         make_tensor(shape, layout, dtype=dtype, device=device)
         for shape, layout in zip(shapes, layouts, strict=True)
     ]
 
 
-def skip_on_gpu(dtype, device):
-    if device == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 runs on the CPU only")
-
-
 def mask(given, device):
     """The mask arguments of a raw op, optional tensors given or None."""
     if not given:
         return (None, None, None, -1, -1, 0, 0, 0.25)
-    lens, q_start, kv_start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([7, 3], [9, 5], [0, 2]))
-    return (lens, q_start, kv_start, 4, 0, 2, 4, 0.25)
+    values = ([7, 3], [9, 5], [0, 2])
+    pointers = (torch.tensor(x, dtype=torch.int32, device=device) for x in values)
+    return (*pointers, 4, 0, 2, 4, 0.25)
+
+
+def wider(given, dtype):
+    """The optional output dtype."""
+    return torch.float32 if given and dtype != torch.float64 else None
 
 
 def permuted(x):
@@ -42,44 +57,41 @@ def permuted(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@LAYOUTS
-@DTYPES
+def lse_gradient(given, lse):
+    return torch.randn_like(lse).mT.contiguous().mT if given else None
+
+
+@KINDS
 @OPTIONAL
 @pytest.mark.parametrize("op", [OPS.attention_forward, OPS.decode_forward], ids=str)
 def test_forward(op, layouts, dtype, given, device):
-    skip_on_gpu(dtype, device)
-    q, k, v = qkv(layouts, dtype, device)
-    opcheck(op, (q, k, v, *mask(given, device), torch.float32 if given and dtype != torch.float64 else None))
+    opcheck(op, (*qkv(layouts, dtype, device), *mask(given, device), wider(given, dtype)))
 
 
-@LAYOUTS
-@DTYPES
+@KINDS
 @OPTIONAL
 def test_backward(layouts, dtype, given, device):
-    skip_on_gpu(dtype, device)
-    q, k, v = qkv(layouts, dtype, device)
-    arguments = mask(given, device)
-    out, lse = OPS.attention_forward(q, k, v, *arguments, None)
+    inputs, arguments = qkv(layouts, dtype, device), mask(given, device)
+    out, lse = OPS.attention_forward(*inputs, *arguments, None)
     dout = permuted(torch.randn_like(out))
-    dlse = torch.randn_like(lse).mT.contiguous().mT if given else None
-    grad_dtype = torch.float32 if given and dtype != torch.float64 else None
-    opcheck(OPS.attention_backward, (dout, dlse, q, k, v, out, lse, *arguments, grad_dtype))
+    state = (dout, lse_gradient(given, lse), *inputs, out, lse)
+    opcheck(OPS.attention_backward, (*state, *arguments, wider(given, dtype)))
 
 
-@DTYPES
+@KINDS
 @OPTIONAL
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "transposed", "slice", "expanded"])
-def test_merge(layout, dtype, given, device):
-    skip_on_gpu(dtype, device)
-    outs = make_tensor((3, 2, 4, 5, 16), layout, dtype=dtype, device=device)
+def test_merge(layouts, dtype, given, device):
+    qkv(layouts, dtype, device)  # skips what the device cannot do
+    outs = make_tensor((3, 2, 4, 5, 16), layouts[0], dtype=dtype, device=device)
     lses = torch.randn(3, 2, 5, 4, device=device).mT.to(torch.promote_types(dtype, torch.float32))
-    opcheck(OPS.merge_states_forward, (outs, lses, torch.float32 if given and dtype != torch.float64 else None))
+    opcheck(OPS.merge_states_forward, (outs, lses, wider(given, dtype)))
     out, lse = OPS.merge_states_forward(outs, lses, None)
-    dlse = torch.randn_like(lse).mT.contiguous().mT if given else None
-    opcheck(OPS.merge_states_backward, (permuted(torch.randn_like(out)), dlse, outs, lses, permuted(out), lse))
+    dout = permuted(torch.randn_like(out))
+    state = (dout, lse_gradient(given, lse), outs, lses, permuted(out), lse)
+    opcheck(OPS.merge_states_backward, state)
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda names: "-".join(dict.fromkeys(names)))
 @OPTIONAL
 @pytest.mark.parametrize("op", [OPS.attention, OPS.decode], ids=str)
 def test_differentiable(op, layouts, given, device):

@@ -21,7 +21,9 @@ def test_schemas():
         "merge_states", "merge_states_forward", "merge_states_backward",
     )  # fmt: skip
     schemas = "\n".join(str(getattr(OPS, name).default._schema) for name in names)
-    assert_expected_inline(schemas, """\
+    assert_expected_inline(
+        schemas,
+        """\
 fdattn::attention(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=False, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None) -> (Tensor out, Tensor lse)
 fdattn::attention_forward(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype) -> (Tensor, Tensor)
 fdattn::attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype) -> (Tensor, Tensor, Tensor)
@@ -29,7 +31,8 @@ fdattn::decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens=None, T
 fdattn::decode_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype) -> (Tensor, Tensor)
 fdattn::merge_states(Tensor outs, Tensor lses, *, ScalarType? dtype=None) -> (Tensor out, Tensor lse)
 fdattn::merge_states_forward(Tensor outs, Tensor lses, ScalarType? dtype=None) -> (Tensor, Tensor)
-fdattn::merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse) -> (Tensor, Tensor)""")
+fdattn::merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse) -> (Tensor, Tensor)""",
+    )
 
 
 def describe(*tensors):
@@ -50,7 +53,10 @@ def calls(layout):
     out, lse = OPS.attention_forward(q, k, v, *MASK, None)
     decoded = OPS.decode_forward(q, k, v, *MASK, torch.float32)
     gradients = OPS.attention_backward(out, None, q, k, v, out, lse, *MASK, None)
-    outs, lses = make_tensor((3, 2, 4, 6, 16), layout, dtype=torch.bfloat16), torch.empty(3, 2, 4, 6)
+    outs, lses = (
+        make_tensor((3, 2, 4, 6, 16), layout, dtype=torch.bfloat16),
+        torch.empty(3, 2, 4, 6),
+    )
     merged, merged_lse = OPS.merge_states_forward(outs, lses, None)
     merge_gradients = OPS.merge_states_backward(merged, merged_lse, outs, lses, merged, merged_lse)
     return (
@@ -61,7 +67,9 @@ def calls(layout):
 
 
 def test_fakes_of_contiguous_tensors(fakes):
-    assert_expected_inline(calls("bhsd"), """\
+    assert_expected_inline(
+        calls("bhsd"),
+        """\
 attention_forward
 (2, 4, 6, 16) stride (384, 96, 16, 1) bfloat16
 (2, 4, 6) stride (24, 6, 1) float32
@@ -77,11 +85,14 @@ merge_states_forward
 (2, 4, 6) stride (24, 6, 1) float32
 merge_states_backward
 (3, 2, 4, 6, 16) stride (768, 384, 96, 16, 1) bfloat16
-(3, 2, 4, 6) stride (48, 24, 6, 1) float32""")
+(3, 2, 4, 6) stride (48, 24, 6, 1) float32""",
+    )
 
 
 def test_fakes_keep_bshd(fakes):
-    assert_expected_inline(calls("bshd"), """\
+    assert_expected_inline(
+        calls("bshd"),
+        """\
 attention_forward
 (2, 4, 6, 16) stride (384, 16, 64, 1) bfloat16
 (2, 4, 6) stride (24, 6, 1) float32
@@ -97,11 +108,14 @@ merge_states_forward
 (2, 4, 6) stride (24, 6, 1) float32
 merge_states_backward
 (3, 2, 4, 6, 16) stride (768, 384, 16, 64, 1) bfloat16
-(3, 2, 4, 6) stride (48, 24, 6, 1) float32""")
+(3, 2, 4, 6) stride (48, 24, 6, 1) float32""",
+    )
 
 
 def test_fakes_of_slices_are_dense(fakes):
-    assert_expected_inline(calls("slice"), """\
+    assert_expected_inline(
+        calls("slice"),
+        """\
 attention_forward
 (2, 4, 6, 16) stride (384, 96, 16, 1) bfloat16
 (2, 4, 6) stride (24, 6, 1) float32
@@ -117,11 +131,14 @@ merge_states_forward
 (2, 4, 6) stride (24, 6, 1) float32
 merge_states_backward
 (3, 2, 4, 6, 16) stride (768, 384, 96, 16, 1) bfloat16
-(3, 2, 4, 6) stride (48, 24, 6, 1) float32""")
+(3, 2, 4, 6) stride (48, 24, 6, 1) float32""",
+    )
 
 
 def test_fakes_of_expanded_heads_are_dense(fakes):
-    assert_expected_inline(calls("expanded"), """\
+    assert_expected_inline(
+        calls("expanded"),
+        """\
 attention_forward
 (2, 4, 6, 16) stride (384, 96, 16, 1) bfloat16
 (2, 4, 6) stride (24, 6, 1) float32
@@ -137,7 +154,8 @@ merge_states_forward
 (2, 4, 6) stride (24, 6, 1) float32
 merge_states_backward
 (3, 2, 4, 6, 16) stride (768, 384, 96, 16, 1) bfloat16
-(3, 2, 4, 6) stride (48, 24, 6, 1) float32""")
+(3, 2, 4, 6) stride (48, 24, 6, 1) float32""",
+    )
 
 
 def test_fakes_take_symbolic_lengths():
@@ -185,14 +203,18 @@ def test_error_texts():
         "outs": lambda: torch_fdattn.merge_states(q, q[..., 0]),
         "lses": lambda: torch_fdattn.merge_states(q[None], q[..., 0]),
         "lses dtype": lambda: torch_fdattn.merge_states(q[None], q[None, ..., 0].half()),
-        "merged dtype": lambda: torch_fdattn.merge_states(q[None], q[None, ..., 0], dtype=torch.int32),
+        "merged dtype": lambda: torch_fdattn.merge_states(
+            q[None], q[None, ..., 0], dtype=torch.int32
+        ),
     }
     lines = []
     for name, call in wrong.items():
         with pytest.raises((ValueError, TypeError)) as error:
             call()
         lines.append(f"{name}: {error.type.__name__}: {error.value}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 rank: ValueError: q must have 4 dimensions (batch, heads, sequence, head_dim), got shape (8, 512, 128)
 v: ValueError: v must have shape (2, 8, 512, 128) like k, got (2, 4, 512, 128)
 batch: ValueError: k must have shape (2, 8, 512, 128) like q, got (1, 8, 512, 128)
@@ -214,4 +236,5 @@ cache: ValueError: v_cache must have shape (2, 8, 512, 128) like k_cache, got (2
 outs: ValueError: outs must have 5 dimensions (parts, batch, heads, sequence, head_dim), got shape (2, 8, 512, 128)
 lses: ValueError: lses must have shape (1, 2, 8, 512) like outs, got (2, 8, 512)
 lses dtype: TypeError: lses must be torch.float32, got torch.float16
-merged dtype: TypeError: dtype must be bfloat16, float16, float32 or float64, got torch.int32""")
+merged dtype: TypeError: dtype must be bfloat16, float16, float32 or float64, got torch.int32""",
+    )

@@ -6,6 +6,7 @@ token and broadcasts it, so that ranks whose arithmetic differs in a last bit ca
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +32,12 @@ class Sampling:
     seed: int | None = None  # None: another one each time
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}")
 
     def generator(self, device: torch.device) -> torch.Generator:
         generator = torch.Generator(device)
@@ -48,11 +51,16 @@ class Sampling:
         """logits (B, vocab) -> token ids (B, 1)."""
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
-        weights = torch.softmax(logits.float() / self.temperature, dim=-1)
+        logits = logits.float()
+        # Relative to the largest, and never divided by what fp32 takes for 0: no inf - inf, no 0 / 0.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
+        weights = torch.softmax(logits, dim=-1)
         if self.top_p < 1:
             ordered, order = weights.sort(dim=-1, descending=True)
-            # A token stays while those before it hold less than top_p: the first always does.
+            # A token stays while those before it hold less than top_p: the first always does, even
+            # where fp32 takes top_p for 0.
             outside = ordered.cumsum(-1) - ordered >= self.top_p
+            outside[..., 0] = False
             weights = weights.scatter(-1, order, ordered.masked_fill(outside, 0))
         return torch.multinomial(weights, 1, generator=generator)
 
@@ -139,7 +147,7 @@ def _steps(
     generator = sampling.generator(device)
     weight_bytes = _bytes_read_per_step(model)
     stats.prompt_tokens, began = len(prompt), time.perf_counter()
-    chunks = torch.tensor([prompt], device=device).split(prefill_chunk, dim=1)
+    chunks = torch.tensor([prompt], device=device).split(min(prefill_chunk, len(prompt)), dim=1)
     for chunk in chunks:
         logits = _forward(model, chunk, cache)
     while True:

@@ -9,6 +9,7 @@ writes fluent text.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 
 import torch
 
-from torch_fdattn.models.errors import ModelError
+from torch_fdattn.checks import HEAD_DIMS
+from torch_fdattn.models.errors import MALFORMED, ModelError, reading
 
 ARCHITECTURES = ("llama", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
     divisors: tuple[float, ...] = ()  # one for each frequency: how GGUF files carry llama3 scaling
+
+    def __post_init__(self) -> None:
+        _expect_sizes(self, "original_max_positions")
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor"):
+            _expect_positive(f"rope {name}", getattr(self, name))
+        for divisor in self.divisors:
+            _expect_positive("rope divisors", divisor)
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ModelError(
+                "rope low_freq_factor must be below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,17 +73,19 @@ class ModelConfig:
             raise ModelError(
                 f"architecture must be one of {', '.join(ARCHITECTURES)}, got {self.architecture!r}"
             )
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelError(f"{name} must be a positive integer, got {value!r}")
+        _expect_sizes(self, *_SIZES)
+        if not (_is_number(self.norm_eps) and 0 <= self.norm_eps < _HUGE):
+            raise ModelError(f"norm_eps must be finite and at least 0, got {_show(self.norm_eps)}")
+        for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ModelError(f"{name} must be true or false, got {_show(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
                 f"{self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.head_dim % 8 or not 16 <= self.head_dim <= 256:
+            raise ModelError(f"head_dim must be {HEAD_DIMS}, got {self.head_dim}")
 
     @property
     def qk_norm(self) -> bool:
@@ -78,9 +95,9 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From the contents of a `config.json`."""
-        architecture = raw.get("model_type")
-        _refuse_unsupported(raw, architecture)
         try:
+            architecture = raw.get("model_type")
+            _refuse_unsupported(raw, architecture)
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
             return cls(
                 architecture=architecture,
@@ -89,30 +106,35 @@ class ModelConfig:
                 intermediate_size=raw["intermediate_size"],
                 num_layers=raw["num_hidden_layers"],
                 num_heads=heads,
-                num_kv_heads=raw.get("num_key_value_heads") or heads,
-                # What each architecture assumes when the file leaves the key out.
-                head_dim=raw.get("head_dim") or {"qwen3": 128}.get(architecture, hidden // heads),
-                max_positions=raw.get("max_position_embeddings", 2048),
+                # What each architecture assumes when the file leaves a key out.
+                num_kv_heads=_first(
+                    raw.get("num_key_value_heads", 32 if architecture == "qwen3" else None), heads
+                ),
+                head_dim=_first(
+                    raw.get("head_dim"), 128 if architecture == "qwen3" else hidden // heads
+                ),
+                max_positions=raw.get(
+                    "max_position_embeddings", 32768 if architecture == "qwen3" else 2048
+                ),
                 norm_eps=raw.get("rms_norm_eps", 1e-6),
                 rope=_rope_from_hf(raw),
-                tie_embeddings=raw.get("tie_word_embeddings", False),
-                attention_bias=raw.get("attention_bias", False),
-                mlp_bias=raw.get("mlp_bias", False),
-                dtype=_dtype(raw.get("dtype") or raw.get("torch_dtype")),
+                tie_embeddings=raw.get("tie_word_embeddings") or False,
+                attention_bias=raw.get("attention_bias") or False,
+                mlp_bias=raw.get("mlp_bias") or False,
+                dtype=_dtype(_first(raw.get("dtype"), raw.get("torch_dtype"))),
             )
+        except ModelError:
+            raise
         except KeyError as error:
             raise ModelError(f"{error.args[0]} is missing") from None
-        except (TypeError, AttributeError, ZeroDivisionError) as error:
+        except MALFORMED as error:
             raise ModelError(f"a value of the wrong kind ({error})") from None
 
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """From a `config.json`; errors name the file."""
-        raw = read_json(path)
-        try:
-            return cls.from_hf(raw)
-        except ModelError as error:
-            raise ModelError(f"{path}: {error}") from None
+        with reading(path):
+            return cls.from_hf(read_json(path))
 
 
 _SIZES = (
@@ -125,6 +147,33 @@ _SIZES = (
     "head_dim",
     "max_positions",
 )
+_HUGE = 1e30  # beyond it, and below its inverse, the fp32 arithmetic of rope and norms breaks down
+
+
+def _expect_sizes(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or not 1 <= value < 2**31:  # True is an int too
+            raise ModelError(f"{name} must be a positive integer below 2**31, got {_show(value)}")
+
+
+def _expect_positive(name: str, value: object) -> None:
+    if not (_is_number(value) and 1 / _HUGE < value < _HUGE):
+        raise ModelError(f"{name} must be a positive finite number, got {_show(value)}")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _show(value: object) -> str:
+    """Shortened: a file may hold anything."""
+    return reprlib.repr(value)
+
+
+def _first(*values: Any) -> Any:
+    """The first that a file gives: 0 counts, null does not."""
+    return next((value for value in values if value is not None), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,7 +182,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(raw).__name__}")
@@ -150,34 +201,36 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: str | None) -> Non
     if raw.get("use_sliding_window"):
         raise ModelError("use_sliding_window must be false: sliding-window layers are unsupported")
     if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise ModelError(f"quantization_config must be absent, got quant_method {method!r}")
+        raise ModelError(f"quantization_config must be absent, got {_show(quantization)}")
 
 
 def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one dictionary; before it, theta stood beside an optional scaling.
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or RopeConfig.theta
+    theta = _first(scaling.get("rope_theta"), raw.get("rope_theta"), RopeConfig.theta)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ModelError(f"rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    partial = _first(scaling.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor must be 1, got {partial}")
+        raise ModelError(f"partial_rotary_factor must be 1, got {_show(partial)}")
     if kind == "default":
-        return RopeConfig(float(theta))
+        return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(float(theta), kind, float(scaling["factor"]))
+        return RopeConfig(theta, kind, scaling["factor"])
     return RopeConfig(
-        float(theta),
+        theta,
         kind,
-        float(scaling["factor"]),
-        float(scaling["low_freq_factor"]),
-        float(scaling["high_freq_factor"]),
-        int(scaling["original_max_position_embeddings"]),
+        scaling["factor"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
     )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    dtype = getattr(torch, str(name), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {_show(name)}")
+    return getattr(torch, name)

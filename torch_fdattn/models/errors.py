@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
+
+# What reading a file raises where a value is not what the format says.
+MALFORMED = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError,
+    struct.error,
+)  # fmt: skip
 
 
 class ModelError(ValueError):
     """A model name, folder or file that cannot be used; the message says which one and why."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever is malformed within becomes a ModelError that names `path`."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in str(error):
+            raise
+        raise ModelError(f"{path}: {error}") from None
+    except MALFORMED as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"{path}: malformed ({cause})") from None
 
 
 class MissingExtra(ImportError):

@@ -8,6 +8,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.models.config import ModelConfig, RopeConfig
-from torch_fdattn.models.errors import ModelError, require
+from torch_fdattn.models.errors import MALFORMED, ModelError, reading, require
 
 _STRING, _ARRAY = 8, 9
 # fmt: off
@@ -95,7 +96,9 @@ class GGUFFile:
             raise ModelError(f"{path}: cannot be read ({error})") from None
         try:
             self._parse(_Cursor(self._data))
-        except (struct.error, KeyError, UnicodeDecodeError, ZeroDivisionError):
+        except ModelError:
+            raise
+        except MALFORMED:
             raise ModelError(f"{path}: truncated or corrupt GGUF file (in its header)") from None
 
     def _parse(self, cursor: _Cursor) -> None:
@@ -114,6 +117,8 @@ class GGUFFile:
                 raise struct.error(f"{dims} dimensions")
             infos.append((name, cursor.many("Q", dims)[::-1], cursor.one("I"), cursor.one("Q")))
         alignment = self.fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ModelError(f"{self.path}: general.alignment must be positive, got {alignment!r}")
         start = -(-cursor.at // alignment) * alignment
         self.tensors = {name: TensorInfo(s, kind, start + at) for name, s, kind, at in infos}
 
@@ -140,7 +145,7 @@ class GGUFFile:
                 f"({kind.name}), got shape {info.shape}"
             )
         row_bytes = info.shape[-1] // block * block_bytes
-        rows = int(np.prod(info.shape[:-1], dtype=np.int64))
+        rows = math.prod(info.shape[:-1])
         if (end := info.offset + rows * row_bytes) > len(self._data):
             raise ModelError(
                 f"{self.path}: truncated GGUF file: tensor {name} ends at byte {end}, the file has "
@@ -161,6 +166,11 @@ class GGUFFile:
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
     """The model's configuration, from the metadata and the names of the tensors."""
+    with reading(file.path):
+        return _config(file)
+
+
+def _config(file: GGUFFile) -> ModelConfig:
     architecture = file.field("general.architecture")
     if file.field("split.count", 1) > 1:
         raise ModelError(f"{file.path}: one of several GGUF parts; join them: gguf-split --merge")
@@ -170,37 +180,29 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     def field(key: str, default: Any = None) -> Any:
         return file.field(f"{architecture}.{key}", default)
 
-    try:
-        heads, hidden = field("attention.head_count"), field("embedding_length")
-        head_dim = field("attention.key_length", hidden // heads)
-        for key in ("rope.dimension_count", "attention.value_length"):
-            if (size := field(key, head_dim)) != head_dim:
-                raise ModelError(
-                    f"{architecture}.{key} must be the head size {head_dim}, got {size}"
-                )
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
-            hidden_size=hidden,
-            intermediate_size=field("feed_forward_length"),
-            num_layers=field("block_count"),
-            num_heads=heads,
-            num_kv_heads=field("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_positions=field("context_length"),
-            norm_eps=field("attention.layer_norm_rms_epsilon"),
-            rope=_rope(file, field, head_dim),
-            tie_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        )
-    except KeyError as error:
-        raise ModelError(f"{file.path}: tensor {error.args[0]} is missing") from None
-    except (TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"{file.path}: metadata of the wrong kind ({error})") from None
-    except ModelError as error:
-        prefix = "" if str(error).startswith(str(file.path)) else f"{file.path}: "
-        raise ModelError(f"{prefix}{error}") from None
+    if (embedding := file.tensors.get("token_embd.weight")) is None:
+        raise ModelError("tensor token_embd.weight is missing")
+    heads, hidden = field("attention.head_count"), field("embedding_length")
+    head_dim = field("attention.key_length", hidden // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (size := field(key, head_dim)) != head_dim:
+            raise ModelError(f"{architecture}.{key} must be the head size {head_dim}, got {size}")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        intermediate_size=field("feed_forward_length"),
+        num_layers=field("block_count"),
+        num_heads=heads,
+        num_kv_heads=field("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_positions=field("context_length"),
+        norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, field, head_dim),
+        tie_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+    )
 
 
 def _rope(file: GGUFFile, field: Callable[..., Any], head_dim: int) -> RopeConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_fdattn.models.config import ModelConfig, read_json
-from torch_fdattn.models.errors import MissingExtra, ModelError, require
+from torch_fdattn.models.errors import MissingExtra, ModelError, reading, require
 from torch_fdattn.models.gguf import GGUFFile, GGUFWeights, gguf_config
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
@@ -31,11 +32,20 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 def resolve(name_or_path: str | Path) -> Path:
     """The local folder or .gguf file behind a name; fetches a hub id."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a ~user that is nobody
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(
+            f"{reprlib.repr(name_or_path)}: no such file or folder ({reason})"
+        ) from None
+    if not str(name_or_path):
+        raise ModelError("the model's name or path must not be empty, got ''")
+    if is_folder:
         _refuse_pickles(path)
         return path
-    if path.exists():
+    if exists:
         if path.suffix == ".gguf":
             return path
         raise ModelError(f"{path}: must be a folder or a .gguf file")
@@ -68,7 +78,8 @@ def _smollm2() -> Path:
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     path = resolve(name_or_path)
-    return folder_tokenizer(path) if path.is_dir() else gguf_tokenizer(GGUFFile(path))
+    with reading(path):
+        return folder_tokenizer(path) if path.is_dir() else gguf_tokenizer(GGUFFile(path))
 
 
 def load_model(
@@ -95,8 +106,11 @@ def load_model(
     if last not in weights.shapes:  # before a model of a corrupt file's million layers is built
         raise ModelError(f"{path}: tensor {last} missing from the weights")
     dtype = dtype or config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    with torch.device("meta"), _NoInitialisation():
-        model = Transformer(config).to(dtype)
+    try:
+        with torch.device("meta"), _NoInitialisation():
+            model = Transformer(config).to(dtype)
+    except RuntimeError as error:  # on meta tensors only sizes can go wrong
+        raise ModelError(f"{path}: the configuration's sizes are too large ({error})") from None
     _check_names(model, weights, path)
     _fill(model, weights, device, progress)
     model.rotary = Rotary(config).to(device)
@@ -155,11 +169,14 @@ class SafetensorsWeights:
 def _safetensors_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        places = read_json(index).get("weight_map", {})
-        for tensor, name in places.items():
-            if not (folder / name).exists():
-                raise ModelError(f"{folder / name}: no such file ({index.name} has {tensor} in it)")
-        return [folder / name for name in sorted(set(places.values()))]
+        with reading(index):
+            places = read_json(index)["weight_map"]
+            for tensor, name in places.items():
+                if not (folder / name).exists():
+                    raise ModelError(
+                        f"{folder / name}: no such file ({index.name} has {tensor} in it)"
+                    )
+            return [folder / name for name in sorted(set(places.values()))]
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     raise ModelError(f"{folder}: has neither model.safetensors nor {index.name}")

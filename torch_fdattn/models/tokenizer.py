@@ -8,6 +8,7 @@ rebuilt with tokenizers, a "llama" vocabulary is written back into a sentencepie
 from __future__ import annotations
 
 import re
+import reprlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fdattn.models.config import read_json
-from torch_fdattn.models.errors import ModelError, require
+from torch_fdattn.models.errors import ModelError, reading, require
 from torch_fdattn.models.gguf import GGUFFile
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types, the same in GGUF and sentencepiece
@@ -61,7 +62,6 @@ class Tokenizer(ABC):
         """Token ids of a conversation, up to where the assistant's next answer begins."""
         if self.chat_template is None:
             raise ModelError("this model has no chat template: give a plain prompt instead")
-        jinja2 = require("jinja2", "A chat template")
         sandbox = require("jinja2.sandbox", "A chat template")
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -72,8 +72,9 @@ class Tokenizer(ABC):
             text = environment.from_string(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=True, **self.special_texts
             )
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template refused the messages: {error}") from None
+        except Exception as error:  # a template is a program: it may raise anything
+            cause = " ".join(str(error).split())
+            raise ModelError(f"the chat template refused the messages: {cause}") from None
         return self.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Sequence[int] = ()) -> StreamDecoder:
@@ -142,6 +143,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, proto: bytes, where: str, specials: Mapping[str, int] | None = None) -> None:
         library = require("sentencepiece", "A sentencepiece tokenizer")
+        if not proto:  # the library would take it for "no model yet"
+            raise ModelError(f"{where}: not a sentencepiece model (empty)")
         try:
             self._inner = library.SentencePieceProcessor(model_proto=proto)
         except Exception as error:  # the library raises plain RuntimeError and others
@@ -172,11 +175,18 @@ class SentencePieceTokenizer(Tokenizer):
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
     """From a Hugging Face folder: tokenizer.json if there is one, else tokenizer.model."""
-    settings = _optional_json(folder / "tokenizer_config.json")
-    added = {
-        entry["content"]: int(index)
-        for index, entry in settings.get("added_tokens_decoder", {}).items()
-    }
+    settings_file = folder / "tokenizer_config.json"
+    settings = _optional_json(settings_file)
+    with reading(settings_file):
+        added = {
+            _text(entry["content"]): int(index)
+            for index, entry in settings.get("added_tokens_decoder", {}).items()
+        }
+        texts = {
+            key: _text(value["content"] if isinstance(value, dict) else value)
+            for key, value in settings.items()
+            if key.endswith("_token") and isinstance(value, str | dict)
+        }
     if (path := folder / "tokenizer.json").exists():
         library = require("tokenizers", "tokenizer.json")
         try:
@@ -185,15 +195,11 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             raise ModelError(f"{path}: not a tokenizer ({error})") from None
         tokenizer: Tokenizer = BPETokenizer(inner)
     elif (path := folder / "tokenizer.model").exists():
-        tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path), added)
+        with reading(path):
+            tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path), added)
     else:
         raise ModelError(f"{folder}: has neither tokenizer.json nor tokenizer.model")
 
-    texts = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
     tokenizer.special_texts = texts
     tokenizer.chat_template = _folder_chat_template(folder, settings)
     if "bos_token" in texts:
@@ -207,34 +213,55 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {reprlib.repr(value)}")
+    return value
+
+
 def _folder_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (path := folder / "chat_template.jinja").exists():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        with reading(path):
+            return path.read_text(encoding="utf-8")
+    with reading(folder / "tokenizer_config.json"):
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return None if template is None else _text(template)
 
 
 def _folder_eos(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):  # the first knows the end of a turn too
         ids = _optional_json(folder / name).get("eos_token_id")
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int for i in ids):
+                raise ModelError(
+                    f"{folder / name}: eos_token_id must be an integer or a list of them, got "
+                    f"{reprlib.repr(ids)}"
+                )
+            return frozenset(ids)
     return frozenset()
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     """From the tokenizer.ggml fields of a GGUF file."""
+    with reading(file.path):
+        return _gguf_tokenizer(file)
+
+
+def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     kind = file.field("tokenizer.ggml.model")
-    tokens: tuple[str, ...] = file.field("tokenizer.ggml.tokens")
-    types = file.field("tokenizer.ggml.token_type", (_NORMAL,) * len(tokens))
+    tokens = _array(file, "tokens", str)
+    types = _array(file, "token_type", int, (_NORMAL,) * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(
             f"{file.path}: tokenizer.ggml.token_type must have {len(tokens)} entries like tokens, "
             f"got {len(types)}"
         )
-    bos = file.fields.get("tokenizer.ggml.bos_token_id")
+    bos, eos, *others = (
+        _token_id(file, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")
+    )
     controls = {text: i for i, text in enumerate(tokens) if types[i] == _CONTROL}
     if kind == "gpt2":
         pre = file.field("tokenizer.ggml.pre", "gpt-2")
@@ -250,13 +277,33 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     else:
         raise ModelError(f"{file.path}: tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
 
-    named = (file.fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
-    ends = {i for i in named if i is not None} | {controls[n] for n in _END_NAMES if n in controls}
-    tokenizer.eos_ids = frozenset(ends)
-    tokenizer.chat_template = file.fields.get("tokenizer.chat_template")
-    ids = {"bos_token": bos, "eos_token": file.fields.get("tokenizer.ggml.eos_token_id")}
+    ends = {i for i in (eos, *others) if i is not None}
+    tokenizer.eos_ids = frozenset(ends | {controls[n] for n in _END_NAMES if n in controls})
+    template = file.fields.get("tokenizer.chat_template")
+    tokenizer.chat_template = None if template is None else _text(template)
+    ids = {"bos_token": bos, "eos_token": eos}
     tokenizer.special_texts = {key: tokens[i] for key, i in ids.items() if i is not None}
     return tokenizer
+
+
+def _array(file: GGUFFile, name: str, kind: type, default: tuple | None = None) -> tuple:
+    values = file.field(f"tokenizer.ggml.{name}", default)
+    if not (isinstance(values, tuple) and all(type(value) is kind for value in values)):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.{name} must be an array of {kind.__name__}, got "
+            f"{reprlib.repr(values)}"
+        )
+    return values
+
+
+def _token_id(file: GGUFFile, name: str, count: int) -> int | None:
+    value = file.fields.get(f"tokenizer.ggml.{name}_token_id")
+    if value is not None and not (type(value) is int and 0 <= value < count):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.{name}_token_id must be from 0 to {count - 1}, got "
+            f"{reprlib.repr(value)}"
+        )
+    return value
 
 
 def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str], types: Sequence[int], pre: str) -> Any:
@@ -266,14 +313,16 @@ def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str], types: Sequence[int],
         )
     library = require("tokenizers", "A GGUF file's tokenizer")
     pre_tokenizers = library.pre_tokenizers
-    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges")]
-    inner = library.Tokenizer(
-        library.models.BPE(
+    merges = [tuple(merge.split(" ", 1)) for merge in _array(file, "merges", str)]
+    try:
+        bpe = library.models.BPE(
             vocab={text: i for i, text in enumerate(tokens)},
             merges=merges,
             ignore_merges=_PRE_TOKENIZERS[pre] == _LLAMA3,
         )
-    )
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{file.path}: malformed tokenizer.ggml.merges ({error})") from None
+    inner = library.Tokenizer(bpe)
     pattern = _PRE_TOKENIZERS[pre]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     steps: list[Any] = [byte_level]
@@ -296,7 +345,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: Sequence[str], types: Sequence[int],
 
 def _sentencepiece_proto(file: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> bytes:
     """A serialised sentencepiece ModelProto: https://github.com/google/sentencepiece (src/*.proto)."""
-    scores = file.field("tokenizer.ggml.scores")
+    scores = _array(file, "scores", float)
     if len(scores) != len(tokens):
         raise ModelError(
             f"{file.path}: tokenizer.ggml.scores must have {len(tokens)} entries like tokens, "

@@ -94,7 +94,9 @@ def load_tile(ptrs, rows_in, dims_in, MASKED: tl.constexpr, EVEN_D: tl.constexpr
 
 
 @triton.jit
-def block_ptrs(ptr, first_row, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def block_ptrs(
+    ptr, first_row, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Pointers (ROWS, BLOCK_D) of the block from row `first_row` of one head."""
     rows = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+
 def _group_shardable(q, k) -> bool:
     """Whether the mesh dimensions that now split heads split them into whole KV groups."""
     sizes = [

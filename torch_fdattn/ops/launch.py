@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.positions import Mask
 
+
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensors' own."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 #: Positions and windows are clamped to this, so that their sums stay within the kernels' int32.
 FAR = 1 << 30
 

@@ -82,7 +82,9 @@ def key_range(
     full_end = kv_len
     if HAS_RIGHT:
         seen_by_last = keys_before(last + window_right + 1, kv_start, kv_block, kv_stride, STRIPED)
-        seen_by_first = keys_before(first + window_right + 1, kv_start, kv_block, kv_stride, STRIPED)
+        seen_by_first = keys_before(
+            first + window_right + 1, kv_start, kv_block, kv_stride, STRIPED
+        )
         end = tl.minimum(end, seen_by_last)
         full_end = tl.minimum(end, seen_by_first)
     if HAS_LEFT:

@@ -10,7 +10,7 @@ also, for each head,
 
 In fp16 and bf16 rounding the result outweighs all else, and one sample of torch's error is a fair measure.
 In fp32, which FlashAttention's tests do not cover, both sides are the noise of summation orders: there
-torch's error is the largest of several samples, textbook and fused, over redrawn inputs
+torch's error is the largest of several samples, in three ways (`oracle.py`), over redrawn inputs
 (`expected.py`). The inequality stays.
 """
 
@@ -50,7 +50,9 @@ def check_close(
 
     torch_errors are samples of torch - exact at the tested dtype, which is value's own or given.
     """
-    assert value.shape == exact.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(exact.shape)}"
+    assert value.shape == exact.shape, (
+        f"{name}: shape {tuple(value.shape)}, expected {tuple(exact.shape)}"
+    )
     if not value.numel():
         return
     exact, dtype = exact.double(), dtype or value.dtype
@@ -62,7 +64,9 @@ def check_close(
         bound = 1e-12 * max(1.0, exact.abs().max().item())
     # Negated, so that NaN fails.
     if not worst <= bound:
-        raise AssertionError(f"{name} ({dtype}): max error {worst:.3g}, bound {bound:.3g}; {_where(error)}")
+        raise AssertionError(
+            f"{name} ({dtype}): max error {worst:.3g}, bound {bound:.3g}; {_where(error)}"
+        )
     heads, bounds = _norms(error), FROBENIUS[dtype] * _norms(exact)
     for x in torch_errors:
         bounds = torch.maximum(bounds, 2 * _norms(x))
@@ -82,7 +86,9 @@ def _norms(x: Tensor) -> Tensor:
 
 def check_lse(value: Tensor, exact: Tensor, dtype: torch.dtype, name: str = "lse") -> None:
     """Asserts lse's own bound: the same rows empty (-inf), the others within LSE_BOUNDS."""
-    assert value.shape == exact.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(exact.shape)}"
+    assert value.shape == exact.shape, (
+        f"{name}: shape {tuple(value.shape)}, expected {tuple(exact.shape)}"
+    )
     exact, value = exact.double(), value.double()
     empty = exact == float("-inf")
     assert torch.equal(value == float("-inf"), empty), f"{name}: -inf in the wrong rows"

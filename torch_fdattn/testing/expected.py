@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torch_fdattn.testing.cases import AttentionCase, MergeCase
 from torch_fdattn.testing.errors import check_close, check_lse
-from torch_fdattn.testing.oracle import attention_oracle, gradients, merge_oracle
+from torch_fdattn.testing.oracle import WAYS, attention_oracle, gradients, merge_oracle
 
 #: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why).
-FP32_SAMPLES = 4
+FP32_SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Expected:
 def expected_attention(case: AttentionCase, device: str, *, backward: bool = True) -> Expected:
     """The answers out, lse and, with backward, dq, dk, dv of an attention or decode case."""
 
-    def run(case: AttentionCase, dtype: torch.dtype, fused: bool = False) -> dict[str, Tensor]:
+    def run(case: AttentionCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
-        outputs = attention_oracle(*inputs, **case.oracle_options(), fused=fused)
+        outputs = attention_oracle(*inputs, **case.oracle_options(), way=way)
         found = gradients(outputs, inputs, case.output_gradients(device)) if backward else ()
         return dict(zip(("out", "lse", "dq", "dk", "dv"), (*outputs, *found), strict=False))
 
-    return _expected(case, run, (False, True) if case.dtype == torch.float32 else (False,))
+    return _expected(case, run, WAYS if case.dtype == torch.float32 else WAYS[:1])
 
 
 def expected_merge(case: MergeCase, device: str) -> Expected:
     """The answers out, lse, douts and dlses of a merge case."""
 
-    def run(case: MergeCase, dtype: torch.dtype, fused: bool = False) -> dict[str, Tensor]:
+    def run(case: MergeCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
         outs, lses = case.inputs(device)
         lse_dtype = torch.promote_types(dtype, lses.dtype)
         inputs = [outs.to(dtype).requires_grad_(), lses.to(lse_dtype).requires_grad_()]
@@ -59,17 +59,17 @@ def expected_merge(case: MergeCase, device: str) -> Expected:
             out = out.to(case.out_dtype)
         return {"out": out, "lse": lse, "douts": douts, "dlses": dlses.permute(1, 2, 3, 0)}
 
-    return _expected(case, run, (False,))
+    return _expected(case, run, WAYS[:1])
 
 
-def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[bool, ...]) -> Expected:
+def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]) -> Expected:
     errors: dict[str, list[Tensor]] = {}
     samples = FP32_SAMPLES if case.dtype == torch.float32 else 1
     for sample in reversed(range(samples)):
         drawn = replace(case, seed=case.seed + 1_000_000 * sample)
-        exact = {name: x.detach() for name, x in run(drawn, torch.float64).items()}
-        for fused in ways:
-            for name, x in run(drawn, case.dtype, fused).items():
+        exact = {name: x.detach() for name, x in run(drawn, torch.float64, WAYS[0]).items()}
+        for way in ways:
+            for name, x in run(drawn, case.dtype, way).items():
                 if name != "lse":
                     errors.setdefault(name, []).append(x.detach().double() - exact[name])
     lse = exact.pop("lse")

@@ -45,7 +45,9 @@ def make_tensor(
     if layout == "bshd":
         return values.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "slice":
-        view = nans(*batch, heads, _BEFORE + length + _AFTER, dim)[..., _BEFORE : _BEFORE + length, :]
+        view = nans(*batch, heads, _BEFORE + length + _AFTER, dim)[
+            ..., _BEFORE : _BEFORE + length, :
+        ]
     elif layout == "packed":
         view = nans(*batch, length, heads + 2, dim + 8)[..., 1 : heads + 1, 8:].transpose(-3, -2)
     elif layout == "every_other":

@@ -2,8 +2,8 @@
 
 Independent of `ops/*/reference.py` on purpose: no shared mask code, one sequence at a time, invalid keys
 cut off instead of masked, no hand-written derivative. In fp64 it is the truth that errors are measured
-against; at a lower dtype it is "torch at the dtype" of the error rule, by formula or (`fused`) by torch's
-own scaled_dot_product_attention.
+against; at a lower dtype it is "torch at the dtype" of the error rule, in one of three WAYS: by formula
+head by head, by formula with the heads of a group in one matmul, by torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+WAYS = ("textbook", "grouped", "fused")
+
 
 def visible_keys(
     q_len: int, kv_len: int, *, q_start: int | None = None, kv_start: int = 0, kv_block: int = 0,
@@ -21,7 +23,9 @@ def visible_keys(
 ) -> Tensor:  # fmt: skip
     """The boolean [query, key] mask of one sequence of kv_len valid keys, by DESIGN.md's positions."""
     j = torch.arange(kv_len)
-    keys = kv_start + (j.div(kv_block, rounding_mode="floor") * kv_stride + j % kv_block if kv_block else j)
+    keys = kv_start + (
+        j.div(kv_block, rounding_mode="floor") * kv_stride + j % kv_block if kv_block else j
+    )
     first = kv_start + kv_len - q_len if q_start is None else q_start
     distance = keys[None, :] - torch.arange(first, first + q_len)[:, None]
     left, right = window
@@ -34,13 +38,25 @@ def attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Sequence[int] | None = None, *, causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
-    kv_block: int = 0, kv_stride: int = 0, fused: bool = False,
+    kv_block: int = 0, kv_stride: int = 0, way: str = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     left, right = window or (-1, -1)
+    group = heads // kv_heads
+
+    def matmul(x: Tensor, y: Tensor) -> Tensor:
+        """x (H, M, C) by y (H_kv, C, N)."""
+        if way != "grouped":
+            return x @ y.repeat_interleave(group, 0)
+        return (
+            (x.unflatten(0, (kv_heads, group)).flatten(1, 2) @ y)
+            .unflatten(1, (group, -1))
+            .flatten(0, 1)
+        )
+
     outs, lses = [], []
     for b in range(batch):
         kv_len = capacity if kv_lens is None else min(max(kv_lens[b], 0), capacity)
@@ -50,21 +66,20 @@ def attention_oracle(
             window=(left, 0 if causal else right),
         ).to(q.device)  # fmt: skip
         alive = seen.any(-1)
-        keys = k[b, :, :kv_len].repeat_interleave(heads // kv_heads, 0)
-        values = v[b, :, :kv_len].repeat_interleave(heads // kv_heads, 0)
+        keys, values = k[b, :, :kv_len], v[b, :, :kv_len]
         rows = alive.nonzero()[:, 0]
         queries, seen = q[b][:, rows], seen[rows]
-        scores = ((queries @ keys.mT) * scale).masked_fill(~seen, float("-inf"))
         if not len(rows):
             out, lse = queries, q.new_zeros(heads, 0)
         else:
+            scores = (matmul(queries, keys.mT) * scale).masked_fill(~seen, float("-inf"))
             lse = torch.logsumexp(scores, -1)
-            if fused:
+            if way == "fused":
                 out = F.scaled_dot_product_attention(
-                    queries[None], keys[None], values[None], attn_mask=seen, scale=scale
+                    queries[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
                 )[0]
             else:
-                out = torch.softmax(scores, -1) @ values
+                out = matmul(torch.softmax(scores, -1), values)
         outs.append(q.new_zeros(heads, q_len, head_dim).index_copy(1, rows, out))
         lses.append(q.new_full((heads, q_len), float("-inf")).index_copy(1, rows, lse))
     if not batch:
@@ -98,4 +113,6 @@ def gradients(
     found = torch.autograd.grad(
         [output for output, _ in pairs], list(inputs), [g for _, g in pairs], allow_unused=True
     )
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
+    return tuple(
+        torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
+    )

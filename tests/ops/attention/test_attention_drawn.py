@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn.testing import assert_launched, draw_attention, drawn_seeds, expected_attention, expected_path
+from torch_fdattn.testing import (
+    assert_launched,
+    draw_attention,
+    drawn_seeds,
+    expected_attention,
+    expected_path,
+)
 
 
 @pytest.mark.interpreter
@@ -13,7 +19,9 @@ def test_drawn(seed, device, record_drawn):
     case = draw_attention(seed, device)
     record_drawn("attention", case.features())
     inputs = [x.requires_grad_() for x in case.inputs(device)]
-    paths = [expected_path(f"attention_{way}", device, case.dtype) for way in ("forward", "backward")]
+    paths = [
+        expected_path(f"attention_{way}", device, case.dtype) for way in ("forward", "backward")
+    ]
     with assert_launched(*paths):
         out, lse = torch_fdattn.attention(*inputs, **case.options(device))
         dq, dk, dv = torch.autograd.grad([out, lse], inputs, case.output_gradients(device))

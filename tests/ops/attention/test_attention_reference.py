@@ -29,7 +29,13 @@ MASKS = {
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
     "lengths": {"kv_lens": (4, 7)},
-    "sharded": {"causal": True, "q_start": (9, 14), "kv_start": (0, 2), "kv_block": 2, "kv_stride": 4},
+    "sharded": {
+        "causal": True,
+        "q_start": (9, 14),
+        "kv_start": (0, 2),
+        "kv_block": 2,
+        "kv_stride": 4,
+    },
 }
 
 
@@ -37,7 +43,9 @@ MASKS = {
 @pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
 def test_gradcheck_of_out_and_lse(op, options):
     options = {
-        name: torch.tensor(value, dtype=torch.int32) if name in ("kv_lens", "q_start", "kv_start") else value
+        name: torch.tensor(value, dtype=torch.int32)
+        if name in ("kv_lens", "q_start", "kv_start")
+        else value
         for name, value in options.items()
     }
     q = torch.randn(2, 4, 3, 16, dtype=torch.float64, requires_grad=True)
@@ -80,7 +88,9 @@ def test_backward_of_a_part_with_the_global_state():
     out, lse = attention_reference(q, k, v, mask, 0.25)
     whole = attention_backward_reference(dout, dlse, q, k, v, out, lse, mask, 0.25)
     parts = [
-        attention_backward_reference(dout, dlse, q, k[:, :, keys], v[:, :, keys], out, lse, mask, 0.25)
+        attention_backward_reference(
+            dout, dlse, q, k[:, :, keys], v[:, :, keys], out, lse, mask, 0.25
+        )
         for keys in (slice(0, 2), slice(2, 6))
     ]
     torch.testing.assert_close(whole[0], parts[0][0] + parts[1][0])

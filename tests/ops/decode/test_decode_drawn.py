@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn.testing import assert_launched, draw_decode, drawn_seeds, expected_attention, expected_path
+from torch_fdattn.testing import (
+    assert_launched,
+    draw_decode,
+    drawn_seeds,
+    expected_attention,
+    expected_path,
+)
 
 PATH, MERGE = "decode_forward", "merge_states_forward/triton"
 

@@ -1,5 +1,7 @@
 """Merging by the reference: gradcheck in fp64, and the property that gives the op its meaning."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -32,9 +34,11 @@ def test_gradcheck_with_empty_parts():
 @pytest.mark.parametrize("cuts", [(0, 9, 20), (0, 0, 5, 5, 20), (0, 20, 20)])
 def test_merging_parts_of_the_keys_is_attention_over_all(cuts):
     q, k, v = (make_tensor((2, 2, 20, 16), dtype=torch.float64) for _ in range(3))
-    parts = [torch_fdattn.attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [torch_fdattn.attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-    for merged, whole in zip(torch_fdattn.merge_states(outs, lses), torch_fdattn.attention(q, k, v), strict=True):
+    for merged, whole in zip(
+        torch_fdattn.merge_states(outs, lses), torch_fdattn.attention(q, k, v), strict=True
+    ):
         torch.testing.assert_close(merged, whole)
 
 

@@ -116,7 +116,9 @@ def _dist_decode(
     if kv_block is not None and kv_block < 1:
         raise ValueError(f"kv_block must be at least 1, got {kv_block}")
     if kv_block is not None and kv_start is not None:
-        raise ValueError("kv_block and kv_start exclude each other: round-robin or explicit shards, got both")
+        raise ValueError(
+            "kv_block and kv_start exclude each other: round-robin or explicit shards, got both"
+        )
     mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
     mask = local_mask(q, k_shard, mask, kv_block, rank, world_size)
     scale = default_scale(q, scale)

@@ -24,7 +24,14 @@ from torch_fdattn.ops.attention.configs import (
     device_capability,
     dot_precision,
 )
-from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import (
+    contiguous_mask,
+    mask_flags,
+    mask_numbers,
+    on_device,
+    padded,
+    wide_rows,
+)
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.positions import Mask
@@ -41,7 +48,15 @@ from torch_fdattn.ops.tiles import (
 
 # Every tile side divides it.
 _PADDING = 128
-_LENGTHS = ["padded_len", "q_len", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"]
+_LENGTHS = [
+    "padded_len",
+    "q_len",
+    "kv_capacity",
+    "window_left",
+    "window_right",
+    "kv_block",
+    "kv_stride",
+]
 
 
 @triton.jit(do_not_specialize=["q_len", "padded_len"])
@@ -58,7 +73,9 @@ def _row_terms_kernel(
     out_ptr += batch64 * out_strides[0] + head.to(tl.int64) * out_strides[1]
     dout_ptr += batch64 * dout_strides[0] + head.to(tl.int64) * dout_strides[1]
     out_ptrs = block_ptrs(out_ptr, first, (out_strides[2], out_strides[3]), True, BLOCK_M, BLOCK_D)
-    dout_ptrs = block_ptrs(dout_ptr, first, (dout_strides[2], dout_strides[3]), True, BLOCK_M, BLOCK_D)
+    dout_ptrs = block_ptrs(
+        dout_ptr, first, (dout_strides[2], dout_strides[3]), True, BLOCK_M, BLOCK_D
+    )
     out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
@@ -122,7 +139,7 @@ def _dkdv_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    EVEN_D: tl.constexpr = BLOCK_D == head_dim
+    EVEN_D: tl.constexpr = head_dim == BLOCK_D
     block, kv_head, batch = program_coordinates(tl.cdiv(kv_capacity, BLOCK_N), heads // group)
     batch64 = batch.to(tl.int64)
     kv_head64 = kv_head.to(tl.int64)
@@ -219,7 +236,7 @@ def _dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    EVEN_D: tl.constexpr = BLOCK_D == head_dim
+    EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
@@ -250,9 +267,7 @@ def _dq_kernel(
     delta = tl.load(delta_ptr + row_offset + rows)
 
     last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
-    bounds = key_range(
-        q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N
-    )
+    bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for interior in tl.static_range(2):
         dq = _dq_tiles(
@@ -283,7 +298,16 @@ def launch_backward(
     padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
     lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse2)
-    sizes = (q_len, kv_capacity, *mask_numbers(mask), scale, padded_len, heads, heads // kv_heads, head_dim)
+    sizes = (
+        q_len,
+        kv_capacity,
+        *mask_numbers(mask),
+        scale,
+        padded_len,
+        heads,
+        heads // kv_heads,
+        head_dim,
+    )
     options = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype), "BLOCK_D": padded(head_dim)}
     options["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv)
     with on_device(q):

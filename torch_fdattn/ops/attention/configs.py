@@ -50,7 +50,9 @@ def forward_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     return TileConfig(64, 32, 4, 1)
 
 
-def backward_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> BackwardConfig:
+def backward_config(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> BackwardConfig:
     """The backward's tiles for a device of this compute capability."""
     if INTERPRET:
         return BackwardConfig(_INTERPRETED, _INTERPRETED)

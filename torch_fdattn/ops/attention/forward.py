@@ -21,14 +21,30 @@ from torch_fdattn.ops.attention.configs import (
     dot_precision,
     forward_config,
 )
-from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import (
+    contiguous_mask,
+    mask_flags,
+    mask_numbers,
+    on_device,
+    padded,
+    wide_rows,
+)
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_bounds
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_capacity",
+        "window_left",
+        "window_right",
+        "kv_block",
+        "kv_stride",
+    ]
+)
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
     q_strides, k_strides, v_strides, out_strides,
@@ -37,7 +53,7 @@ def _attention_forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    EVEN_D: tl.constexpr = BLOCK_D == head_dim
+    EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
@@ -55,7 +71,9 @@ def _attention_forward_kernel(
     rows_in = rows[:, None] < q_len
     dims_in = d[None, :] < head_dim
     q_ptr += batch64 * q_strides[0] + head64 * q_strides[1]
-    q_ptrs = block_ptrs(q_ptr, block * BLOCK_M, (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D)
+    q_ptrs = block_ptrs(
+        q_ptr, block * BLOCK_M, (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D
+    )
     q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
 
     first = q_start + block * BLOCK_M

@@ -46,7 +46,9 @@ def check_inputs(
 def empty_state(q: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Unwritten (out, lse): out in q's memory layout, lse contiguous; for kernels and fakes alike."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q, dtype=out_dtype or q.dtype), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return torch.empty_like(q, dtype=out_dtype or q.dtype), q.new_empty(
+        q.shape[:-1], dtype=lse_dtype
+    )
 
 
 def _forward(q, k, v, *rest):

@@ -17,9 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.ops.attend import attend_range
-from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
+from torch_fdattn.ops.attention.configs import TileConfig, dot_precision
 from torch_fdattn.ops.decode.schedule import num_splits, processors
-from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded, wide_rows
+from torch_fdattn.ops.launch import (
+    contiguous_mask,
+    mask_flags,
+    mask_numbers,
+    on_device,
+    padded,
+    wide_rows,
+)
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
@@ -29,7 +36,16 @@ from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_boun
 MAX_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["splits", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "kv_capacity",
+        "window_left",
+        "window_right",
+        "kv_block",
+        "kv_stride",
+    ]
+)
 def _decode_split_kernel(
     q_ptr, k_ptr, v_ptr, outs_ptr, lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
     q_strides, k_strides, v_strides, outs_strides, lses_strides,
@@ -38,7 +54,7 @@ def _decode_split_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    EVEN_D: tl.constexpr = BLOCK_D == head_dim
+    EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(group * q_len, BLOCK_M)
     split, head_block, batch = program_coordinates(splits, kv_heads * row_blocks)
     row_block = head_block // kv_heads

@@ -69,9 +69,15 @@ def _merge_backward_kernel(
     inside = d < head_dim
     dout_ptr += b * dout_strides[0] + h * dout_strides[1] + s * dout_strides[2]
     out_ptr += b * out_strides[0] + h * out_strides[1] + s * out_strides[2]
-    outs_ptr += part * outs_strides[0] + b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
-    lses_ptr += part * lses_strides[0] + b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
-    douts_ptr += part * douts_strides[0] + b * douts_strides[1] + h * douts_strides[2] + s * douts_strides[3]
+    outs_ptr += (
+        part * outs_strides[0] + b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
+    )
+    lses_ptr += (
+        part * lses_strides[0] + b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
+    )
+    douts_ptr += (
+        part * douts_strides[0] + b * douts_strides[1] + h * douts_strides[2] + s * douts_strides[3]
+    )
     part_lse = tl.load(lses_ptr).to(tl.float32)
     weight = tl.exp2((part_lse - finite_max(tl.load(lse_ptr + row))) * LOG2E)
     dout = tl.load(dout_ptr + d * dout_strides[3], mask=inside, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
 """The op `fdattn::merge_states`: partial attention states over disjoint keys into one.
 
-    merge_states_forward(outs, lses, dtype)                   -> (out, lse)
-    merge_states_backward(dout, dlse, outs, lses, out, lse)   -> (douts, dlses)
-    merge_states(outs, lses, dtype=None)                      -> (out, lse), autograd
+merge_states_forward(outs, lses, dtype)                   -> (out, lse)
+merge_states_backward(dout, dlse, outs, lses, out, lse)   -> (douts, dlses)
+merge_states(outs, lses, dtype=None)                      -> (out, lse), autograd
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _check(outs: Tensor, lses: Tensor, dtype: torch.dtype | None = None) -> None
             f"got shape {tuple(outs.shape)}"
         )
     if outs.dtype not in checks.DTYPES:
-        raise TypeError(f"outs must be bfloat16, float16, float32 (or float64 on CPU), got {outs.dtype}")
+        raise TypeError(
+            f"outs must be bfloat16, float16, float32 (or float64 on CPU), got {outs.dtype}"
+        )
     checks.expect_shape("lses", lses, outs.shape[:-1], "outs")
     checks.expect_device("lses", lses, outs.device, "outs")
     expected = torch.float64 if outs.dtype == torch.float64 else torch.float32

@@ -19,7 +19,9 @@ from torch_fdattn.ops.attention.reference import accumulated
 def merge_states_reference(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """(out (B, H, S, D), lse (B, H, S)) from stacks on dim 0, in the accumulation dtype."""
     lses = accumulated(lses)
-    lse = torch.logsumexp(lses, 0) if lses.shape[0] else lses.new_full(lses.shape[1:], float("-inf"))
+    lse = (
+        torch.logsumexp(lses, 0) if lses.shape[0] else lses.new_full(lses.shape[1:], float("-inf"))
+    )
     return (_weights(lses, lse)[..., None] * _seen_parts(outs, lses)).sum(0), lse
 
 
