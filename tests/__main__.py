@@ -35,7 +35,8 @@ INTERPRET = {"TRITON_INTERPRET": "1"}
 #: Reasons to skip that follow from the kind of run. Anything else, a missing package above all, is a check
 #: that was not made, and fails the layer.
 EXPECTED_SKIPS = (
-    r"needs (a CUDA device|\d+ CUDA devices|\d+ GPUs)|TRITON_INTERPRET|a process group exists"
+    r"needs (a CUDA device|\d+ CUDA devices|\d+ GPUs)|[Ii]nterpret"
+    r"|float64 runs on the CPU|a process group exists"
 )
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "loadfile")
