@@ -91,13 +91,13 @@ def main(words: Sequence[str]) -> int:
             plant(fault, Path(folder))
             start = time.monotonic()
             code, summary = run(fault.tests, Path(folder))
-        # 1: tests failed; anything else (no test, a broken tree) is no catch.
-        caught = code == 1 and "failed" in summary
+        # 1: tests failed; 2: the same where pytest-xdist stopped the other worker. No test found (5) or a
+        # tree that does not import ("error") is no catch.
+        caught = code in (1, 2) and " failed" in summary and " error" not in summary
         survived += not caught
         seconds = time.monotonic() - start
-        print(
-            f"{fault.name:44} {'caught' if caught else 'SURVIVED'} in {seconds:.0f} s", flush=True
-        )
+        end = "caught" if caught else f"SURVIVED ({code}: {summary})"
+        print(f"{fault.name:44} {end} in {seconds:.0f} s", flush=True)
     print(f"{len(faults) - survived} faults caught, {survived} survived")
     return 1 if survived else 0
 

@@ -18,15 +18,16 @@ from torch_fdattn.ops.tiles import tile_start, tile_steps, visible
 def attend_range(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, scale_log2,
     head_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The running state after the key range `bounds` of `ops/tiles.py`: its borders, then its interior.
 
     In this order: with the interior first, ptxas serialises the wgmma of both loops (its remark C7515),
-    which cost 20 % of the rate on Hopper.
+    which cost 20 % of the rate on Hopper. A range known to have no BORDERS is compiled without them:
+    their loop costs registers even where it has no step.
     """
-    for interior in tl.static_range(2):
+    for interior in tl.static_range(0 if BORDERS else 1, 2):
         acc, row_max, row_sum = attend_tiles(
             acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys,
             scale_log2, head_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,

@@ -31,6 +31,11 @@ class Mask(NamedTuple):
     kv_block: int = 0
     kv_stride: int = 0
 
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether every query sees every key, whatever the positions and lengths."""
+        return self.kv_lens is None and self.window_left < 0 and self.window_right < 0
+
 
 def key_positions(index: Tensor, start: Tensor | int, kv_block: int, kv_stride: int) -> Tensor:
     """Positions of local keys `index`."""

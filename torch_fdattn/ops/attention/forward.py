@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention.configs import (
+    WHOLE_KEYS,
     TileConfig,
     device_capability,
     dot_precision,
@@ -50,8 +51,9 @@ def _attention_forward_kernel(
     q_strides, k_strides, v_strides, out_strides,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
@@ -87,7 +89,7 @@ def _attention_forward_kernel(
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
 
@@ -106,7 +108,8 @@ def launch_forward(
     batch, heads, q_len, head_dim = q.shape
     if q.numel() == 0:
         return
-    config = config or forward_config(head_dim, q.dtype, device_capability(q.device))
+    borders = not mask.hides_nothing or k.shape[2] % WHOLE_KEYS != 0
+    config = config or forward_config(head_dim, q.dtype, device_capability(q.device), borders)
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
@@ -114,7 +117,8 @@ def launch_forward(
             q, k, v, out, lse, *mask[:3],
             q.stride(), k.stride(), v.stride(), out.stride(),
             q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim,
-            **mask_flags(mask), WIDE=wide_rows(q, k, v, out), PRECISION=dot_precision(q.dtype),
+            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out),
+            PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

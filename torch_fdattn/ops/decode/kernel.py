@@ -97,7 +97,7 @@ def _decode_split_kernel(
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, STRIPED, True, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
 
