@@ -114,7 +114,7 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
         forward.launch_forward(q, k, v, mask, scale, out, lse, config)
 
     if kernel == "forward":
-        default = configs.forward_config(*like)
+        default = configs.forward_config(*like, forward.has_borders(mask, case.seq_len))
         yield Problem(case.forward_flops, default, launch_forward, (out, lse))
         return
 

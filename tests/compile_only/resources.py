@@ -38,7 +38,7 @@ from torch_fdattn.ops.attention.configs import (
     backward_config,
     forward_config,
 )
-from torch_fdattn.ops.attention.forward import launch_forward
+from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.kernel import launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
 from torch_fdattn.ops.positions import Mask
@@ -171,7 +171,9 @@ def record(case: Case) -> list[Launch]:
             q, k = _meta(2, 32, 4096, dim, dtype=dtype), _meta(2, 8, 4096, dim, dtype=dtype)
             lse = _meta(*q.shape[:-1])
             if case.op == "forward":
-                config = case.tile or forward_config(dim, dtype, arch.capability)
+                config = case.tile or forward_config(
+                    dim, dtype, arch.capability, has_borders(mask, k.shape[2])
+                )
                 launch_forward(q, k, k.clone(), mask, scale, q.clone(), lse, config)
             else:
                 config = backward_config(dim, dtype, arch.capability)

@@ -100,6 +100,11 @@ def _attention_forward_kernel(
     tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
 
 
+def has_borders(mask: Mask, kv_len: int) -> bool:
+    """Whether some tile needs a mask: the mask hides something, or the keys end within a tile."""
+    return not mask.hides_nothing or kv_len % WHOLE_KEYS != 0
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     config: TileConfig | None = None,
@@ -108,7 +113,7 @@ def launch_forward(
     batch, heads, q_len, head_dim = q.shape
     if q.numel() == 0:
         return
-    borders = not mask.hides_nothing or k.shape[2] % WHOLE_KEYS != 0
+    borders = has_borders(mask, k.shape[2])
     config = config or forward_config(head_dim, q.dtype, device_capability(q.device), borders)
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
