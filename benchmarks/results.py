@@ -172,12 +172,14 @@ def describe(failure: BaseException) -> str:
 def commit(root: Path = ROOT) -> str:
     """The commit measured, marked when the tree differs from it.
 
-    Where the sources were copied without their repository, TORCH_FDATTN_COMMIT says what they are.
+    TORCH_FDATTN_COMMIT goes first: it says what sources are that were copied without their repository.
     """
+    if given := os.environ.get("TORCH_FDATTN_COMMIT"):
+        return given
     top = _git(root, "rev-parse", "--show-toplevel")
     head = _git(root, "rev-parse", "--short", "HEAD")
     if top is None or head is None or Path(top).resolve() != root.resolve():
-        return os.environ.get("TORCH_FDATTN_COMMIT", "unknown")
+        return "unknown"
     # New result files are what a run leaves behind, not a change of what it measures.
     changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return head + ("" if changed == "" else "+dirty")

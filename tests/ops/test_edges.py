@@ -210,9 +210,9 @@ def test_shards_merge_into_the_whole(op, device):
 def test_decode_reads_a_cache_in_place(device):
     """A strided slice of a large cache is neither copied nor read beyond kv_lens."""
     cache = torch.full(
-        (2, 2, 3, 64, 2, 32), float("nan"), device=device
+        (2, 2, 3, 256, 2, 32), float("nan"), device=device
     )  # (k/v, layer, B, N, H, D)
-    lens = int32(33, 1, 17, device=device)
+    lens = int32(33, 1, 217, device=device)
     for b, n in enumerate(lens.tolist()):
         cache[:, 1, b, :n] = torch.randn(2, n, 2, 32, device=device)
     k, v = (cache[i, 1].transpose(1, 2) for i in (0, 1))
