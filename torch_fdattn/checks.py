@@ -48,14 +48,25 @@ def check_qkv(
         expect_device(name, tensor, q.device, q_name)
 
 
+def expect_types(
+    tensors: tuple[tuple[str, object], ...], lengths: tuple[object, ...] = (), scale: object = None
+) -> None:
+    """The types that the dispatcher would refuse with a whole schema in place of an argument's name."""
+    for name, tensor in tensors:
+        expect_tensor(name, tensor)
+    for name, tensor in zip(("kv_lens", "q_start", "kv_start"), lengths, strict=False):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} must be an int32 tensor of shape (batch,) or None, got {type(tensor).__name__}"
+            )
+    if isinstance(scale, (str, bytes)):
+        raise TypeError(f"scale must be a number or None, got {scale!r}")
+
+
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None) -> None:
     """A per-sequence integer tensor (B,) on q's device, or None."""
     if lengths is None:
         return
-    if not isinstance(lengths, Tensor):
-        raise TypeError(
-            f"{name} must be an int32 tensor of shape (batch,) or None, got {type(lengths).__name__}"
-        )
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (or int64), got {lengths.dtype}")
     expect_shape(name, lengths, (q.shape[0],), "q's batch")
@@ -68,7 +79,7 @@ def check_lengths(name: str, lengths: Tensor | None, q: Tensor, bound: int | Non
 
 def check_positions(
     q_start: Tensor | None, kv_start: Tensor | None, kv_block: int, kv_stride: int, q: Tensor,
-    masked: bool,
+    kv_len: int, masked: bool,
 ) -> None:  # fmt: skip
     """The position map of DESIGN.md: both of kv_block and kv_stride or neither."""
     check_lengths("q_start", q_start, q)
@@ -79,6 +90,12 @@ def check_positions(
         raise ValueError(
             "kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, "
             f"got kv_block={kv_block}, kv_stride={kv_stride}"
+        )
+    # Positions are int32 in the kernels. (A symbolic length is checked when the compiled op runs.)
+    if isinstance(kv_len, int) and (kv_len // kv_block + 1) * kv_stride > 2**30:
+        raise ValueError(
+            "the last key's position must be below 2**30, got "
+            f"{kv_len} keys with kv_block={kv_block}, kv_stride={kv_stride}"
         )
     if masked and q_start is None:
         raise ValueError(

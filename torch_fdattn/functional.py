@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
+
+from torch_fdattn import checks
 
 
 def attention(
@@ -30,7 +34,8 @@ def attention(
             the position map of a cache sharded round-robin; 0: contiguous.
 
     Returns:
-        out (B, H, S, D) in q's dtype and memory layout, and lse (B, H, S) float32, natural logarithm.
+        out (B, H, S, D) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
+        logarithm.
         A query that sees no key has out 0 and lse -inf. Both are differentiable in q, k and v.
 
     Raises:
@@ -39,6 +44,7 @@ def attention(
     Source: FlashAttention-2, arXiv:2307.08691.
     """
     left, right = window_bounds(window)
+    checks.expect_types((("q", q), ("k", k), ("v", v)), (kv_lens, q_start, kv_start), scale)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale,
@@ -64,6 +70,8 @@ def decode(
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
     left, right = window_bounds(window)
+    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
+    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
     return torch.ops.fdattn.decode(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
@@ -82,10 +90,11 @@ def merge_states(
         dtype: of the merged output; default outs' dtype.
 
     Returns:
-        out (B, H, S, D) and lse (B, H, S) float32; 0 and -inf where no part saw a key. Differentiable.
+        out (B, H, S, D) and lse (B, H, S) float32 (float64 like lses); 0 and -inf where no part saw a key. Differentiable.
 
     Source: arXiv:2501.01005, section 2.2.
     """
+    checks.expect_types((("outs", outs), ("lses", lses)))
     return torch.ops.fdattn.merge_states(outs, lses, dtype=dtype)
 
 
@@ -94,6 +103,6 @@ def window_bounds(window: tuple[int, int] | None) -> tuple[int, int]:
         return -1, -1
     try:
         left, right = window
+        return operator.index(left), operator.index(right)
     except (TypeError, ValueError):
-        raise TypeError(f"window must be (left, right) or None, got {window!r}") from None
-    return left, right
+        raise TypeError(f"window must be two ints (left, right) or None, got {window!r}") from None

@@ -227,7 +227,7 @@ kv_lens shape: ValueError: kv_lens must have shape (2,) like q's batch, got (1,)
 kv_lens dtype: TypeError: kv_lens must be int32 (or int64), got torch.float32
 kv_start: ValueError: kv_start must have shape (2,) like q's batch, got (1, 2)
 window: ValueError: window must be (left, right) with each at least 0, or -1 for unbounded, got (-2, 0)
-window kind: TypeError: window must be (left, right) or None, got 7
+window kind: TypeError: window must be two ints (left, right) or None, got 7
 scale: ValueError: scale must be a positive finite number, got -1.0
 kv_stride: ValueError: kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, got kv_block=16, kv_stride=0
 q_start: ValueError: q_start must be given when kv_block is and the mask depends on positions: the position of the last key does not follow from a strided shard, got q_start=None

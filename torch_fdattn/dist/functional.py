@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn import checks
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
 
 
@@ -33,7 +35,7 @@ def decode(
         strategy: how partial results travel: "all_gather".
 
     Returns:
-        out (B, H, T, D) and lse (B, H, T) float32, the same bits on every rank. Differentiable: the
+        out (B, H, T, D), contiguous, and lse (B, H, T) float32 (float64 for float64 inputs), the same bits on every rank. Differentiable: the
         gradients of k_shard and v_shard are local, that of q is summed over the ranks, under the
         convention that every rank computes the same loss from the replicated out and lse.
 
@@ -42,8 +44,49 @@ def decode(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
     left, right = window_bounds(window)
+    tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
+    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
         q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, rank=rank,
         world_size=world_size, kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, strategy=strategy,
+    )  # fmt: skip
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, *,
+    shards: SequenceShards | str = "contiguous", causal: bool = False,
+    window: tuple[int, int] | None = None, scale: float | None = None, strategy: str = "ring",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over a sequence whose tokens are sharded over the ranks of a process group.
+
+    Args:
+        q: this rank's queries (B, H, S_r, D); S_r may differ between ranks, and be 0.
+        k, v: this rank's keys and values (B, H_kv, S_r, D); with "query_split" those of the whole sequence,
+            (B, H_kv, total, D) in order of positions, on every rank.
+        group_name: the process group's name (``group.group_name``).
+        shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
+            shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
+        causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
+        strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
+            (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
+
+    Returns:
+        out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
+        Differentiable in q, k and v, for losses that are summed over the ranks: each rank's gradients are of
+        the sum of all ranks' losses. (With "query_split", K and V's gradients are whole on every rank.)
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
+            they disagree at the first call, before any data moves.
+        RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
+    """
+    left, right = window_bounds(window)
+    checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
+    rank, world_size = rank_and_size(group_name)
+    if not isinstance(shards, SequenceShards):
+        shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
+    return torch.ops.fdattn.ring_attention(
+        q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
+        window_left=left, window_right=right, scale=scale, strategy=strategy,
     )  # fmt: skip

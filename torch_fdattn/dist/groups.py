@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
+
+from torch_fdattn import checks
 
 
 def rank_and_size(group_name: str) -> tuple[int, int]:
@@ -37,3 +44,59 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
 # What torch.compiler.assume_constant_result would set, without its import of torch._dynamo: Dynamo calls
 # the function while tracing and writes the numbers into the graph, and so into its compile caches' keys.
 rank_and_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def given_rank_and_size(
+    group_name: str, rank: int | None, world_size: int | None
+) -> tuple[int, int]:
+    """A composite op's rank and world size: as given, or, in eager mode, the group's.
+
+    Raises:
+        ValueError: not given while the op is traced, where a rank read inside it would go into a graph
+            that compile caches share between ranks.
+    """
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if TracingContext.try_get() is not None:
+        raise ValueError(
+            "rank and world_size must be given where the op is compiled (its Python entry in "
+            f"torch_fdattn.dist gives them), got rank={rank}, world_size={world_size}"
+        )
+    return rank_and_size(group_name)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether an op on this tensor is being traced rather than run: only functional collectives then."""
+    return TracingContext.try_get() is not None or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+_agreed: dict[str, tuple[object, set[object]]] = {}
+
+
+def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
+    """Compares what must be the same on all ranks, before any data moves.
+
+    Costs one small collective, and a wait for the device, the first time that a group sees these values, and
+    nothing later (with TORCH_FDATTN_CHECK=1 every time): where ranks come to differ only after that, the
+    group's time-out ends the call. Nothing is compared in traces and CUDA graphs.
+
+    Raises:
+        ValueError: on every rank, naming the value and what each rank has.
+    """
+    if is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    group = distributed_c10d._resolve_process_group(group_name)
+    known = _agreed.get(group_name)
+    if known is None or known[0] is not group:  # a name may come again after destroy_process_group
+        known = _agreed[group_name] = (group, set())
+    key = tuple(values.items())
+    if key in known[1] and not checks.CHECK_VALUES:
+        return
+    everywhere: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, {name: str(value) for name, value in key}, group=group)
+    for name in values:
+        found = [theirs.get(name) for theirs in everywhere]
+        if len(set(found)) > 1:
+            ranks = ", ".join(f"{value} on rank {r}" for r, value in enumerate(found))
+            raise ValueError(f"{name} must be the same on all ranks, got {ranks}")
+    known[1].add(key)

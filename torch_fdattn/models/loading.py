@@ -46,7 +46,7 @@ def resolve(name_or_path: str | Path) -> Path:
         _refuse_pickles(path)
         return path
     if exists:
-        if path.suffix == ".gguf":
+        if path.suffix == ".gguf" and path.is_file():  # a named pipe would block
             return path
         raise ModelError(f"{path}: must be a folder or a .gguf file")
     if str(name_or_path) == "smollm2":

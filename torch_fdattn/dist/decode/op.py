@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from torch_fdattn import checks
 from torch_fdattn.dist.decode.all_gather import gather_and_merge
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import given_rank_and_size
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import check_inputs, default_scale, options_to_mask
@@ -106,15 +105,15 @@ def _dist_decode(
     world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None, strategy="all_gather",
 ):  # fmt: skip
     _check(q, k_shard, v_shard, kv_lens, q_start, kv_start, strategy)
-    if rank is None or world_size is None:
-        if TracingContext.try_get() is not None:
-            raise ValueError(
-                "rank and world_size must be given where the op is compiled (torch_fdattn.dist.decode "
-                f"gives them), got rank={rank}, world_size={world_size}"
-            )
-        rank, world_size = rank_and_size(group_name)
+    rank, world_size = given_rank_and_size(group_name, rank, world_size)
     if kv_block is not None and kv_block < 1:
         raise ValueError(f"kv_block must be at least 1, got {kv_block}")
+    # Positions are int32 in the kernels. The condition is the same on all ranks: all raise, or none.
+    block, name = (
+        (k_shard.shape[2], "k_shard's capacity") if kv_block is None else (kv_block, "kv_block")
+    )
+    if kv_start is None and block * world_size > FAR:
+        raise ValueError(f"{name} must be at most 2**30 // {world_size} ranks, got {block}")
     if kv_block is not None and kv_start is not None:
         raise ValueError(
             "kv_block and kv_start exclude each other: round-robin or explicit shards, got both"

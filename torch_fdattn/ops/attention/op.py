@@ -39,7 +39,9 @@ def check_inputs(
     checks.check_lengths("kv_lens", mask.kv_lens, q, bound=k.shape[2])
     checks.check_window(mask.window_left, mask.window_right)
     masked = mask.window_left >= 0 or mask.window_right >= 0
-    checks.check_positions(mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, masked)
+    checks.check_positions(
+        mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, k.shape[2], masked
+    )
     checks.check_scale(scale)
 
 

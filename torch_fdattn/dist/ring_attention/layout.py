@@ -1,0 +1,54 @@
+"""Sequence shards to whole sequences and back, by functional collectives.
+
+x is (…, S, D) with the sequence in dim -2. Uneven shards travel by all-to-alls with split sizes, which no
+padding slows down; sums are taken in rank order on the receiving rank, so that their bits do not depend on
+the collective's algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.ring_attention.local import Problem
+
+
+def exchange(
+    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group_name: str
+) -> list[Tensor]:
+    """parts[r] goes to rank r; from rank r comes a tensor of shapes[r]."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([part.flatten() for part in parts])
+    received = torch.ops._c10d_functional.all_to_all_single(
+        flat, sizes, [part.numel() for part in parts], group_name
+    )
+    received = torch.ops._c10d_functional.wait_tensor(received)
+    return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+def with_length(shape: Sequence[int], length: int) -> list[int]:
+    return [*shape[:-2], length, shape[-1]]
+
+
+def gather(x: Tensor, problem: Problem) -> Tensor:
+    """All ranks' shards (…, S_r, D) as the whole sequence in the order of positions."""
+    shapes = [with_length(x.shape, length) for length in problem.shards.lengths]
+    if len(set(problem.shards.lengths)) > 1:
+        parts = exchange([x] * problem.world_size, shapes, problem.group_name)
+    else:
+        whole = torch.ops._c10d_functional.all_gather_into_tensor(
+            x.contiguous(), problem.world_size, problem.group_name
+        )
+        whole = torch.ops._c10d_functional.wait_tensor(whole)
+        parts = list(whole.view(problem.world_size, *x.shape).unbind())
+    return problem.shards.join(parts, dim=-2)
+
+
+def scatter_sum(whole: Tensor, problem: Problem) -> Tensor:
+    """This rank's shard of the sum over all ranks of a whole sequence (…, S, D)."""
+    parts = [problem.shards.shard(whole, r, dim=-2) for r in range(problem.world_size)]
+    own = with_length(whole.shape, problem.shards.lengths[problem.rank])
+    received = exchange(parts, [own] * problem.world_size, problem.group_name)
+    return torch.stack(received).sum(0)

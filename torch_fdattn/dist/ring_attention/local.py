@@ -1,0 +1,132 @@
+"""Runs a plan's calls on this rank: states merged in fp32, gradients summed in fp32.
+
+B batch, H query heads, K KV heads, M queries, N keys, D head dim. States and gradients are fp32 (fp64 for
+fp64 inputs) until the last step, whatever the inputs' dtype: between steps nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.ring_attention.plan import Call
+from torch_fdattn.dist.sequence_shards import SequenceShards
+from torch_fdattn.ops.positions import Mask
+
+
+class Problem(NamedTuple):
+    """What a strategy knows besides the tensors; equal on all ranks but for `rank`."""
+
+    group_name: str
+    rank: int
+    shards: SequenceShards
+    left: int
+    right: int
+    scale: float
+
+    @property
+    def world_size(self) -> int:
+        return self.shards.world_size
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class State:
+    """The running (out, lse) of this rank's queries, (B, H, M, D) and (B, H, M)."""
+
+    def __init__(self, q: Tensor, problem: Problem) -> None:
+        self._q, self._problem = q, problem
+        self._out = self._lse = None
+        self._rows: set[tuple[int, int]] = set()  # row ranges that already hold a state
+
+    def add(self, k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
+        """Attends to one block of keys, k and v (B, K, N, D)."""
+        for call in calls:
+            q = self._q[:, :, call.q_begin : call.q_end]
+            keys = slice(call.kv_begin, call.kv_end)
+            out, lse = torch.ops.fdattn.attention_forward(
+                q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, self._problem),
+                self._problem.scale, state_dtype(q),
+            )  # fmt: skip
+            self._merge(call, out, lse)
+
+    def _merge(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        rows = slice(call.q_begin, call.q_end)
+        if self._out is None:
+            if rows == slice(0, self._q.shape[2]):
+                self._out, self._lse = out, lse
+                self._rows.add((call.q_begin, call.q_end))
+                return
+            self._start_empty()
+        # Rows that no call has touched yet are written, the others merged.
+        if any(begin < call.q_end and call.q_begin < end for begin, end in self._rows):
+            outs = torch.stack([self._out[:, :, rows], out])
+            lses = torch.stack([self._lse[:, :, rows], lse])
+            out, lse = torch.ops.fdattn.merge_states_forward(outs, lses, out.dtype)
+        self._out[:, :, rows] = out
+        self._lse[:, :, rows] = lse
+        self._rows.add((call.q_begin, call.q_end))
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The fp32 (out, lse) so far; rows without keys 0 and -inf."""
+        if self._out is None:
+            self._start_empty()
+        return self._out, self._lse
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(out in q's dtype and memory layout, lse)."""
+        out, lse = self.parts()
+        return torch.empty_like(self._q).copy_(out), lse
+
+    def _start_empty(self) -> None:
+        self._out = torch.zeros_like(self._q, dtype=state_dtype(self._q))
+        self._lse = self._out.new_full(self._q.shape[:-1], float("-inf"))
+
+
+class Saved(NamedTuple):
+    """What a strategy's forward keeps for its backward: queries with their results, and keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def add_gradients(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Sequence[Call], problem: Problem,
+    dq: Tensor, dkv: Tensor,
+) -> None:  # fmt: skip
+    """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32."""
+    for call in calls:
+        rows, keys = slice(call.q_begin, call.q_end), slice(call.kv_begin, call.kv_end)
+        q, out, lse = (x[:, :, rows] for x in (saved.q, saved.out, saved.lse))
+        found = torch.ops.fdattn.attention_backward(
+            dout[:, :, rows], None if dlse is None else dlse[:, :, rows],
+            q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse,
+            *call_mask(call, q, problem), problem.scale, state_dtype(q),
+        )  # fmt: skip
+        dq[:, :, rows] += found[0]
+        dkv[0][:, :, keys] += found[1]
+        dkv[1][:, :, keys] += found[2]
+
+
+def zero_gradients(q: Tensor, kv_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """fp32 zeros dq like q and dkv (2, *kv_shape)."""
+    dtype = state_dtype(q)
+    return q.new_zeros(q.shape, dtype=dtype), q.new_zeros((2, *kv_shape), dtype=dtype)
+
+
+def call_mask(call: Call, q: Tensor, problem: Problem) -> Mask:
+    """The mask of a call's queries q."""
+    if call.q_start is None or call.kv_start is None:
+        return Mask()
+    starts = (
+        q.new_full((q.shape[0],), x, dtype=torch.int32) for x in (call.q_start, call.kv_start)
+    )
+    return Mask(None, *starts, problem.left, problem.right)

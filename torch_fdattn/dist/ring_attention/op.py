@@ -1,0 +1,114 @@
+"""The op `fdattn::ring_attention`: attention over a sequence sharded over the ranks of a process group.
+
+A composite of raw attention ops and collectives, forward and backward, with the strategies as modules:
+each has `forward(q, k, v, problem) -> out, lse, saved` and `backward(dout, dlse, saved, problem) -> dq,
+dk, dv`. Rank, world size and shards are arguments, because torch keys its compile caches by the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.dist.groups import agree, given_rank_and_size
+from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
+from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.sequence_shards import SequenceShards
+from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+
+STRATEGIES = {
+    "ring": ring,
+    "all_gather": all_gather,
+    "ulysses": ulysses,
+    "query_split": query_split,
+    "star": star,
+}
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> None:
+    checks.check_qkv(q, k, v)
+    checks.check_scale(problem.scale)
+    own = problem.shards.lengths[problem.rank]
+    if q.shape[2] != own:
+        raise ValueError(
+            f"q must have {own} tokens on rank {problem.rank} as its shards say, got {q.shape[2]}"
+        )
+    keys = problem.shards.total if strategy == "query_split" else own
+    if k.shape[2] != keys:
+        raise ValueError(
+            f"k must have {keys} tokens on rank {problem.rank} with strategy={strategy!r}, "
+            f"got {k.shape[2]}"
+        )
+    if strategy == "ulysses":
+        ulysses.check_heads(q.shape[1], k.shape[1], problem.world_size)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, problem, strategy):
+        out, lse, saved = STRATEGIES[strategy].forward(q, k, v, problem)
+        ctx.save_for_backward(*saved)
+        ctx.problem, ctx.strategy = problem, strategy
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        library.refuse_double_backward("ring_attention")
+        saved = Saved(*ctx.saved_tensors)
+        dtype = saved.q.dtype
+        # Even a rank whose outputs nobody used must take part in the others' collectives. Autograd
+        # calls this only if one of them was used; which of the two must be the same on all ranks.
+        if dout is None:
+            shape = (*dlse.shape, saved.q.shape[-1])
+            dout = dlse.new_zeros(shape, dtype=dtype)
+        gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, ctx.problem)
+        return *(x.to(dtype) for x in gradients), None, None
+
+
+def _ring_attention(
+    q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
+    window_right=-1, scale=None, strategy="ring",
+):  # fmt: skip
+    checks.expect_tensor("q", q)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
+    rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    shards = SequenceShards.from_flat(shards)
+    if shards.world_size != world_size:
+        raise ValueError(
+            f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
+        )
+    mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
+    scale = default_scale(q, scale)
+    problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale)
+    _check(q, k, v, problem, strategy)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    agree(
+        group_name,
+        q,
+        {
+            "q's batch, heads and head dim": (*q.shape[:2], q.shape[3]),
+            "k's heads": k.shape[1],
+            "the dtype": q.dtype,
+            "shards": shards,
+            "causal and window": (mask.window_left, mask.window_right),
+            "scale": scale,
+            "strategy": strategy,
+            "whether gradients are wanted": needs_grad,
+        },
+    )
+    if needs_grad:
+        return _RingAttention.apply(q, k, v, problem, strategy)
+    return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
+
+
+library.define_composite(
+    "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
+    "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
+    "float? scale=None, str strategy='ring') -> (Tensor out, Tensor lse)",
+    _ring_attention,
+    autocast_args=3,
+)

@@ -1,0 +1,82 @@
+"""Which kernel calls a block of queries makes over a block of keys, from their runs of positions.
+
+Pure host arithmetic, the same on every rank. Tiles that a mask hides are skipped inside the kernels; here
+whole calls are saved: runs that see nothing of each other make none, and neighbouring runs that see all
+of each other share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch_fdattn.dist.sequence_shards import Run
+
+
+class Call(NamedTuple):
+    """Attention of rows q_begin:q_end over keys kv_begin:kv_end, both local indices.
+
+    q_start and kv_start are the positions of its first query and key; None: every pair is visible.
+    """
+
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    q_start: int | None = None
+    kv_start: int | None = None
+
+
+def plan(q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int) -> list[Call]:
+    """The calls for which some pair is visible under the window (left, right; -1 = unbounded)."""
+    calls: list[Call] = []
+    for q_begin, q_run in _indexed(q_runs):
+        found = _calls_of_run(q_begin, q_run, kv_runs, left, right)
+        if len(found) == 1 and calls and _same_keys(calls[-1], found[0]):
+            calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
+        else:
+            calls += found
+    return calls
+
+
+def _indexed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
+    begin, found = 0, []
+    for run in runs:
+        found.append((begin, run))
+        begin += run.length
+    return found
+
+
+def _calls_of_run(
+    q_begin: int, q: Run, kv_runs: Sequence[Run], left: int, right: int
+) -> list[Call]:
+    calls: list[Call] = []
+    for kv_begin, kv in _indexed(kv_runs):
+        last_query, last_key = q.end - 1, kv.end - 1
+        if (right >= 0 and kv.start > last_query + right) or (left >= 0 and last_key < q.start - left):
+            continue
+        above = right < 0 or last_key <= q.start + right
+        below = left < 0 or kv.start >= last_query - left
+        call = Call(q_begin, q_begin + q.length, kv_begin, kv_begin + kv.length)
+        previous = calls[-1] if calls and calls[-1].kv_end == kv_begin else None
+        full = previous is not None and previous.q_start is None
+        if above and below:
+            if full:
+                calls[-1] = previous._replace(kv_end=call.kv_end)
+            else:
+                calls.append(call)
+        elif full and left < 0 and kv.start <= q.start + right + 1:
+            # Keys that all queries see may stand anywhere before this run: directly before it.
+            before = previous.kv_end - previous.kv_begin
+            calls[-1] = previous._replace(
+                kv_end=call.kv_end, q_start=q.start, kv_start=kv.start - before
+            )
+        else:
+            calls.append(call._replace(q_start=q.start, kv_start=kv.start))
+    return calls
+
+
+def _same_keys(first: Call, second: Call) -> bool:
+    """Whether two unmasked calls over the same keys have neighbouring rows."""
+    unmasked = first.q_start is None and second.q_start is None
+    return unmasked and first.q_end == second.q_begin and first[2:4] == second[2:4]

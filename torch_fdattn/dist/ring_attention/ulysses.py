@@ -1,0 +1,61 @@
+"""Strategy `ulysses`: all-to-alls turn sequence shards into head shards and back (arXiv:2309.14509).
+
+Between them every rank attends over the whole sequence for H / W query heads and K / W KV heads: no merge,
+balanced under any mask, two all-to-alls of the activations each way. The number of ranks must divide
+both head counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.ring_attention.layout import exchange, with_length
+from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
+from torch_fdattn.dist.sequence_shards import SequenceShards
+
+
+def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
+    for name, heads in (("q", q_heads), ("k", kv_heads)):
+        if heads % world_size:
+            raise ValueError(
+                f"{name}'s head count must be divisible by the {world_size} ranks with "
+                f"strategy='ulysses', got {heads} heads"
+            )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
+    q, k, v = (_to_heads(x, problem) for x in (q, k, v))
+    out, lse = attend_whole(q, k, v, _one_rank(problem))
+    tokens = (_to_tokens(out, problem), _to_tokens(lse.unsqueeze(-1), problem).squeeze(-1))
+    return *tokens, Saved(q, k, v, out, lse)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout = _to_heads(dout, problem)
+    if dlse is not None:
+        dlse = _to_heads(dlse.unsqueeze(-1), problem).squeeze(-1)
+    dq, dkv = gradients_whole(dout, dlse, saved, _one_rank(problem))
+    return tuple(_to_tokens(x.to(saved.q.dtype), problem) for x in (dq, *dkv.unbind()))
+
+
+def _to_heads(x: Tensor, problem: Problem) -> Tensor:
+    """(B, H, S_r, D) of this rank's tokens to (B, H / W, S, D) of its heads, in order of positions."""
+    parts = x.chunk(problem.world_size, dim=1)
+    shapes = [with_length(parts[0].shape, length) for length in problem.shards.lengths]
+    return problem.shards.join(exchange(parts, shapes, problem.group_name), dim=2)
+
+
+def _to_tokens(x: Tensor, problem: Problem) -> Tensor:
+    """The inverse of `_to_heads`."""
+    parts = [problem.shards.shard(x, r, dim=2) for r in range(problem.world_size)]
+    own = with_length(x.shape, problem.shards.lengths[problem.rank])
+    return torch.cat(exchange(parts, [own] * problem.world_size, problem.group_name), dim=1)
+
+
+def _one_rank(problem: Problem) -> Problem:
+    """The same problem for ranks that hold the whole sequence."""
+    return problem._replace(rank=0, shards=SequenceShards.contiguous(problem.shards.total, 1))

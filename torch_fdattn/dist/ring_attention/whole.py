@@ -1,0 +1,48 @@
+"""Attention of this rank's queries over K and V of the whole sequence, in the order of positions.
+
+What the strategies share that bring all keys to the queries (`all_gather`, `ulysses`, `query_split`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.ring_attention.local import (
+    Problem,
+    Saved,
+    State,
+    add_gradients,
+    call_mask,
+    zero_gradients,
+)
+from torch_fdattn.dist.ring_attention.plan import Call, plan
+from torch_fdattn.dist.sequence_shards import Run
+
+
+def _calls(problem: Problem) -> list[Call]:
+    everything = [Run(0, problem.shards.total)]
+    return plan(problem.shards.ranks[problem.rank], everything, problem.left, problem.right)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries."""
+    calls = _calls(problem)
+    if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):  # nothing to merge: no fp32 state
+        call = calls[0]
+        keys = slice(call.kv_begin, call.kv_end)
+        return torch.ops.fdattn.attention_forward(
+            q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None
+        )
+    state = State(q, problem)
+    state.add(k, v, calls)
+    return state.finish()
+
+
+def gradients_whole(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    """dq, and this rank's part of dkv (2, B, K, total, D), both fp32."""
+    dq, dkv = zero_gradients(saved.q, saved.k.shape)
+    add_gradients(dout, dlse, saved, _calls(problem), problem, dq, dkv)
+    return dq, dkv

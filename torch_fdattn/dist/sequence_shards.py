@@ -1,0 +1,174 @@
+"""How one sequence of tokens is split over ranks: every rank holds some runs of consecutive positions.
+
+Ring attention, training on sharded sequences and their batches all speak of this map. It lives on the
+host and is the same on all ranks; which rank is asked for is always an argument.
+
+Zigzag: with 2 W chunks, rank r holds chunks r and 2 W - 1 - r, so that under a causal mask every rank has
+the same work (Brandon et al., Striped Attention, arXiv:2311.09431, discusses the imbalance; the zigzag
+order is that of Llama 3's training, arXiv:2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive positions start … start + length - 1."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class SequenceShards(NamedTuple):
+    """ranks[r] are the runs that rank r holds, in the order in which its tensors hold them.
+
+    Together the runs are a partition of the positions 0 … total - 1. Shards may be uneven or empty.
+    """
+
+    ranks: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def contiguous(cls, total: int, world_size: int) -> SequenceShards:
+        """One run a rank, as even as possible, longer ones first."""
+        return cls.from_lengths(_even(total, world_size))
+
+    @classmethod
+    def zigzag(cls, total: int, world_size: int) -> SequenceShards:
+        """Chunks r and 2 W - 1 - r of 2 W: balanced under a causal mask."""
+        chunks = _runs(_even(total, 2 * world_size))
+        last = 2 * world_size - 1
+        return cls(tuple(_joined([chunks[r], chunks[last - r]]) for r in range(world_size)))
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> SequenceShards:
+        """One run a rank, of the given lengths, in rank order."""
+        return cls(tuple(_joined([run]) for run in _runs(lengths)))
+
+    @classmethod
+    def from_positions(cls, positions: Sequence[Sequence[int] | Tensor]) -> SequenceShards:
+        """Any map: positions[r] are those of rank r's tokens, in its order.
+
+        Attention costs one kernel call for each pair of runs that are only partly visible to each other, so
+        a map of single positions is right but slow.
+
+        Raises:
+            ValueError: the positions of all ranks are not a permutation of 0 … total - 1.
+        """
+        lists = [p.tolist() if isinstance(p, Tensor) else list(p) for p in positions]
+        everything = sorted(p for part in lists for p in part)
+        if everything != list(range(len(everything))):
+            raise ValueError(
+                "positions of all ranks together must be each of 0 … total - 1 exactly once, "
+                f"got {_first_fault(everything)}"
+            )
+        return cls(tuple(_joined([Run(p, 1) for p in part]) for part in lists))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def total(self) -> int:
+        return sum(run.length for runs in self.ranks for run in runs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each rank."""
+        return [sum(run.length for run in runs) for runs in self.ranks]
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """int64 (tokens of the rank,): the position of each of its tokens."""
+        parts = [torch.arange(run.start, run.end, device=device) for run in self.ranks[rank]]
+        return torch.cat([torch.arange(0, device=device), *parts])
+
+    def shard(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """The rank's part of a whole sequence (a copy, unless it is one run)."""
+        if whole.shape[dim] != self.total:
+            raise ValueError(
+                f"whole must have {self.total} positions in dim {dim}, got {whole.shape[dim]}"
+            )
+        runs = self.ranks[rank] or (Run(0, 0),)
+        parts = [whole.narrow(dim, run.start, run.length) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole sequence from all ranks' parts (in rank order, each at least as long as its shard)."""
+        pieces = []
+        for runs, part in zip(self.ranks, parts, strict=True):
+            offset = 0
+            for run in runs:
+                pieces.append((run.start, part.narrow(dim, offset, run.length)))
+                offset += run.length
+        ordered = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
+        return torch.cat(ordered, dim) if ordered else parts[0].narrow(dim, 0, 0)
+
+    def flat(self) -> list[int]:
+        """(world size, then rank, start, length of each run): the form in which ops take it."""
+        runs = [(r, *run) for r, runs in enumerate(self.ranks) for run in runs]
+        return [self.world_size, *(number for run in runs for number in run)]
+
+    @classmethod
+    def from_flat(cls, numbers: Sequence[int]) -> SequenceShards:
+        """The inverse of `flat`."""
+        world_size, *rest = (int(number) for number in numbers)
+        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        for r, start, length in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            ranks[r].append(Run(start, length))
+        return cls(tuple(tuple(runs) for runs in ranks))
+
+
+def named_shards(name: str, local: int, world_size: int) -> SequenceShards:
+    """The even shards of a name, "contiguous" or "zigzag", from one rank's number of tokens."""
+    if name == "contiguous":
+        return SequenceShards.contiguous(local * world_size, world_size)
+    if name == "zigzag":
+        if local % 2:
+            raise ValueError(
+                "shards='zigzag' by name needs an even number of tokens on every rank, "
+                f"got {local}; give SequenceShards.zigzag(total, world_size) instead"
+            )
+        return SequenceShards.zigzag(local * world_size, world_size)
+    raise ValueError(f"shards must be 'contiguous', 'zigzag' or a SequenceShards, got {name!r}")
+
+
+def _even(total: int, parts: int) -> list[int]:
+    if total < 0 or parts < 1:
+        raise ValueError(
+            f"total must be at least 0 and world_size at least 1, got {total} and {parts}"
+        )
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def _runs(lengths: Sequence[int]) -> list[Run]:
+    runs, start = [], 0
+    for length in lengths:
+        runs.append(Run(start, length))
+        start += length
+    return runs
+
+
+def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Without empty runs, and neighbours that continue each other as one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].end == run.start:
+            joined[-1] = Run(joined[-1].start, joined[-1].length + run.length)
+        elif run.length:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _first_fault(everything: Sequence[int]) -> str:
+    for expected, got in enumerate(everything):
+        if got != expected:
+            return f"{got} where {expected} should come"
+    return "none"
