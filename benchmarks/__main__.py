@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cases import ATTENTION_CASES, DECODE_CASES, GENERATE_CASES, select
+from .distributed import commands as distributed
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import compare, render
 
@@ -22,7 +23,7 @@ _PEERS = {"attention": "cudnn,fa2,flex", "decode": "cudnn,fa2"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for a wrong command."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = distributed.normalised(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(words)
     try:
@@ -70,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--repeats", type=int, default=3)
     _add_run_options(command)
     command.set_defaults(run=_run_generate)
+
+    distributed.add_commands(names)
 
     command = names.add_parser("list", help="the cases of a benchmark")
     command.add_argument("benchmark", choices=sorted(_CASES))

@@ -65,8 +65,7 @@ def _generate(
     run: Run, case: GenerateCase, group: dist.ProcessGroup | None
 ) -> tuple[Sample, Sample]:
     """(tokens per second after the first, milliseconds to the first)."""
-    from torch_fdattn.dist import ShardedKVCache
-    from torch_fdattn.engine import Stats, generate
+    from torch_fdattn.engine import Engine, Stats
     from torch_fdattn.models import load_model
 
     device, dtype = run.timer.device, DTYPES[case.dtype]
@@ -75,26 +74,22 @@ def _generate(
     shape = (config.num_heads, config.num_kv_heads, config.head_dim)
     if shape != (case.heads, case.kv_heads, case.head_dim):
         raise ValueError(f"case must have the model's heads and head_dim {shape}, got {case.name}")
-    cache = ShardedKVCache(
-        config.num_layers,
-        1,
-        config.num_kv_heads,
-        case.prompt_tokens + case.new_tokens,
-        config.head_dim,
-        dtype=dtype,
-        device=device,
-        group_name=None if group is None else group.group_name,
+    engine = Engine(
+        model,
+        capacity=case.prompt_tokens + case.new_tokens,
+        kv_group=None if group is None else group.group_name,
         kv_block=KV_BLOCK,
     )
     made = generator(torch.device("cpu"), 0)
     prompt = torch.randint(config.vocab_size, (case.prompt_tokens,), generator=made).tolist()
     runs = []
     for _ in range(run.repeats + 1):
-        cache.reset()
+        engine.reset()
         stats = Stats()
-        for _ in generate(model, cache, prompt, case.new_tokens, group=group, stats=stats):
+        for _ in engine.stream(prompt, case.new_tokens, stats=stats):
             pass
         runs.append(stats)
+    engine.close()
     counted = runs[1:]
     return (
         Sample(tuple(stats.tokens_per_s for stats in counted)),

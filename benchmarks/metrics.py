@@ -37,6 +37,7 @@ _SPEEDS = (
     Metric("GBps", "GB/s", "K and V read, GB/s", True),
     Metric("eager_us", "us", "Eager call, µs", False),
     Metric("host_us", "us", "Host time to issue one eager call, µs", False),
+    Metric("latency_ms", "ms", "Latency, ms", False),
     Metric("tokens_per_s", "tokens/s", "Generated tokens per second", True),
     Metric("first_token_ms", "ms", "Time to first token, ms", False),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),

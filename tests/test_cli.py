@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -11,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
 pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
 from typer.testing import CliRunner
 
+from tests.tiny_model import POSITION, save_tiny_model
 from torch_fdattn.cli import app
-from torch_fdattn.models import ModelConfig, Transformer
+from torch_fdattn.models import Transformer
 from torch_fdattn.version import __version__
 
 needs_smollm2 = pytest.mark.skipif(
@@ -38,29 +37,7 @@ def invoke(*arguments: str):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A random model of 64 tokens, most of which are written outside ASCII."""
-    safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    raw = {
-        "model_type": "llama",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "dtype": "float32",
-    }
-    folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(raw))
-    torch.manual_seed(0)
-    weights = Transformer(ModelConfig.from_hf(raw)).state_dict()
-    safetensors_torch.save_file(weights, folder / "model.safetensors")
-    letters = {text: i for i, text in enumerate(["a", "?", *map(chr, range(0x100, 0x13E))])}
-    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[], unk_token="?")).save(
-        str(folder / "tokenizer.json")
-    )
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 def tiny_options(folder: Path, *options: str) -> list[str]:
@@ -73,9 +50,6 @@ def tiny_options(folder: Path, *options: str) -> list[str]:
 def cache_bytes(stderr: str) -> list[int]:
     found = re.findall(r"rank \d: KV cache of ([\d,]+) bytes", stderr)
     return [int(number.replace(",", "")) for number in found]
-
-
-POSITION = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, fp32: of the tiny model
 
 
 def refused(message: str, *arguments: str) -> None:
@@ -199,7 +173,7 @@ def test_a_cache_that_does_not_fit_is_one_line(tiny, monkeypatch):
     def no_memory(*arguments, **options):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")
 
-    monkeypatch.setattr("torch_fdattn.cli.ShardedKVCache", no_memory)
+    monkeypatch.setattr("torch_fdattn.engine.engine.ShardedKVCache", no_memory)
     refused(r"no memory on cpu for a KV cache of 16 positions, 8,192 bytes", *tiny_options(tiny))
 
 
@@ -262,6 +236,22 @@ def test_kv_block_decides_what_each_rank_holds(kv_block, held, tiny):
     result = run("-m", *torchrun, "-m", "torch_fdattn", *options)
     assert result.returncode == 0, result.stderr
     assert cache_bytes(result.stderr) == [positions * POSITION for positions in held]
+
+
+def test_ranks_may_split_the_model(tiny):
+    """Two ranks with a head each, of which each holds all positions."""
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    options = tiny_options(tiny, "--tensor-parallel", "2", "--tp-strategy", "ag_rs")
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == invoke(*tiny_options(tiny)).stdout
+    assert cache_bytes(result.stderr) == [16 * POSITION / 2] * 2
+    assert f"+ one spare position of {POSITION // 2:,} bytes on each rank" in result.stderr
+
+
+def test_a_model_is_split_over_a_part_of_the_ranks_or_all(tiny):
+    message = "--tensor-parallel must divide the number of ranks, 1, got 3"
+    refused(message, *tiny_options(tiny, "--tensor-parallel", "3"))
 
 
 @needs_smollm2

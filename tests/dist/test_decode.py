@@ -225,7 +225,11 @@ class TestBadInput:
             ),
             (dict(kv_block=0), ValueError, "kv_block must be at least 1, got 0"),
             (dict(scale=-1.0), ValueError, "scale must be a positive finite number, got -1.0"),
-            (dict(kv_block=2**31 - 2), ValueError, r"kv_block must be at most 2\*\*30 // \d ranks, got 2147483646"),
+            (
+                dict(kv_block=2**31 - 2),
+                ValueError,
+                r"kv_block must be at most 2\*\*30 // \d ranks, got 2147483646",
+            ),
             (dict(window=(-2, 0)), ValueError, r"window must be \(left, right\) .* got \(-2, 0\)"),
         ],
     )

@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn import attention
+from torch_fdattn.dist import DistributedDecodeAttention, ShardedKVCache
 
 SHAPE = dict(num_layers=2, batch=2, kv_heads=2, head_dim=16)
 
 
 def make(device, capacity: int = 40, dtype=torch.float32, **options) -> ShardedKVCache:
-    return ShardedKVCache(**SHAPE, capacity=capacity, dtype=dtype, device=device, **options)
+    options = SHAPE | options
+    return ShardedKVCache(capacity=capacity, dtype=dtype, device=device, **options)
 
 
 def step(cache: ShardedKVCache, tokens: int, seed: int) -> list[torch.Tensor]:
@@ -82,6 +84,49 @@ def test_reset_forgets(group: str, rank_device) -> None:
         assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("kv_block", [None, 1, 4])
+@pytest.mark.parametrize("tokens", [[3, 5], [1, 18], [0, 2], [0, 0]])
+def test_ragged_steps_equal_each_sequence_alone(
+    group: str, rank_device, kv_block, tokens: list[int]
+) -> None:
+    """Over 4 tokens held; each sequence's tokens are the last columns, the padding is never seen."""
+    cache = make(rank_device, group_name=group, kv_block=kv_block)
+    step(cache, 4, 0)
+    columns = max(*tokens, 1)
+    q, k, v = (torch.randn(2, heads, columns, 16).to(rank_device) for heads in (6, 2, 2))
+    cache.reserve(tokens)
+    ragged = cache.ragged_step(torch.tensor(tokens, device=rank_device), columns)
+    ragged.append(1, k, v)
+    found = ragged.attend(1, q)
+    ragged.advance(columns)
+    assert cache.held == cache.lengths.tolist() == [4 + count for count in tokens]
+    for sequence, count in enumerate(tokens):
+        alone = make(rank_device, group_name=group, kv_block=kv_block)
+        step(alone, 4, 0)
+        if not count:
+            continue
+        alone.append(1, k[:, :, -count:], v[:, :, -count:])
+        expected = alone.attend(1, q[:, :, -count:])
+        torch.testing.assert_close(
+            found[sequence, :, -count:], expected[sequence], atol=3e-6, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kv_block", [None, 4])
+def test_truncate_keeps_a_prefix(group: str, rank_device, kv_block) -> None:
+    cache, fresh = (make(rank_device, group_name=group, kv_block=kv_block) for _ in range(2))
+    step(cache, 5, 0)
+    step(cache, 12, 2)
+    step(fresh, 5, 0)
+    cache.truncate(5)
+    assert cache.held == cache.lengths.tolist() == [5, 5]
+    assert cache.bytes_used() == fresh.bytes_used()
+    for again, expected in zip(step(cache, 3, 1), step(fresh, 3, 1), strict=True):
+        assert torch.equal(again, expected)
+    cache.truncate(1000)
+    assert cache.held == [8, 8]
+
+
 class TestBadInput:
     def test_overflow(self, group: str, rank_device) -> None:
         cache = make(rank_device, capacity=8, group_name=group)
@@ -92,6 +137,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match="tokens must be from 0 to 2, got 3"):
             cache.advance(3)
 
+    def test_ragged_overflow(self, group: str, rank_device) -> None:
+        cache = make(rank_device, capacity=8, group_name=group)
+        step(cache, 6, 0)
+        message = "sequence 1 must fit the cache's capacity of 8 tokens, got 3 new tokens after 6"
+        with pytest.raises(ValueError, match=message):
+            cache.reserve([2, 3])
+        assert cache.held == [6, 6]
+        with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+            cache.truncate(-1)
+
     def test_shapes_and_dtypes(self, group: str, rank_device) -> None:
         cache = make(rank_device, group_name=group)
         k = torch.randn(2, 2, 3, 16, device=rank_device)
@@ -100,7 +155,7 @@ class TestBadInput:
         ):
             cache.append(0, k, torch.randn(2, 2, 4, 16, device=rank_device))
         with pytest.raises(
-            TypeError, match="k must have dtype torch.float32 like the cache, got torch.float16"
+            TypeError, match=r"k must have dtype torch\.float32 like the cache, got torch\.float16"
         ):
             cache.append(0, k.half(), k.half())
 
@@ -108,6 +163,9 @@ class TestBadInput:
         ("options", "message"),
         [
             (dict(capacity=0), "capacity must be at least 1, got 0"),
+            (dict(num_layers=0), "num_layers must be at least 1, got 0"),
+            (dict(head_dim=7), "head_dim must be a multiple of 8 from 16 to 256, got 7"),
+            (dict(kv_block=0), "kv_block must be at least 1, got 0"),
             (dict(kv_block=-1), "kv_block must be at least 1, got -1"),
             (dict(strategy="none"), "strategy must be one of"),
             (dict(group_name="nosuch"), "group_name must name a process group"),
@@ -116,3 +174,47 @@ class TestBadInput:
     def test_options(self, group: str, rank_device, options: dict, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             make(rank_device, **options)
+
+    def test_layers_and_types(self, group: str, rank_device) -> None:
+        cache = make(rank_device, group_name=group)
+        k = torch.randn(2, 2, 3, 16, device=rank_device)
+        with pytest.raises(ValueError, match=r"layer must be from 0 to \d, got -1"):
+            cache.append(-1, k, k)
+        with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got list"):
+            cache.append(0, [1], [1])
+        with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got list"):
+            cache.attend(0, [1])
+        with pytest.raises(TypeError, match="dtype must be one of"):
+            make(rank_device, dtype=torch.int32)
+
+
+def test_values_are_stored_without_their_graphs(group, rank_device) -> None:
+    cache = make(rank_device, group_name=group)
+    for _ in range(2):  # a second step over what a first one's backward has freed
+        k = torch.randn(2, 2, 3, 16, device=rank_device, requires_grad=True)
+        q = torch.randn(2, 4, 3, 16, device=rank_device, requires_grad=True)
+        cache.append(0, k, k)
+        cache.attend(0, q).sum().backward()
+        assert q.grad is not None
+        assert k.grad is None
+        cache.advance(3)
+
+
+@pytest.mark.parametrize("kv_block", [None, 4])
+def test_as_a_module(group, rank_device, kv_block) -> None:
+    layer = DistributedDecodeAttention(
+        2, 2, 30, 16, dtype=torch.float32, device=rank_device, group_name=group, kv_block=kv_block,
+        window=(9, 0), scale=0.3,
+    )  # fmt: skip
+    q, k, v = (torch.randn(2, n, 30, 16, device=rank_device) for n in (6, 2, 2))
+    exact, _ = attention(q, k, v, causal=True, window=(9, 0), scale=0.3)
+    for _ in range(2):
+        outs, begin = [], 0
+        for tokens in (19, 1, 1, 5, 4):
+            part = slice(begin, begin + tokens)
+            outs.append(layer(q[:, :, part], k[:, :, part], v[:, :, part]))
+            begin += tokens
+        torch.testing.assert_close(torch.cat(outs, 2), exact)
+        with pytest.raises(ValueError, match="k must fit the cache's capacity"):
+            layer(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        layer.reset()

@@ -1,4 +1,4 @@
-"""One rank of test_ranks.py: greedy tokens for its prompts, from a cache sharded over the ranks.
+"""One rank of test_ranks.py: greedy tokens for its prompts, the cache and the model spread over the ranks.
 
 Started plainly (one process) or by torchrun; rank 0 writes what it found as JSON.
 """
@@ -12,41 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from torch_fdattn.dist import ShardedKVCache
-from torch_fdattn.engine import generate
-from torch_fdattn.models import Transformer, load_model
-
-
-def cache_for(model: Transformer, batch: int, capacity: int, kv_block: int | None, group):
-    config = model.config
-    return ShardedKVCache(
-        config.num_layers,
-        batch,
-        config.num_kv_heads,
-        capacity,
-        config.head_dim,
-        dtype=torch.float32,
-        device=model.norm.weight.device,
-        group_name=group and group.group_name,
-        kv_block=kv_block,
-    )
-
-
-@torch.inference_mode()
-def greedy_batch(model: Transformer, cache: ShardedKVCache, prompts: list[list[int]], count: int):
-    """All prompts at once: a padded prefill, then the rows' own lengths, so the padding is overwritten."""
-    device = cache.lengths.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    padded = [torch.tensor(prompt, device=device) for prompt in prompts]
-    tokens = torch.nn.utils.rnn.pad_sequence(padded, batch_first=True)
-    logits = model(tokens, cache)[torch.arange(len(prompts)), lengths - 1]
-    cache.lengths.copy_(lengths)
-    found = []
-    for _ in range(count):
-        found.append(logits.argmax(-1, keepdim=True))
-        logits = model(found[-1], cache)[:, -1]
-    return torch.cat(found, dim=1).tolist()
+from torch_fdattn.engine import Engine
+from torch_fdattn.models import load_model
 
 
 def main(task_file: str, result_file: str) -> None:
@@ -57,24 +26,35 @@ def main(task_file: str, result_file: str) -> None:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    group = None
+    model = load_model("smollm2", dtype=torch.float32, device=device)
+    groups: dict[str, str | None] = {"kv_group": None, "tp_group": None}
     if size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
         dist.init_process_group("nccl" if on_gpu else "gloo")
-        group = dist.group.WORLD
-    model = load_model("smollm2", dtype=torch.float32, device=device)
+        shape = size // task["tensor_parallel"], task["tensor_parallel"]
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("kv", "tp"))
+        if shape[0] > 1:
+            groups["kv_group"] = mesh["kv"].get_group().group_name
+        if shape[1] > 1:
+            from torch_fdattn.models.parallelize import parallelize
+
+            groups["tp_group"] = mesh["tp"].get_group().group_name
+            model = parallelize(model, mesh["tp"], strategy=task["tp_strategy"])
 
     capacity = max(map(len, prompts)) + count
-    cache = cache_for(model, len(prompts), capacity, kv_block, group)
-    batched = greedy_batch(model, cache, prompts, count)
-    nbytes = [cache.nbytes]
-    single = cache_for(model, 1, capacity, None, group)
-    streamed = list(generate(model, single, prompts[1], count, prefill_chunk=5, group=group))
-    if group is not None:
+    engine = Engine(model, batch=len(prompts), capacity=capacity, kv_block=kv_block, **groups)
+    steps = list(engine.generate(prompts, count))
+    single = Engine(model, capacity=capacity, prefill_chunk=5, **groups)
+    streamed = list(single.stream(prompts[1], count))
+    nbytes = [engine.cache.nbytes]
+    for each in (engine, single):
+        each.close()
+    if size > 1:
         nbytes *= size
-        dist.all_gather_object(nbytes, cache.nbytes)
+        dist.all_gather_object(nbytes, engine.cache.nbytes)
         dist.destroy_process_group()
     if rank == 0:
+        batched = [list(tokens) for tokens in zip(*steps, strict=True)]
         found = {"batched": batched, "streamed": streamed, "nbytes": nbytes, "capacity": capacity}
         Path(result_file).write_text(json.dumps(found))
 

@@ -83,17 +83,22 @@ def expected(prompts) -> list[list[int]]:
     return found[:, longest:].tolist()
 
 
-@pytest.mark.parametrize(("ranks", "kv_block"), [(1, None), (2, 16), (3, 7)])
-def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tmp_path):
-    """All prompts as a batch over positions dealt round, one through generate() over contiguous runs."""
-    task, result = tmp_path / "task.json", tmp_path / "result.json"
-    task.write_text(json.dumps({"prompts": prompts, "count": NEW_TOKENS, "kv_block": kv_block}))
+def generated(folder: Path, ranks: int, **task) -> dict:
+    """What rank 0 of the workers writes."""
+    task_file, result = folder / "task.json", folder / "result.json"
+    task_file.write_text(json.dumps({"tensor_parallel": 1, "count": NEW_TOKENS, **task}))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    worker = ["-m", "tests.engine.rank_worker", str(task), str(result)]
+    worker = ["-m", "tests.engine.rank_worker", str(task_file), str(result)]
     command = [sys.executable, *(launcher if ranks > 1 else []), *worker]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stdout + run.stderr
-    found = json.loads(result.read_text())
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize(("ranks", "kv_block"), [(1, None), (2, 16), (3, 7)])
+def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tmp_path):
+    """All prompts as a batch over positions dealt round, and one alone."""
+    found = generated(tmp_path, ranks, prompts=prompts, kv_block=kv_block)
     for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=True):
         assert tokens == reference, text
     assert found["streamed"] == expected[1]
@@ -104,3 +109,29 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tm
     assert len(found["nbytes"]) == ranks
     assert all(nbytes <= total / ranks + block for nbytes in found["nbytes"])
     assert sum(found["nbytes"]) <= total + ranks * position  # with a spare position each
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "strategy", "kv_block"),
+    [
+        (2, 2, "all_reduce", None),
+        (3, 3, "ag_rs", None),
+        (4, 2, "ag_rs", 5),
+        (4, 1, "all_reduce", None),
+    ],
+)
+def test_tensor_parallel_equals_transformers(
+    ranks, tensor_parallel, strategy, kv_block, prompts, expected, tmp_path
+):
+    """9 query and 3 KV heads over the ranks of a group, the positions over the others."""
+    few, count = prompts[:3], 12  # each pass takes 60 collectives, on processes that share cores
+    found = generated(
+        tmp_path, ranks, prompts=few, count=count, kv_block=kv_block,
+        tensor_parallel=tensor_parallel, tp_strategy=strategy,
+    )  # fmt: skip
+    assert found["batched"] == [tokens[:count] for tokens in expected[:3]]
+    assert found["streamed"] == expected[1][:count]
+    spare = 2 * 30 * 3 * 64 * 4 * len(few)  # a position of all heads: as above
+    total = found["capacity"] * spare
+    # Heads and positions are shared out; each rank has the spare position of its own heads.
+    assert total < sum(found["nbytes"]) <= total + ranks * spare

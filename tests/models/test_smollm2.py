@@ -7,8 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from torch_fdattn.dist import ShardedKVCache
-from torch_fdattn.engine import generate
+from torch_fdattn.engine import Engine
 from torch_fdattn.models import load_model, load_tokenizer, resolve
 
 pytest.importorskip("gguf", reason="needs the package gguf")
@@ -82,13 +81,8 @@ def test_tokens_equal_transformers(tokenizer, gguf_source):
 
 
 def answer(model, tokenizer, ids, tokens, device) -> str:
-    config = model.config
-    cache = ShardedKVCache(
-        config.num_layers, 1, config.num_kv_heads, len(ids) + tokens, config.head_dim,
-        dtype=torch.float32, device=device,
-    )  # fmt: skip
-    new = generate(model.to(device), cache, ids, tokens, eos_ids=tokenizer.eos_ids)
-    return tokenizer.decode(list(new))
+    engine = Engine(model.to(device), capacity=len(ids) + tokens)
+    return tokenizer.decode(list(engine.stream(ids, tokens, eos_ids=tokenizer.eos_ids)))
 
 
 def test_it_knows_paris(model, tokenizer, device):

@@ -1,8 +1,37 @@
 """Attention over many devices: KV caches and sequences sharded over a process group."""
 
-from torch_fdattn.dist.decode import op as _decode_op  # noqa: F401  (registers dist_decode)
-from torch_fdattn.dist.functional import decode
-from torch_fdattn.dist.kv_cache import ShardedKVCache
-from torch_fdattn.dist.sharding import ShardMap
+# The rooms first: they register the ops, and their names are then taken by the functions of that name.
+from torch_fdattn.dist.decode import op as _decode_op  # noqa: F401  # isort: skip
+from torch_fdattn.dist.ring_attention import op as _ring_op  # noqa: F401  # isort: skip
+from torch_fdattn.dist.tp_linear import op as _tp_linear_op  # noqa: F401  # isort: skip
 
-__all__ = ["ShardMap", "ShardedKVCache", "decode"]
+from torch_fdattn.dist.context_parallel import context_parallel, shard_batch, unshard_batch
+from torch_fdattn.dist.decode_attention import DistributedDecodeAttention
+from torch_fdattn.dist.functional import decode, ring_attention
+from torch_fdattn.dist.kv_cache import ShardedKVCache
+from torch_fdattn.dist.sequence_shards import SequenceShards
+from torch_fdattn.dist.sharding import ShardMap
+from torch_fdattn.dist.tp_attention import TPAttention
+from torch_fdattn.dist.tp_layers import TPMLP
+from torch_fdattn.dist.tp_linear.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+__all__ = [
+    "TPMLP",
+    "DistributedDecodeAttention",
+    "SequenceShards",
+    "ShardMap",
+    "ShardedKVCache",
+    "TPAttention",
+    "all_gather_matmul",
+    "context_parallel",
+    "decode",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "ring_attention",
+    "shard_batch",
+    "unshard_batch",
+]

@@ -1,5 +1,9 @@
 """Text generation over torch_fdattn's models and caches."""
 
-from torch_fdattn.engine.generate import PromptError, Sampling, Stats, generate
+from torch_fdattn.engine.chat import Chat
+from torch_fdattn.engine.engine import Engine
+from torch_fdattn.engine.prompts import PromptError
+from torch_fdattn.engine.sampling import Sampling
+from torch_fdattn.engine.stats import Stats
 
-__all__ = ["PromptError", "Sampling", "Stats", "generate"]
+__all__ = ["Chat", "Engine", "PromptError", "Sampling", "Stats"]

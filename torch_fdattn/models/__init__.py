@@ -1,12 +1,13 @@
 """Dense Llama and Qwen3 models: configuration, weights and tokenizers, for inference and training.
 
-No transformers and no parallel code. The readers of weights and tokenizers need the packages of the
-`models` extra; each is imported where it is used.
+No transformers; parallel code only in parallelize.py, outside the model. The readers of weights and
+tokenizers need the packages of the `models` extra; each is imported where it is used.
 """
 
 from torch_fdattn.models.config import ModelConfig, RopeConfig
 from torch_fdattn.models.errors import MissingExtra, ModelError
 from torch_fdattn.models.loading import load_model, load_tokenizer, resolve
+from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 from torch_fdattn.models.tokenizer import Tokenizer
 from torch_fdattn.models.transformer import Transformer
 
@@ -19,5 +20,7 @@ __all__ = [
     "Transformer",
     "load_model",
     "load_tokenizer",
+    "local_kv_heads",
+    "parallelize",
     "resolve",
 ]

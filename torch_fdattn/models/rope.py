@@ -51,10 +51,3 @@ class Rotary(torch.nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, :, None].float() * self.frequencies
         return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) turned by its positions' angles; computed in fp32, returned in x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)

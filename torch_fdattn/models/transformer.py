@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
-from torch_fdattn.models.rope import Rotary, rotate
+from torch_fdattn.models.rope import Rotary
+from torch_fdattn.ops.rotary import rotate
 
 
 class KVCache(Protocol):
@@ -113,5 +114,6 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.advance(tokens.shape[1])
         x = self.norm(x[:, -1:] if last_only else x)
-        head = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return F.linear(x, head.weight)
+        if self.config.tie_embeddings:
+            return F.linear(x, self.embed_tokens.weight)
+        return self.lm_head(x)

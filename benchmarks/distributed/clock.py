@@ -1,0 +1,80 @@
+"""Times calls that all ranks make together: each call's time is its slowest rank's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from ..results import Recorder
+from ..timing import Sample
+from .processes import Ranks
+
+Call = Callable[[], object]
+TARGET_MS = 200.0  # of measuring, a round
+WARM_UPS = 2
+
+
+class Clock:
+    """`prepare`, not timed, is called before each call: it takes back what the last one did."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def each_ms(self, call: Call, count: int, prepare: Call | None = None) -> list[float]:
+        """The times of `count` calls, of the slowest rank each."""
+        times = []
+        for _ in range(count):
+            if prepare is not None:
+                prepare()
+            self._meet()
+            times.append(self._one_ms(call))
+        slowest = torch.tensor(times, dtype=torch.float64, device=self._ranks.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def _one_ms(self, call: Call) -> float:
+        if self._ranks.device.type == "cpu":
+            begin = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begin)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def _meet(self) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def compare(
+    ranks: Ranks, recorder: Recorder, case: str, calls: Mapping[str, Call], *, repeats: int,
+    prepare: Mapping[str, Call] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Times the calls in turns and records `latency_ms`; the medians by name."""
+    clock, prepare = Clock(ranks), prepare or {}
+    counts: dict[str, int] = {}
+    for name, call in calls.items():
+        clock.each_ms(call, WARM_UPS, prepare.get(name))
+        estimate = min(clock.each_ms(call, 2, prepare.get(name)))  # the same on all ranks
+        counts[name] = max(3, min(50, round(TARGET_MS / max(estimate, 1e-3))))
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times = clock.each_ms(call, counts[name], prepare.get(name))
+            rounds[name].append(statistics.median(times))
+    medians = {}
+    for name, values in rounds.items():
+        sample = Sample(tuple(values))
+        recorder.add_sample(case, name, "latency_ms", sample.median, sample.spread)
+        medians[name] = sample.median
+    return medians

@@ -1,0 +1,174 @@
+"""The command lines of the distributed runs; underscores in options are taken for hyphens."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+NAMES = ("ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "e2e", "e2e_inference")
+METHODS = ("nccl", "one_shot", "two_shot", "two_shot_multimem")
+STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
+
+
+def normalised(words: Sequence[str]) -> list[str]:
+    """`--use_allreduce` as `--use-allreduce`; values stay as they are."""
+    found = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        found.append(option.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return found
+
+
+def add_commands(names) -> None:
+    """Adds the parsers to argparse's subparsers `names`."""
+    ring = _command(names, "ring", "ring attention against one device")
+    ring.add_argument("--seq", type=int, default=1024, help="tokens (default: 1024)")
+    ring.add_argument("--dim", type=int, default=64, help="head dim (default: 64)")
+    ring.add_argument("--heads", type=int, default=1)
+    ring.add_argument("--causal", action="store_true")
+    ring.add_argument("--shards", choices=("contiguous", "zigzag"), default="zigzag")
+    ring.add_argument(
+        "--strategy", type=_strategies, default=["ring"], metavar="A,B",
+        help=f"of {', '.join(name for name in STRATEGIES if name != 'query_split')} (default: ring)",
+    )  # fmt: skip
+    ring.add_argument("--backward", action="store_true", help="also forward and backward together")
+    ring.add_argument("--no-single", dest="single", action="store_false", help="no single device")
+    ring.add_argument("--vs-torch", action="store_true", help="also torch's context_parallel")
+    ring.add_argument("--torch-backend", choices=("cudnn", "fa2"), default="cudnn")
+
+    for name, text in (
+        ("tp_mlp", "a tensor-parallel MLP"),
+        ("ag_gemm", "all-gather, then the gate and up matmul"),
+        ("gemm_rs", "the down matmul, then reduce-scatter"),
+    ):
+        command = _command(names, name, text)
+        command.add_argument("--M", type=int, default=4096, help="tokens (default: 4096)")
+        _add_parallel(command)
+    command = _command(names, "tp_attn", "a tensor-parallel attention layer")
+    command.add_argument("--bsz", type=int, default=32)
+    command.add_argument("--seq-len", type=int, default=128)
+    command.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
+    _add_parallel(command)
+
+    command = _command(names, "e2e", "a whole model: prefill and decode step")
+    command.add_argument("--bsz", type=int, default=8)
+    command.add_argument("--seq-len", type=int, default=256)
+    command.add_argument("--mode", choices=("prefill", "decode"), help="default: both")
+    command.add_argument(
+        "--eager", action="store_true", help="also our decode step without its CUDA graph"
+    )
+    _add_parallel(command, layers=True)
+    command = _command(names, "e2e_inference", "a whole generation: latency and tokens/s")
+    command.add_argument("--bsz", type=int, default=128)
+    command.add_argument("--gen-len", type=int, default=128)
+    command.add_argument("--max-length", type=int, default=150)
+    command.add_argument(
+        "--backend", choices=("torch", "ag_rs", "all_reduce"), default="all_reduce"
+    )
+    _add_parallel(command, layers=True)
+
+
+def _command(names, name: str, text: str) -> argparse.ArgumentParser:
+    command = names.add_parser(name, help=text + "; also under torchrun")
+    command.add_argument("--gpus", type=int, metavar="N", help="start N ranks on this machine")
+    command.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16, fp32 on a CPU"
+    )
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--json", metavar="PATH")
+    command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    command.set_defaults(run=run, budget_s=None)
+    return command
+
+
+def _add_parallel(command: argparse.ArgumentParser, layers: bool = False) -> None:
+    command.add_argument("--model", default="Qwen/Qwen3-32B", help="a built-in shape")
+    command.add_argument(
+        "--use-allreduce", action="store_true", help="not all-gather, reduce-scatter"
+    )
+    command.add_argument("--allreduce-method", choices=METHODS, default="nccl")
+    command.add_argument(
+        "--check", action="store_true", help="against one process with all weights"
+    )
+    # A layer alone takes and ignores it, so that one line serves all runs of a model.
+    command.add_argument("--layers", type=int, help="of the model" if layers else argparse.SUPPRESS)
+
+
+def _strategies(text: str) -> list[str]:
+    found = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in found if word not in STRATEGIES or word == "query_split"]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {wrong[0]!r}")
+    return found
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """The exit status: 1 where a check fails."""
+    from . import processes
+
+    _check(options)
+    if not processes.under_torchrun():
+        count = options.gpus or (2 if options.name == "ring" else 1)
+        if count > 1:
+            return processes.start_ranks(count, words)
+    import torch.distributed as dist
+
+    ranks = processes.join(options.device)
+    try:
+        status = _measure(options, words, ranks)
+        dist.barrier()  # none leaves while another still talks to it
+        return status
+    finally:
+        dist.destroy_process_group()
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What is wrong with the options alone, before any process or tensor is made."""
+    for name in ("gpus", "seq", "heads", "M", "bsz", "seq_len", "gen_len", "repeats"):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if getattr(options, "allreduce_method", None) == "two_shot_multimem":
+        raise ValueError(
+            "--allreduce-method two_shot_multimem needs NVLink multicast, which torch_fdattn does not "
+            "use: take one_shot, two_shot or nccl"
+        )
+    if getattr(options, "model", None) is not None:
+        from .models import config_named
+
+        config_named(options.model, options.layers)
+
+
+def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
+    from ..results import Recorder, Results, collect_meta, output_path
+    from ..tables import render
+    from . import end_to_end, layers, report, ring
+
+    options.dtype = options.dtype or ("fp32" if ranks.device.type == "cpu" else "bf16")
+    meta = collect_meta(words, ranks.device, ranks.size)
+    path = output_path(options.json, meta, _file_name(options)) if ranks.rank == 0 else None
+    recorder = Recorder(Results(meta), path)
+    functions: dict[str, Callable] = {
+        "ring": ring.run,
+        **{name: getattr(layers, name) for name in ("tp_mlp", "ag_gemm", "gemm_rs", "tp_attn")},
+        **{name: getattr(end_to_end, name) for name in ("e2e", "e2e_inference")},
+    }
+    holds = functions[options.name](options, ranks, recorder)
+    recorder.save()
+    if ranks.rank == 0:
+        print(report.table(recorder.results) or render(recorder.results))
+        print(f"Written to {path}" if path else "Not written: figures from a CPU are no results.")
+    return 0 if holds else 1
+
+
+def _file_name(options: argparse.Namespace) -> str:
+    """Runs that differ in kind have files of their own, so that the newest of each can be found."""
+    parts = [options.name.replace("_", "-")]
+    if options.name == "ring":
+        parts += [str(options.seq)]
+    elif options.name == "e2e_inference":
+        parts += [options.backend.replace("_", "-"), f"bsz{options.bsz}"]
+    elif options.name in ("tp_mlp", "tp_attn", "e2e"):
+        parts += ["all-reduce" if options.use_allreduce else "ag-rs"]
+        if getattr(options, "mode", None):
+            parts += [options.mode]
+    return "-".join(parts)

@@ -1,0 +1,188 @@
+"""Whole models with random weights: one prefill, one decode step, or a whole generation.
+
+Ours is the engine, its decode steps captured in a CUDA graph; `torch` is eager PyTorch with NCCL on the
+same weights and the same cache memory (peers.py), one all-reduce after each layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+
+from torch_fdattn.engine import Engine
+
+from ..results import Recorder
+from ..runner import DTYPES, generator
+from .clock import Call, compare
+from .models import (
+    config_named,
+    kv_bytes,
+    model_bytes,
+    require_memory,
+    sharded_model,
+    whole_model,
+)
+from .peers import TorchModel
+from .processes import Ranks
+from .progress import progress
+from .report import TORCH
+
+STEPS = 256  # room in the cache for the decode steps that are timed
+
+
+class _Model:
+    """The parallel model in an engine, and eager torch over the same memory."""
+
+    def __init__(
+        self, options: argparse.Namespace, ranks: Ranks, batch: int, capacity: int, strategy: str,
+        cuda_graph: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = ranks
+        self.config = config_named(options.model, options.layers)
+        dtype = DTYPES[options.dtype]
+        needed = model_bytes(self.config, dtype, ranks.size)
+        needed += kv_bytes(self.config, dtype, ranks.size, batch, capacity)
+        # Logits and the widest activations.
+        needed += 3 * batch * self.config.vocab_size * dtype.itemsize
+        require_memory(f"{options.model} with batch {batch}", needed, ranks.device, ranks.size)
+        parts = (ranks.group_name, strategy, options.allreduce_method)
+        if options.check:
+            from torch_fdattn.models.parallelize import parallelize
+
+            whole = model_bytes(self.config, dtype, 1)
+            require_memory(f"the whole {options.model}", whole, ranks.device, ranks.size)
+            self.model = parallelize(whole_model(self.config, ranks.device, dtype), *parts)
+        else:
+            self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
+        self.engine = Engine(
+            self.model, batch=batch, capacity=capacity, tp_group=ranks.group_name,
+            prefill_chunk=4096, cuda_graph=cuda_graph,
+        )  # fmt: skip
+        self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
+        self.ours = f"fdattn/{strategy}"
+
+    def prompts(self, batch: int, length: int) -> torch.Tensor:
+        made = generator(torch.device("cpu"), 0)
+        return torch.randint(self.config.vocab_size, (batch, length), generator=made)
+
+
+def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """`--mode prefill`: a batch of prompts; `decode`: one step after them; `--check`: the logits."""
+    strategy = "all_reduce" if options.use_allreduce else "ag_rs"
+    capacity = options.seq_len + STEPS
+    made = _Model(options, ranks, options.bsz, capacity, strategy)
+    prompts = made.prompts(options.bsz, options.seq_len)
+    holds = not options.check or _check(made, prompts, options, recorder)
+    words = (
+        f"bsz{options.bsz}",
+        f"N{options.seq_len}",
+        options.model,
+        f"L{made.config.num_layers}",
+    )
+    for mode in [options.mode] if options.mode else ["prefill", "decode"]:
+        case = " ".join(("e2e", *words, options.dtype, f"x{ranks.size}", mode))
+        torch_, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
+        calls = {TORCH: torch_, made.ours: ours}
+        prepare = {made.ours: made.engine.reset}
+        if mode == "decode":
+            prepare = {made.ours: lambda: made.engine.truncate(options.seq_len)}
+        medians = compare(ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare)
+        if mode == "decode" and options.eager:
+            made.engine.close()  # lets go of the CUDA graph: steps run eagerly from here on
+            calls, prepare = (
+                {f"{made.ours}-eager": ours},
+                {f"{made.ours}-eager": prepare[made.ours]},
+            )
+            medians |= compare(
+                ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare
+            )
+        tokens = options.bsz * (options.seq_len if mode == "prefill" else 1)
+        for impl, ms in medians.items():
+            recorder.add(case, impl, "tokens_per_s", 1e3 * tokens / ms)
+    made.engine.close()
+    return holds
+
+
+def _prefill(made: _Model, prompts: torch.Tensor) -> tuple[Call, Call]:
+    tokens, lists = prompts.to(made.ranks.device), prompts.tolist()
+    return lambda: made.torch(tokens, 0), lambda: made.engine.prefill(lists)
+
+
+def _decode(made: _Model, prompts: torch.Tensor) -> tuple[Call, Call]:
+    made.engine.reset()
+    made.engine.prefill(prompts.tolist())
+    tokens, held = prompts[:, :1].to(made.ranks.device), prompts.shape[1]
+    return lambda: made.torch(tokens, held), lambda: made.engine.step(tokens)
+
+
+def _check(
+    made: _Model, prompts: torch.Tensor, options: argparse.Namespace, recorder: Recorder
+) -> bool:
+    """Logits of the prompts and of one step more against the whole model on one process."""
+    whole = whole_model(made.config, made.ranks.device, DTYPES[options.dtype])
+    tokens = torch.cat([prompts, prompts[:, :1]], 1).to(made.ranks.device)
+    with torch.inference_mode():
+        right = torch.stack([whole(tokens[:, :-1], last_only=True), whole(tokens, last_only=True)])
+    del whole
+    found = [made.engine.prefill(prompts.tolist()).clone(), made.engine.step(tokens[:, -1:])]
+    made.engine.reset()
+    error = (torch.stack(found).double() - right[:, :, 0].double()).abs().max()
+    bound = (1e-3 if options.dtype == "fp32" else 5e-2) * right.double().abs().max().clamp(min=1)
+    both = torch.stack([error, bound])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    holds = bool(both[0] <= both[1])
+    case = f"e2e bsz{options.bsz} N{options.seq_len} {options.model} x{made.ranks.size} check"
+    recorder.add(case, made.ours, "max_abs_err", both[0].item())
+    if made.ranks.rank == 0:
+        verdict = "ok" if holds else "WRONG"
+        print(f"check: largest error {both[0]:.2e}, bound {both[1]:.2e}: {verdict}", flush=True)
+    return holds
+
+
+def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """`gen_len` greedy tokens a sequence, up to `max_length` in all: latency and tokens/s."""
+    prompt_length = options.max_length - options.gen_len
+    if prompt_length < 1:
+        raise ValueError(
+            f"--max-length must be more than --gen-len, got {options.max_length} and {options.gen_len}"
+        )
+    strategy = "all_reduce" if options.backend == "torch" else options.backend
+    made = _Model(options, ranks, options.bsz, options.max_length, strategy)
+    prompts = made.prompts(options.bsz, prompt_length)
+    case = " ".join(map(str, (
+        "e2e_inference", f"bsz{options.bsz}", f"gen{options.gen_len}", f"N{options.max_length}",
+        options.model, f"L{made.config.num_layers}", options.dtype, f"x{ranks.size}",
+    )))  # fmt: skip
+    runs = {TORCH: lambda count: _torch_generation(made, prompts, count, ranks)}
+    if options.backend != "torch":
+        runs[made.ours] = lambda count: _our_generation(made, prompts, count, ranks)
+    for name, generate in runs.items():
+        generate(min(3, options.gen_len))  # compiles, and connects communicators
+        dist.barrier()
+        begin = time.perf_counter()
+        generate(options.gen_len)
+        seconds = torch.tensor([time.perf_counter() - begin], device=ranks.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        recorder.add(case, name, "latency_ms", 1e3 * seconds.item())
+        recorder.add(case, name, "tokens_per_s", options.bsz * options.gen_len / seconds.item())
+    made.engine.close()
+    return True
+
+
+def _our_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
+    made.engine.reset()
+    steps = made.engine.generate(prompts.tolist(), count)
+    for _ in progress(steps, count, made.ours, ranks.rank):
+        pass
+
+
+def _torch_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
+    tokens, held = prompts.to(ranks.device), 0
+    for _ in progress(range(count), count, TORCH, ranks.rank):
+        logits = made.torch(tokens, held)
+        held += tokens.shape[1]
+        tokens = logits.argmax(-1, keepdim=True)
+        tokens.tolist()  # every token reaches the host, as it does from the engine

@@ -1,0 +1,235 @@
+"""Tensor-parallel layers alone: MLP, all-gather GEMM, GEMM reduce-scatter, attention.
+
+`torch` is eager PyTorch with NCCL: for the MLP and attention the common all-reduce form on replicated
+activations (peers.py), for the two GEMMs the same collective and matmul one after the other. `--check`
+compares with one process that holds all weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fdattn.dist import (
+    TPMLP,
+    ShardedKVCache,
+    TPAttention,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
+from torch_fdattn.dist.collectives import split_evenly
+from torch_fdattn.dist.tp_layers import TokenRows
+from torch_fdattn.models.rope import Rotary
+from torch_fdattn.models.transformer import MLP, Attention
+
+from ..results import Recorder
+from ..runner import DTYPES, generator
+from . import peers
+from .clock import compare
+from .models import config_named, layer_bytes, random_weights, require_memory
+from .processes import Ranks
+
+
+class _Layer:
+    """What the four runs share: shapes, rows, tolerance."""
+
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> None:
+        self.options, self.ranks, self.recorder = options, ranks, recorder
+        self.config, self.dtype = config_named(options.model), DTYPES[options.dtype]
+        needed = layer_bytes(self.config, self.dtype)
+        require_memory(f"a layer of {options.model}", needed, ranks.device, ranks.size)
+        self.strategy = "all_reduce" if options.use_allreduce else "ag_rs"
+        self.method = options.allreduce_method
+
+    @property
+    def ours(self) -> str:
+        if self.strategy == "ag_rs":
+            return "fdattn/ag_rs"
+        return "fdattn/all_reduce" + ("" if self.method == "nccl" else f"-{self.method}")
+
+    def case(self, *parameters: object) -> str:
+        words = (*parameters, self.options.model, self.options.dtype, f"x{self.ranks.size}")
+        return " ".join(map(str, (self.options.name, *words)))
+
+    def random(self, *shape: int) -> Tensor:
+        made = generator(self.ranks.device, 1)
+        return torch.randn(shape, generator=made, device=self.ranks.device).to(self.dtype)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of the flattened tokens, or all of x, as the strategy wants it."""
+        if self.strategy == "all_reduce":
+            return x
+        flat = x.flatten(0, -2)
+        return flat.split(split_evenly(len(flat), self.ranks.size))[self.ranks.rank]
+
+    def tokens(self, count: int) -> TokenRows:
+        tokens = TokenRows()
+        tokens.rows = split_evenly(count, self.ranks.size)
+        return tokens
+
+    @torch.inference_mode()
+    def finish(
+        self, case: str, ours: Callable[[], Tensor], torch_: Callable[[], Tensor],
+        right: Callable[[], Tensor], prepare=None,
+    ) -> bool:  # fmt: skip
+        """Checks if asked, then times both; whether the check holds."""
+        holds = True
+        if self.options.check:
+            exact = right().double()
+            error = (ours().double() - exact).abs().max()
+            bound = (2e-5 if self.dtype == torch.float32 else 3e-2) * exact.abs().max()
+            both = torch.stack([error, bound])
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            holds = bool(both[0] <= both[1])
+            self.recorder.add(case, self.ours, "max_abs_err", both[0].item())
+            if self.ranks.rank == 0:
+                verdict = "ok" if holds else "WRONG"
+                print(f"check: largest error {both[0]:.2e}, bound {both[1]:.2e}: {verdict}")
+        compare(
+            self.ranks, self.recorder, case, {peers_name(): torch_, self.ours: ours},
+            repeats=self.options.repeats, prepare=prepare,
+        )  # fmt: skip
+        return holds
+
+
+def peers_name() -> str:
+    from .report import TORCH
+
+    return TORCH
+
+
+def tp_mlp(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    run = _Layer(options, ranks, recorder)
+    with torch.device("meta"):
+        whole = MLP(run.config)
+    random_weights(whole, ranks.device, run.dtype, seed=0)
+    layer = TPMLP.from_module(
+        whole, ranks.group_name, run.strategy, run.method, run.tokens(options.M)
+    )
+    if not options.check:
+        whole = None
+    x = run.random(options.M, run.config.hidden_size)
+    own = run.own(x)
+    return run.finish(
+        run.case(f"M{options.M}"),
+        lambda: layer(own),
+        lambda: peers.mlp(layer, x),
+        lambda: run.own(whole(x)),
+    )
+
+
+def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """The all-gather and the gate-and-up matmul of an MLP."""
+    run = _Layer(options, ranks, recorder)
+    features = 2 * run.config.intermediate_size
+    shares = split_evenly(features, ranks.size)
+    weight = 0.02 * run.random(features, run.config.hidden_size)
+    own_weight = weight.split(shares)[ranks.rank].contiguous()
+    x = run.random(options.M, run.config.hidden_size)
+    rows = split_evenly(options.M, ranks.size)
+    own = x.split(rows)[ranks.rank].contiguous()
+
+    def torch_() -> Tensor:
+        parts = list(x.new_empty(x.shape).split(rows))
+        if len(set(rows)) == 1:
+            whole = x.new_empty(x.shape)
+            dist.all_gather_into_tensor(whole, own)
+        else:
+            dist.all_gather(parts, own)
+            whole = torch.cat(parts)
+        return F.linear(whole, own_weight)
+
+    return run.finish(
+        run.case(f"M{options.M}"),
+        lambda: all_gather_matmul(own, [own_weight], ranks.group_name, rows=rows)[0],
+        torch_,
+        lambda: F.linear(x, own_weight),
+    )
+
+
+def gemm_rs(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """The down matmul of an MLP and its reduce-scatter."""
+    run = _Layer(options, ranks, recorder)
+    shares = split_evenly(run.config.intermediate_size, ranks.size)
+    weight = 0.02 * run.random(run.config.hidden_size, run.config.intermediate_size)
+    x = run.random(options.M, run.config.intermediate_size)
+    own_weight, own = (y.split(shares, 1)[ranks.rank].contiguous() for y in (weight, x))
+    rows = split_evenly(options.M, ranks.size)
+
+    def torch_() -> Tensor:
+        partial = F.linear(own, own_weight)
+        if ranks.device.type == "cpu" or len(set(rows)) > 1:  # gloo, or uneven rows
+            dist.all_reduce(partial)
+            return partial.split(rows)[ranks.rank]
+        out = partial.new_empty(rows[ranks.rank], partial.shape[1])
+        dist.reduce_scatter_tensor(out, partial)
+        return out
+
+    return run.finish(
+        run.case(f"M{options.M}"),
+        lambda: matmul_reduce_scatter(own, own_weight, ranks.group_name, rows=rows),
+        torch_,
+        lambda: F.linear(x, weight).split(rows)[ranks.rank],
+    )
+
+
+def tp_attn(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """One attention layer: prefill of a whole prompt, or one token after `seq_len` stored ones."""
+    run = _Layer(options, ranks, recorder)
+    config, decode = run.config, options.mode == "decode"
+    with torch.device("meta"):
+        whole = Attention(config, 0)
+    random_weights(whole, ranks.device, run.dtype, seed=0)
+    new, held = (1, options.seq_len) if decode else (options.seq_len, 0)
+    layer = TPAttention.from_module(
+        whole, ranks.group_name, run.strategy, run.method, run.tokens(options.bsz * new)
+    )
+
+    def cache(heads: int) -> ShardedKVCache:
+        """Holds `held` random tokens."""
+        made = ShardedKVCache(
+            1, options.bsz, heads, options.seq_len + 1, config.head_dim, dtype=run.dtype,
+            device=ranks.device,
+        )  # fmt: skip
+        if held:
+            made.append(
+                0, *(run.random(options.bsz, heads, held, config.head_dim) for _ in range(2))
+            )
+            made.advance(held)
+        return made
+
+    ours_cache, whole_cache = cache(layer.kv_heads), None
+    torch_cache = tuple(x.clone() for x in ours_cache.layer(0))
+    if options.check:
+        whole_cache = cache(config.num_kv_heads)
+        if held:  # the whole cache's heads of this rank
+            _copy_heads(whole_cache, ours_cache, torch_cache, layer, config, ranks)
+    else:
+        whole = None
+    x = run.random(options.bsz, new, config.hidden_size)
+    own = run.own(x)
+    rotary = Rotary(config).to(ranks.device)
+    cos, sin = rotary(torch.arange(held, held + new, device=ranks.device)[None])
+    return run.finish(
+        run.case(f"bsz{options.bsz}", f"N{options.seq_len}", options.mode),
+        lambda: layer(own, cos, sin, ours_cache),
+        lambda: peers.attention(layer, x, cos, sin, torch_cache, held),
+        lambda: run.own(whole(x, cos, sin, whole_cache)),
+    )
+
+
+def _copy_heads(whole_cache, ours_cache, torch_cache, layer, config, ranks: Ranks) -> None:
+    from torch_fdattn.dist.head_sharding import shard_heads
+
+    shard = shard_heads(config.num_heads, config.num_kv_heads, ranks.rank, ranks.size)
+    for whole, own, theirs in zip(
+        whole_cache.layer(0), ours_cache.layer(0), torch_cache, strict=True
+    ):
+        heads = whole[:, shard.kv_start : shard.kv_start + layer.kv_heads]
+        own.copy_(heads)
+        theirs.copy_(heads)

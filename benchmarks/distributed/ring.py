@@ -1,0 +1,139 @@
+"""Ring attention against one device: time, speed-up, largest difference; and against torch's own.
+
+One process computes the whole sequence with our attention, all ranks together compute it sharded. FLOPs by
+the usual convention (cases.py), per GPU. `torch_cp` is torch's context_parallel around
+scaled_dot_product_attention, on the same shapes, in its own zigzag order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_fdattn
+from torch_fdattn.dist import SequenceShards, ring_attention
+
+from ..results import Recorder
+from ..runner import DTYPES, generator
+from .clock import Call, compare
+from .processes import Ranks
+
+SINGLE = "single_device"
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """Measures one sequence length; whether the results agree."""
+    dtype = DTYPES[options.dtype]
+    made = generator(ranks.device, 0)
+    shape = (1, options.heads, options.seq, options.dim)
+    whole = [torch.randn(shape, generator=made, device=ranks.device).to(dtype) for _ in range(4)]
+    shards = getattr(SequenceShards, options.shards)(options.seq, ranks.size)
+    kind = "causal" if options.causal else "full"
+    case = f"ring B1 H{options.heads}/{options.heads} N{options.seq} D{options.dim} {kind} {options.dtype}"
+    part = [shards.shard(x, ranks.rank, 2).contiguous() for x in whole]
+
+    def ours(strategy: str, *tensors: Tensor) -> Tensor:
+        return ring_attention(
+            *tensors, ranks.group_name, shards=shards, causal=options.causal, strategy=strategy
+        )[0]
+
+    def single(*tensors: Tensor) -> Tensor:
+        return torch_fdattn.attention(*tensors, causal=options.causal)[0]
+
+    difference = _difference(ours, single, whole, part, shards, ranks, options.strategy[0])
+    recorder.add(case, "fdattn/" + options.strategy[0], "max_abs_err", difference)
+    passes = ["forward", *(["backward"] if options.backward else [])]
+    flops = 4 * options.heads * options.seq**2 * options.dim / (2 if options.causal else 1)
+    for name in passes:
+        work = flops * (3.5 if name == "backward" else 1)
+        calls = {
+            f"fdattn/{s}": _call(lambda *x, s=s: ours(s, *x), part, name) for s in options.strategy
+        }
+        if options.single:
+            calls[SINGLE] = _call(single, whole, name)
+        peers = {"torch_cp": _torch_cp(options, ranks, part, name)} if options.vs_torch else {}
+        medians = compare(ranks, recorder, f"{case} {name}", calls, repeats=options.repeats)
+        for peer, call in peers.items():
+            try:
+                medians |= compare(
+                    ranks, recorder, f"{case} {name}", {peer: call}, repeats=options.repeats
+                )
+            except Exception as failure:  # the peer's own limits; ours stays measured
+                recorder.error(f"{case} {name}", peer, str(failure).splitlines()[0])
+        for impl, ms in medians.items():
+            gpus = 1 if impl == SINGLE else ranks.size
+            recorder.add(f"{case} {name}", impl, "TFLOPs_per_gpu", work / ms / 1e9 / gpus)
+        if ranks.rank == 0:
+            _print(name, medians, options, ranks, difference)
+    tolerance = 1e-4 if options.dtype == "fp32" else 2e-2
+    return difference <= tolerance
+
+
+def _call(function, tensors: list[Tensor], name: str) -> Call:
+    """Forward without gradients, or forward and backward ("backward")."""
+    if name == "forward":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(*tensors[:3])
+
+        return forward
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*leaves), leaves, tensors[3])
+
+    return both
+
+
+def _difference(ours, single, whole, part, shards, ranks: Ranks, strategy: str) -> float:
+    """The largest difference of outputs, over all ranks."""
+    with torch.no_grad():
+        right = shards.shard(single(*whole[:3]), ranks.rank, 2)
+        error = (ours(strategy, *part[:3]).double() - right.double()).abs()
+    worst = error.max().reshape(1) if error.numel() else error.new_zeros(1)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def _torch_cp(options: argparse.Namespace, ranks: Ranks, part: list[Tensor], name: str) -> Call:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    backend = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=options.causal)
+
+    inner = _call(sdpa, part, name)
+
+    def call() -> object:
+        kernel = contextlib.nullcontext()
+        if ranks.device.type == "cuda":
+            kernel = sdpa_kernel(backend[options.torch_backend])
+        with kernel, context_parallel(mesh):
+            return inner()
+
+    return call
+
+
+def _print(
+    name: str, medians: dict[str, float], options: argparse.Namespace, ranks: Ranks, error: float
+) -> None:
+    where = f"{ranks.size} × {ranks.device.type}"
+    print(f"ring attention {name}, sequence {options.seq}, dim {options.dim}, {where}")
+    if SINGLE in medians:
+        print(f"  single-device time    {medians[SINGLE]:10.3f} ms")
+    for impl, ms in medians.items():
+        if impl != SINGLE:
+            print(f"  multi-device time     {ms:10.3f} ms  {impl}")
+            if SINGLE in medians:
+                print(f"  speed-up              {medians[SINGLE] / ms:10.2f}×")
+    print(f"  maximum difference    {error:10.2e}", flush=True)

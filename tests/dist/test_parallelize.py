@@ -1,0 +1,216 @@
+"""parallelize() on whole models, ours and transformers', against the model on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.dist.parts import assert_near, assert_same_gradients, randomise
+from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.dist.head_sharding import shard_heads
+from torch_fdattn.dist.tp_layers import STRATEGIES
+from torch_fdattn.models import ModelConfig, Transformer
+from torch_fdattn.models.parallelize import local_kv_heads, parallelize
+
+VOCAB = 37
+CASES = {
+    "llama": dict(architecture="llama"),
+    "llama_tied": dict(architecture="llama", tie_embeddings=True),
+    "qwen3": dict(architecture="qwen3"),
+    "qwen3_biases": dict(architecture="qwen3", attention_bias=True),
+}
+
+
+def make(device, heads: int = 6, kv_heads: int = 2, layers: int = 2, **options) -> Transformer:
+    sizes = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=45, num_layers=layers)
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=16, max_positions=64)
+    config = ModelConfig(**{"architecture": "qwen3", **sizes, **shape, **options})
+    return randomise(Transformer(config)).to(device)
+
+
+def tokens_for(device, batch: int = 2, length: int = 7, vocab: int = VOCAB) -> Tensor:
+    return torch.randint(vocab, (batch, length)).to(device)
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    out = model(tokens)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def compare(dense: nn.Module, parallel: nn.Module, tokens: Tensor, heads: tuple) -> None:
+    expected, logits = logits_of(dense, tokens), logits_of(parallel, tokens)
+    assert_near(logits, expected)
+    for y in (expected, logits):
+        F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    assert_same_gradients(parallel, dense, *heads)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ours(group, rank_device, strategy: str, case: str) -> None:
+    dense = make(rank_device, **CASES[case])
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    compare(dense, parallel, tokens_for(rank_device), (6, 2, 16))
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_head_counts(group, rank_device, strategy: str, heads) -> None:
+    dense = make(rank_device, *heads, layers=1)
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    shard = shard_heads(*heads, dist.get_rank(), dist.get_world_size())
+    assert local_kv_heads(parallel) == shard.kv_heads
+    assert local_kv_heads(dense) == heads[1]
+    compare(dense, parallel, tokens_for(rank_device), (*heads, 16))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", ["llama3_tied", "llama3_biases", "qwen3", "qwen3_tied"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transformers(group, rank_device, strategy: str, case: str, implementation: str) -> None:
+    from tests.models.hf_models import reference
+
+    dense = reference(case)
+    dense.set_attn_implementation(implementation)
+    dense = dense.to(rank_device)
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    config = dense.config
+    compare(
+        dense,
+        parallel,
+        tokens_for(rank_device, vocab=config.vocab_size),
+        (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            dense.model.layers[0].self_attn.head_dim,
+        ),
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transformers_generate(group, rank_device, strategy: str) -> None:
+    """transformers' own generation with its own cache, also over a padded batch."""
+    from tests.models.hf_models import reference
+
+    dense = reference("qwen3")
+    dense.set_attn_implementation("sdpa")
+    dense = dense.to(rank_device)
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    tokens = tokens_for(rank_device, vocab=dense.config.vocab_size)
+    mask = torch.ones_like(tokens)
+    for padding in (0, 2):
+        mask[0, :padding] = 0
+        options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        expected = dense.generate(tokens, **options)
+        assert torch.equal(parallel.generate(tokens, **options), expected)
+
+
+def greedy(model: Transformer, cache: ShardedKVCache, tokens: Tensor, steps: int = 10) -> Tensor:
+    written = []
+    for _ in range(steps):
+        tokens = model(tokens, cache, last_only=True).argmax(-1)
+        written.append(tokens)
+    return torch.cat(written, 1)
+
+
+def cache_of(model: Transformer, device, batch: int, **options) -> ShardedKVCache:
+    config = model.config
+    return ShardedKVCache(
+        config.num_layers, batch, local_kv_heads(model), 24, config.head_dim,
+        dtype=torch.float32, device=device, **options,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2, 5])  # with ag_rs some ranks have no row when decoding
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_greedy_tokens_with_a_cache(group, rank_device, strategy: str, batch: int) -> None:
+    dense = make(rank_device, 9, 3)
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    tokens = tokens_for(rank_device, batch)
+    expected = greedy(dense, cache_of(dense, rank_device, batch), tokens)
+    assert torch.equal(greedy(parallel, cache_of(parallel, rank_device, batch), tokens), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_dimensional_mesh(group, rank_device, strategy: str) -> None:
+    """Heads over one dimension, the cache's positions over the other."""
+    if dist.get_world_size() != 4:
+        pytest.skip("needs 4 ranks")
+    mesh = init_device_mesh(rank_device.type, (2, 2), mesh_dim_names=("tp", "kv"))
+    dense = make(rank_device, 9, 3)
+    with pytest.raises(ValueError, match=r"mesh must have one dimension.*got 2 dimensions: tp, kv"):
+        parallelize(dense, mesh, strategy)
+    parallel = parallelize(copy.deepcopy(dense), mesh["tp"], strategy)
+    tokens = tokens_for(rank_device)
+    expected = greedy(dense, cache_of(dense, rank_device, 2), tokens)
+    kv_group = mesh["kv"].get_group().group_name
+    cache = cache_of(parallel, rank_device, 2, group_name=kv_group, kv_block=3)
+    assert torch.equal(greedy(parallel, cache, tokens), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiles_whole(group, rank_device, strategy: str) -> None:
+    torch._dynamo.reset()
+    dense = make(rank_device, layers=1)
+    parallel = parallelize(copy.deepcopy(dense), group, strategy)
+    compiled = torch.compile(parallel, backend="aot_eager", fullgraph=True, dynamic=False)
+    for length in (7, 6):
+        dense.zero_grad()
+        parallel.zero_grad()
+        tokens = tokens_for(rank_device, length=length)
+        expected, logits = dense(tokens), compiled(tokens)
+        assert_near(logits, expected)
+        for y in (expected, logits):
+            y.sin().sum().backward()
+        assert_same_gradients(parallel, dense, 6, 2, 16)
+
+
+def test_takes_a_mesh(rank_device, mesh) -> None:
+    dense = make(rank_device, layers=1)
+    parallel = parallelize(copy.deepcopy(dense), mesh)
+    compare(dense, parallel, tokens_for(rank_device), (6, 2, 16))
+
+
+class TestBadInput:
+    """Every wrong call raises on every rank, before any communication, and leaves the model as it was."""
+
+    @pytest.mark.parametrize(
+        ("wrong", "error", "message"),
+        [
+            (dict(mesh=3), TypeError, "mesh must be a DeviceMesh or a process group's name, got int"),
+            (dict(mesh="nosuch"), ValueError, "group_name must name a process group"),
+            (dict(strategy="rows"), ValueError, "strategy must be one of .* got 'rows'"),
+            (dict(allreduce_method="x"), ValueError, "allreduce_method must be one of .* got 'x'"),
+            (dict(model=nn.Linear(2, 2)), TypeError, "model must be a torch_fdattn Transformer .* got Linear"),
+        ],
+    )  # fmt: skip
+    def test_options(self, group, wrong, error, message) -> None:
+        with pytest.raises(error, match=message):
+            parallelize(**{**dict(model=make("cpu"), mesh=group), **wrong})
+
+    def test_a_bad_last_layer(self, group) -> None:
+        model = make("cpu")
+        model.layers[-1].mlp.act_fn = nn.ReLU()
+        with pytest.raises(ValueError, match="module's activation must be SiLU, got ReLU"):
+            parallelize(model, group)
+        assert type(model.layers[0].mlp).__name__ == "MLP"
+
+    def test_twice(self, group) -> None:
+        model = parallelize(make("cpu"), group)
+        with pytest.raises(ValueError, match="model must not be parallelised already"):
+            parallelize(model, group)
+
+    def test_too_many_ranks(self, group) -> None:
+        if dist.get_world_size() == 1:
+            pytest.skip("needs two ranks")
+        with pytest.raises(ValueError, match="heads must be at least the number of ranks"):
+            parallelize(make("cpu", 1, 1), group)

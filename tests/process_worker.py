@@ -1,0 +1,75 @@
+"""One rank of the tests in test_processes.py: python process_worker.py JOB, with torchrun's variables set."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import torch_fdattn
+from torch_fdattn.dist import (
+    SequenceShards,
+    decode,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    ring_attention,
+)
+
+TIMEOUT_S = 10
+
+
+def ring(strategy: str, group: str) -> None:
+    """Attention and its gradients equal one process's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2)]
+    shards = SequenceShards.zigzag(40, world)
+    part = [shards.shard(x.detach(), rank, 2).clone().requires_grad_() for x in whole]
+    out, _ = ring_attention(*part, group, shards=shards, causal=True, strategy=strategy)
+    out.sin().sum().backward()
+    exact, _ = torch_fdattn.attention(*whole, causal=True)
+    exact.sin().sum().backward()
+    torch.testing.assert_close(out, shards.shard(exact, rank, 2))
+    for x, y in zip(part, whole, strict=True):
+        torch.testing.assert_close(x.grad, shards.shard(y.grad, rank, 2))
+
+
+def calls(group: str) -> dict:
+    """Calls that every rank must join, by name."""
+    x = torch.randn(1, 3, 8, 16)
+    lens = torch.tensor([8 * dist.get_world_size()], dtype=torch.int32)
+    w = torch.randn(4, 8)
+    options = dict(causal=True)
+    return {
+        "decode": lambda: decode(x[:, :, :1], x, x, lens, group),
+        "matmul_all_reduce": lambda: matmul_all_reduce(torch.randn(6, 8), w, group),
+        "matmul_reduce_scatter": lambda: matmul_reduce_scatter(torch.randn(6, 8), w, group),
+        **{
+            s: lambda s=s: ring_attention(x, x, x, group, strategy=s, **options)
+            for s in ("ring", "all_gather", "ulysses", "star")
+        },
+    }
+
+
+def main(job: str, name: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    group = dist.group.WORLD.group_name
+    if job == "equals":
+        for strategy in name.split(","):
+            ring(strategy, group)
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees", flush=True)
+        dist.destroy_process_group()
+        return
+    call = calls(group)[name]
+    call()
+    print("first call done", flush=True)
+    if dist.get_rank() == 1:
+        os._exit(3)  # dies without a word, as a killed process does
+    call()
+    call()
+    print("survived", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,71 @@
+"""Ranks that torchrun does not hold together: two agents (two nodes, on loopback), and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "process_worker.py"
+TIMEOUT_S = 10  # of the process groups in process_worker.py
+CALLS = ("decode", "ring", "all_gather", "ulysses", "star", "matmul_all_reduce", "matmul_reduce_scatter")  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start(command: list[str], **variables: object) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        **{k: str(v) for k, v in variables.items()},
+    }
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks_per_agent", [1, 2])
+def test_two_agents(ranks_per_agent: int) -> None:
+    """Two torchrun agents, as on two nodes."""
+    port = free_port()
+    agents = [
+        start([
+            "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", str(ranks_per_agent), "--master-addr", "127.0.0.1",
+            "--master-port", str(port), str(WORKER), "equals", "ring,star,all_gather",
+        ])
+        for node in range(2)
+    ]  # fmt: skip
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert "".join(outputs).count(f"of {2 * ranks_per_agent} agrees") == 2 * ranks_per_agent
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_dead_rank_ends_the_others_with_an_error(name: str) -> None:
+    """Without torchrun, which would end them itself."""
+    port = free_port()
+    ranks = [
+        start([str(WORKER), "dies", name], RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank,
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(3)
+    ]  # fmt: skip
+    began = time.monotonic()
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert time.monotonic() - began < TIMEOUT_S + 60
+    assert all("first call done" in output for output in outputs), outputs
+    assert ranks[1].returncode == 3
+    for rank in (0, 2):
+        assert ranks[rank].returncode == 1, outputs[rank]
+        assert "survived" not in outputs[rank]
+        assert "Error" in outputs[rank].strip().splitlines()[-1], outputs[rank]

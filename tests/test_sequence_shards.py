@@ -1,0 +1,113 @@
+"""Which positions each rank holds, and the calls that follow from them: host arithmetic, on one process."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from torch_fdattn.dist.ring_attention.plan import Call, plan
+from torch_fdattn.dist.sequence_shards import Run, SequenceShards
+
+
+def test_zigzag_pairs_early_and_late_chunks():
+    shards = SequenceShards.zigzag(16, 2)
+    assert shards.ranks == ((Run(0, 4), Run(12, 4)), (Run(4, 8),))
+    assert shards.positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 31, 64])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_named_maps_are_even_partitions(kind, world, total):
+    shards = getattr(SequenceShards, kind)(total, world)
+    assert (shards.world_size, shards.total) == (world, total)
+    everything = torch.cat([shards.positions(r) for r in range(world)])
+    assert sorted(everything.tolist()) == list(range(total))
+    assert max(shards.lengths) - min(shards.lengths) <= (1 if kind == "contiguous" else 2)
+    assert SequenceShards.from_flat(shards.flat()) == shards
+
+
+def test_zigzag_balances_causal_work():
+    shards = SequenceShards.zigzag(8 * 128, 4)
+    work = [sum(p + 1 for p in shards.positions(r).tolist()) for r in range(4)]
+    assert max(work) < 1.001 * min(work)
+
+
+def test_shard_and_join_are_inverse():
+    shards = SequenceShards.from_positions([[4, 5, 0], [], [3, 1, 2, 6]])
+    assert shards.lengths == [3, 0, 4]
+    whole = torch.randn(2, 7, 3)
+    parts = [shards.shard(whole, r) for r in range(3)]
+    assert torch.equal(parts[0], whole[:, [4, 5, 0]])
+    assert torch.equal(shards.join(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("positions", "text"),
+    [
+        ([[0, 1], [1, 2]], "got 1 where 2"),
+        ([[0, 2]], "got 2 where 1"),
+        ([[-1, 0]], "got -1 where 0"),
+    ],
+)
+def test_no_partition_is_refused(positions, text):
+    with pytest.raises(ValueError, match=text):
+        SequenceShards.from_positions(positions)
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2), (4, 0)])
+def test_impossible_sizes_are_refused(arguments):
+    with pytest.raises(ValueError, match="total must be at least 0 and world_size at least 1"):
+        SequenceShards.contiguous(*arguments)
+
+
+def pairs_of(call: Call, left: int, right: int) -> set[tuple[int, int]]:
+    """The (query, key) pairs that a kernel would see under a call's own positions."""
+    seen = set()
+    for i, j in itertools.product(
+        range(call.q_begin, call.q_end), range(call.kv_begin, call.kv_end)
+    ):
+        if call.q_start is None:
+            seen.add((i, j))
+            continue
+        distance = (call.kv_start + j - call.kv_begin) - (call.q_start + i - call.q_begin)
+        if (right < 0 or distance <= right) and (left < 0 or distance >= -left):
+            seen.add((i, j))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_plans_see_each_visible_pair_once(seed):
+    rng = random.Random(seed)
+    world, total = rng.choice([1, 2, 3]), rng.randint(1, 24)
+    positions = list(range(total))
+    if rng.random() < 0.5:
+        size = rng.choice([1, 2, 4])
+        blocks = [positions[i : i + size] for i in range(0, total, size)]
+        rng.shuffle(blocks)
+        positions = [p for block in blocks for p in block]
+    cuts = sorted(rng.randint(0, total) for _ in range(world - 1))
+    edges = [0, *cuts, total]
+    shards = SequenceShards.from_positions([positions[a:b] for a, b in itertools.pairwise(edges)])
+    left, right = rng.choice([(-1, 0), (-1, -1), (3, 0), (0, 0), (2, 5), (-1, 2), (4, -1)])
+    for q_rank, kv_rank in itertools.product(range(world), repeat=2):
+        queries, keys = (shards.positions(r).tolist() for r in (q_rank, kv_rank))
+        visible = {
+            (i, j)
+            for (i, p), (j, s) in itertools.product(enumerate(queries), enumerate(keys))
+            if (right < 0 or s <= p + right) and (left < 0 or s >= p - left)
+        }
+        calls = plan(shards.ranks[q_rank], shards.ranks[kv_rank], left, right)
+        found = [pair for call in calls for pair in pairs_of(call, left, right)]
+        assert len(found) == len(set(found))
+        assert set(found) == visible
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_zigzag_makes_few_calls(world):
+    """One call a run for the rank's own keys, one in all for another rank's."""
+    shards = SequenceShards.zigzag(64 * world, world)
+    for q_rank, kv_rank in itertools.product(range(world), repeat=2):
+        calls = plan(shards.ranks[q_rank], shards.ranks[kv_rank], -1, 0)
+        assert len(calls) <= (2 if q_rank == kv_rank else 1), (q_rank, kv_rank, calls)

@@ -1,0 +1,186 @@
+"""The command line: `fdattn generate`, `fdattn chat` and `fdattn doctor`.
+
+`generate` and `chat` run on one process, or on every rank of torchrun: with the KV cache sharded over
+them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
+progress and statistics go to stderr, from rank 0. An error that the user can mend is one line and exit
+code 2; 1 where the output cannot be written.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from torch_fdattn.cli.errors import UsageError, one_line_errors
+from torch_fdattn.cli.setup import (
+    DType,
+    TPStrategy,
+    check_ranks,
+    load,
+    make_engine,
+    make_sampling,
+)
+from torch_fdattn.cli.terminal import any_text, lines, note, report, write, write_tokens
+from torch_fdattn.cli.world import join
+from torch_fdattn.engine import Chat, PromptError, Stats
+from torch_fdattn.models import load_tokenizer, resolve
+from torch_fdattn.version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
+
+Model = Annotated[
+    str, typer.Option(help="Folder with safetensors, .gguf file, hub id, or smollm2.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
+TopP = Annotated[float, typer.Option(max=1.0, help="Draw from this share of the mass.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+DTypeOption = Annotated[DType, typer.Option(help="auto: the checkpoint's.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
+KVBlock = Annotated[
+    int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
+]
+PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, help="Ranks that split the model; the others split the cache.")
+]
+TPStrategyOption = Annotated[
+    TPStrategy, typer.Option(help="Activations replicated, or sharded along tokens.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fdattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Attention kernels for PyTorch, with a small engine that puts them to work."""
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="What to continue, or with --chat to answer.")],
+    max_new_tokens: MaxNewTokens = 128,
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    kv_block: KVBlock = 16,
+    prefill_chunk: PrefillChunk = 512,
+    tensor_parallel: TensorParallel = 1,
+    tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
+) -> None:
+    """Write text that continues a prompt, streaming to the terminal."""
+    with one_line_errors(), join(device) as world:
+        check_ranks(tensor_parallel, world)
+        sampling = make_sampling(temperature, top_p, seed)
+        path = resolve(model)
+        tokenizer = load_tokenizer(path)
+        prompt = prompt.encode("utf-8", "replace").decode()  # bytes that were no UTF-8
+        turn = [{"role": "user", "content": prompt}]
+        ids = tokenizer.chat(turn) if chat else tokenizer.encode(prompt)
+        network = load(path, dtype, world)
+        capacity = len(ids) + max_new_tokens
+        if capacity > network.config.max_positions:
+            raise PromptError(
+                f"prompt and --max-new-tokens take {capacity} positions, the model has "
+                f"{network.config.max_positions}"
+            )
+        engine = make_engine(
+            network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+        )  # fmt: skip
+        with closing(engine):
+            stats = Stats()
+            tokens = engine.stream(
+                ids, max_new_tokens, sampling=sampling, eos_ids=tokenizer.eos_ids, stats=stats
+            )
+            any_text()
+            write_tokens(tokens, tokenizer, ids, world)
+            report(stats, engine, world)
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What the system message says.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            "--capacity", "--context", min=1, help="Tokens of the cache, replies included."
+        ),
+    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    kv_block: KVBlock = 16,
+    prefill_chunk: PrefillChunk = 512,
+    tensor_parallel: TensorParallel = 1,
+    tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
+) -> None:
+    """Talk with a model: a line is a turn; /reset forgets the conversation, /exit or the input's end ends it."""
+    with one_line_errors(), join(device) as world:
+        check_ranks(tensor_parallel, world)
+        sampling = make_sampling(temperature, top_p, seed)
+        path = resolve(model)
+        tokenizer = load_tokenizer(path)
+        if tokenizer.chat_template is None:
+            raise UsageError("this model has no chat template: use fdattn generate")
+        network = load(path, dtype, world)
+        positions = network.config.max_positions
+        if (capacity := capacity or min(_CONTEXT, positions)) > positions:
+            raise UsageError(
+                f"--capacity must be at most the model's {positions} positions, got {capacity}"
+            )
+        engine = make_engine(
+            network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+        )  # fmt: skip
+        with closing(engine):
+            conversation = Chat(
+                engine, tokenizer, system=system, max_new_tokens=max_new_tokens,
+                sampling=sampling, note=lambda sentence: note(sentence, world),
+            )  # fmt: skip
+            any_text()
+            for line in lines(world):
+                if line == "/exit":
+                    break
+                if line == "/reset":
+                    conversation.reset()
+                elif line:
+                    try:
+                        for piece in conversation.reply(line):
+                            write(piece, world)
+                        write("\n", world)
+                    except PromptError as error:  # too long a line: the next may be shorter
+                        note(str(error), world)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Say what this machine can run, and why not."""
+    from torch_fdattn.doctor import main
+
+    raise typer.Exit(main(json=json))

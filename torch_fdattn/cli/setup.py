@@ -1,0 +1,104 @@
+"""From options to an engine: the model is loaded, spread over the ranks, and given its cache."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+
+import torch
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from torch_fdattn.cli.errors import UsageError
+from torch_fdattn.cli.terminal import position_bytes, stderr
+from torch_fdattn.cli.world import World
+from torch_fdattn.engine import Engine, Sampling
+from torch_fdattn.models import Transformer, load_model
+
+
+class DType(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class TPStrategy(str, Enum):
+    all_reduce = "all_reduce"
+    ag_rs = "ag_rs"
+
+
+def make_sampling(temperature: float, top_p: float, seed: int | None) -> Sampling:
+    try:
+        return Sampling(temperature, top_p, seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
+    wanted = None if dtype is DType.auto else getattr(torch, dtype.value)
+    columns = TextColumn("loading {task.description}"), BarColumn(), DownloadColumn()
+    quiet = world.rank > 0 or not stderr.is_terminal
+    with Progress(
+        *columns, TimeElapsedColumn(), console=stderr, disable=quiet, transient=True
+    ) as bar:
+        task = bar.add_task(os.path.basename(path), total=None)
+        return load_model(
+            path,
+            dtype=wanted,
+            device=world.device,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def check_ranks(tensor_parallel: int, world: World) -> None:
+    """Before the model is loaded, which may take minutes."""
+    if world.size % tensor_parallel:
+        raise UsageError(
+            f"--tensor-parallel must divide the number of ranks, {world.size}, got {tensor_parallel}"
+        )
+
+
+def make_engine(
+    model: Transformer, world: World, *, capacity: int, kv_block: int, prefill_chunk: int,
+    tensor_parallel: int, tp_strategy: TPStrategy,
+) -> Engine:  # fmt: skip
+    """Ranks r and r + 1 of `tensor_parallel` share the model, and such groups the cache's positions."""
+    kv_group = tp_group = None
+    if tensor_parallel == 1:
+        kv_group = None if world.group is None else world.group.group_name
+    else:
+        kv_group, tp_group = _spread(model, world, tensor_parallel, tp_strategy)
+    try:
+        return Engine(
+            model,
+            capacity=capacity,
+            kv_group=kv_group,
+            kv_block=kv_block or None,
+            tp_group=tp_group,
+            prefill_chunk=prefill_chunk,
+        )
+    except RuntimeError as error:  # out of memory; on a CPU torch has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise UsageError(
+            f"no memory on {world.device} for a KV cache of {capacity} positions, "
+            f"{capacity * position_bytes(model):,} bytes in all"
+        ) from None
+
+
+def _spread(
+    model: Transformer, world: World, ranks: int, strategy: TPStrategy
+) -> tuple[str | None, str]:
+    """Splits the model over each `ranks` neighbours; the names of the groups for cache and model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torch_fdattn.models.parallelize import parallelize
+
+    shape = world.size // ranks, ranks
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("kv", "tp"))
+    try:
+        parallelize(model, mesh["tp"], strategy=strategy.value)
+    except ValueError as error:  # more ranks than heads
+        raise UsageError(f"--tensor-parallel {ranks}: {error}") from None
+    kv_group = mesh["kv"].get_group().group_name if shape[0] > 1 else None
+    return kv_group, mesh["tp"].get_group().group_name

@@ -1,0 +1,233 @@
+"""Differentiable functional collectives over the rows (dim 0) of a tensor.
+
+Three pairs; in each, the backward of one is the forward of the other:
+
+| forward | backward | used where |
+| --- | --- | --- |
+| `gather_rows`: all-gather | reduce-scatter (sum) | ranks use the gathered rows differently |
+| `reduce_scatter_rows`: reduce-scatter (sum) | all-gather | each rank goes on with its rows of a sum |
+| `all_reduce`: sum over the ranks | identity | every rank goes on alike with the sum |
+| `spread`: identity | all-reduce (sum) | ranks use one replicated tensor differently |
+| `replicate_rows`: all-gather | own rows | every rank goes on alike with the gathered rows |
+| `own_rows`: own rows | all-gather | each rank goes on with its rows of a replicated tensor |
+
+"Alike" is the convention of a replicated loss: every rank computes the same loss from the same tensor,
+so the gradient that it sees is already the whole one.
+
+Sums are taken in the tensor's dtype, as NCCL users expect. `rows` lists how many rows each rank has;
+None means as many on every rank. Only where the numbers differ are rows padded to the largest. Zero
+rows are legal. Everything is built on `torch.ops._c10d_functional`, which NCCL and gloo both serve and
+torch.compile traces; rank and world size are arguments of the ops for the reason given in
+`dist/decode/op.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.dist.groups import agree, given_rank_and_size, rank_and_size
+from torch_fdattn.ops import library
+
+_C10D = torch.ops._c10d_functional
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """`total` in `parts` as even as possible, the remainder on the first."""
+    # Without branches: a symbolic total stays symbolic.
+    return [(total + parts - 1 - part) // parts for part in range(parts)]
+
+
+class _Ranks(NamedTuple):
+    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is."""
+
+    rows: Sequence[int]
+    rank: int
+    world_size: int
+    group_name: str
+
+
+def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
+    most = max(ranks.rows)
+    if most == 0:  # the same on all ranks, so all of them skip the collective
+        return x.new_zeros(x.shape)
+    x = _pad(x, most)
+    gathered = _C10D.all_gather_into_tensor(x.contiguous(), ranks.world_size, ranks.group_name)
+    gathered = _C10D.wait_tensor(gathered)
+    if all(rows == most for rows in ranks.rows):
+        return gathered
+    return torch.cat([gathered[i * most : i * most + rows] for i, rows in enumerate(ranks.rows)])
+
+
+def _reduce_scatter(x: Tensor, ranks: _Ranks) -> Tensor:
+    most = max(ranks.rows)
+    if most == 0:
+        return x.new_zeros(x.shape)
+    if not all(rows == most for rows in ranks.rows):
+        x = torch.cat([_pad(part, most) for part in x.split(list(ranks.rows))])
+    scattered = _C10D.reduce_scatter_tensor(
+        x.contiguous(), "sum", ranks.world_size, ranks.group_name
+    )
+    return _C10D.wait_tensor(scattered)[: ranks.rows[ranks.rank]]
+
+
+def _pad(x: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - x.shape[0]])
+
+
+def _slice(x: Tensor, ranks: _Ranks) -> Tensor:
+    start = sum(ranks.rows[: ranks.rank])
+    return x[start : start + ranks.rows[ranks.rank]].clone()
+
+
+def _sum(x: Tensor, ranks: _Ranks) -> Tensor:
+    return _C10D.wait_tensor(_C10D.all_reduce(x.contiguous(), "sum", ranks.group_name))
+
+
+def _one_shot(x: Tensor, ranks: _Ranks) -> Tensor:
+    return torch.ops.fdattn.symmetric_all_reduce(x, ranks.group_name, "one_shot")
+
+
+def _two_shot(x: Tensor, ranks: _Ranks) -> Tensor:
+    return torch.ops.fdattn.symmetric_all_reduce(x, ranks.group_name, "two_shot")
+
+
+def _same(x: Tensor, ranks: _Ranks) -> Tensor:
+    return x.view_as(x)
+
+
+# Name: (forward, backward, whether x holds the rank's own rows rather than all ranks').
+_COLLECTIVES = {
+    "gather_rows": (_gather, _reduce_scatter, True),
+    "reduce_scatter_rows": (_reduce_scatter, _gather, False),
+    "all_reduce": (_sum, _same, True),
+    "one_shot_all_reduce": (_one_shot, _same, True),
+    "two_shot_all_reduce": (_two_shot, _same, True),
+    "spread": (_same, _sum, True),
+    "replicate_rows": (_gather, _slice, True),
+    "own_rows": (_slice, _gather, False),
+}
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name, ranks):
+        ctx.name, ctx.ranks = name, ranks
+        return _COLLECTIVES[name][0](x, ranks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        library.refuse_double_backward(ctx.name)
+        return _COLLECTIVES[ctx.name][1](gradient, ctx.ranks), None, None
+
+
+def collective(
+    name: str, x: Tensor, group_name: str, rows: Sequence[int], rank: int, world_size: int
+) -> Tensor:
+    """The collective `name` of the table above, for the ops: arguments are checked already."""
+    ranks = _Ranks(rows, rank, world_size, group_name)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Collective.apply(x, name, ranks)
+    return _COLLECTIVES[name][0](x, ranks)
+
+
+def check_rows(
+    rows: Sequence[int] | None, x_name: str, size: int, rank: int, world_size: int, *, own: bool
+) -> list[int]:
+    """The rows of every rank; `size` is x's: this rank's rows if `own`, or else those of all ranks."""
+    if rows is None:
+        if own:
+            return [size] * world_size
+        if size % world_size:
+            raise ValueError(
+                f"rows must be given where {x_name}'s rows do not divide by the {world_size} ranks, "
+                f"got {size} rows and rows=None"
+            )
+        return [size // world_size] * world_size
+    rows = list(rows)
+    if len(rows) != world_size:
+        raise ValueError(
+            f"rows must list the rows of each of the {world_size} ranks, got {len(rows)} numbers"
+        )
+    if any(count < 0 for count in rows):
+        raise ValueError(f"rows must be 0 or more on every rank, got {rows}")
+    expected = rows[rank] if own else sum(rows)
+    if size != expected:
+        which = f"rows[{rank}]" if own else "the sum of rows"
+        raise ValueError(f"{x_name} must have {expected} rows like {which}, got {size}")
+    return rows
+
+
+def _define(name: str) -> None:
+    own = _COLLECTIVES[name][2]
+    by_rows = name not in ("all_reduce", "spread")
+    communicates = name not in ("spread", "own_rows")  # in the forward pass
+
+    def function(x, group_name, *, rank=None, world_size=None, rows=None):
+        checks.expect_tensor("x", x)
+        if by_rows and x.dim() == 0:
+            raise ValueError("x must have rows (dimension 0), got a tensor of no dimensions")
+        rank, world_size = given_rank_and_size(group_name, rank, world_size)
+        same = {"x's dtype": x.dtype}
+        if by_rows:
+            rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=own)
+            same |= {"rows": tuple(rows), "x's shape after its rows": tuple(x.shape[1:])}
+        else:
+            same |= {"x's shape": tuple(x.shape)}
+        if communicates:
+            agree(group_name, x, same)
+        return collective(name, x, group_name, rows, rank, world_size)
+
+    options = "*, int? rank=None, int? world_size=None"
+    rows = ", SymInt[]? rows=None" if by_rows else ""
+    library.define_composite(
+        f"{name}(Tensor x, str group_name, {options}{rows}) -> Tensor", function, autocast_args=0
+    )
+
+
+for _name in _COLLECTIVES:
+    if "shot" not in _name:  # those are reached through matmul_all_reduce
+        _define(_name)
+
+
+def _entry(name: str, x: Tensor, group_name: str, **options) -> Tensor:
+    rank, world_size = rank_and_size(group_name)
+    return getattr(torch.ops.fdattn, name)(
+        x, group_name, rank=rank, world_size=world_size, **options
+    )
+
+
+def gather_rows(x: Tensor, group_name: str, rows: Sequence[int] | None = None) -> Tensor:
+    """The rows of all ranks: x (rows[rank], …) -> (sum(rows), …). Backward: reduce-scatter."""
+    return _entry("gather_rows", x, group_name, rows=rows)
+
+
+def reduce_scatter_rows(x: Tensor, group_name: str, rows: Sequence[int] | None = None) -> Tensor:
+    """This rank's rows of the sum over ranks: x (sum(rows), …) -> (rows[rank], …). Backward: all-gather."""
+    return _entry("reduce_scatter_rows", x, group_name, rows=rows)
+
+
+def all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """The sum of x over the ranks. Backward: identity, every rank computes the same loss."""
+    return _entry("all_reduce", x, group_name)
+
+
+def spread(x: Tensor, group_name: str) -> Tensor:
+    """x itself, replicated and used differently by each rank. Backward: the sum over the ranks."""
+    return _entry("spread", x, group_name)
+
+
+def replicate_rows(x: Tensor, group_name: str, rows: Sequence[int] | None = None) -> Tensor:
+    """As `gather_rows`, where every rank goes on alike. Backward: own rows."""
+    return _entry("replicate_rows", x, group_name, rows=rows)
+
+
+def own_rows(x: Tensor, group_name: str, rows: Sequence[int] | None = None) -> Tensor:
+    """This rank's rows of a replicated x: (sum(rows), …) -> (rows[rank], …). Backward: all-gather."""
+    return _entry("own_rows", x, group_name, rows=rows)

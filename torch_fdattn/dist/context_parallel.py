@@ -1,0 +1,148 @@
+"""Training on a sequence split over ranks: shard a batch, attend through the ring, join the results.
+
+    shards = SequenceShards.zigzag(total, world_size)
+    tokens, positions, labels = shard_batch(group_name, shards, tokens, positions, labels)
+    with context_parallel(group_name, shards=shards):
+        loss = model(tokens, positions, labels)        # its attention calls are ring attention
+
+in the manner of `torch.distributed.tensor.experimental.context_parallel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torch_fdattn.dist.functional import ring_attention
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.ring_attention.layout import exchange
+from torch_fdattn.dist.sequence_shards import SequenceShards
+
+
+def shard_batch(
+    group_name: str, shards: SequenceShards, *whole: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
+
+    Labels must already be shifted against the tokens: the next token may be another rank's.
+    """
+    rank = _rank(group_name, shards)
+    return [shards.shard(x, rank, dim).contiguous() for x in whole]
+
+
+def unshard_batch(
+    group_name: str, shards: SequenceShards, *parts: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """The whole tensors of all ranks' parts, on every rank; not differentiable."""
+    rank = _rank(group_name, shards)
+    whole = []
+    for part in parts:
+        if part.shape[dim] != shards.lengths[rank]:
+            raise ValueError(
+                f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
+                f"got {part.shape[dim]}"
+            )
+        rows = part.detach().movedim(dim, 0)
+        shapes = [[length, *rows.shape[1:]] for length in shards.lengths]
+        received = exchange([rows] * shards.world_size, shapes, group_name)
+        whole.append(shards.join(received, dim=0).movedim(0, dim))
+    return whole
+
+
+@contextlib.contextmanager
+def context_parallel(
+    group_name: str, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
+    seq_dims: Sequence[int] = (), strategy: str = "ring",
+) -> Iterator[None]:  # fmt: skip
+    """Inside it, attention calls are ring attention over the group.
+
+    Args:
+        group_name: the process group's name.
+        shards: which positions each rank holds.
+        buffers: whole tensors that are this rank's shards inside, in place, and whole again afterwards
+            (what they held, not what was written to the shards).
+        seq_dims: the dim of each buffer that is the sequence.
+        strategy: as `ring_attention`, "query_split" excepted.
+
+    `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
+    With a mask, dropout, or lengths and positions of their own they raise NotImplementedError: silently
+    they would attend to this rank's tokens only.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
+        )
+    parts = [
+        shard_batch(group_name, shards, x, dim=dim)[0]
+        for x, dim in zip(buffers, seq_dims, strict=True)
+    ]
+    whole = [x.data for x in buffers]
+    try:
+        for x, part in zip(buffers, parts, strict=True):
+            x.data = part
+        with _RingMode(group_name, shards, strategy):
+            yield
+    finally:
+        for x, data in zip(buffers, whole, strict=True):
+            x.data = data
+
+
+class _RingMode(TorchFunctionMode):
+    """Sends attention calls to ring attention; everything else goes its way."""
+
+    def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
+        super().__init__()
+        if strategy == "query_split":
+            raise ValueError(
+                "strategy must shard keys too inside context_parallel, got 'query_split'"
+            )
+        self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._sdpa(*args, **kwargs)
+        if func in (torch.ops.fdattn.attention, torch.ops.fdattn.attention.default):
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _sdpa(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+        enable_gqa=False,
+    ):  # fmt: skip
+        _refuse("scaled_dot_product_attention", attn_mask=attn_mask, dropout_p=dropout_p)
+        del enable_gqa  # groups follow from the head counts
+        return ring_attention(query, key, value, causal=is_causal, scale=scale, **self._options)[0]
+
+    def _attention(
+        self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
+        window_right=-1, kv_block=0, kv_stride=0, scale=None,
+    ):  # fmt: skip
+        _refuse("attention", kv_lens=kv_lens, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
+                kv_stride=kv_stride)  # fmt: skip
+        window = (window_left, window_right)
+        return ring_attention(q, k, v, causal=causal, window=window, scale=scale, **self._options)
+
+
+def _refuse(name: str, **options: object) -> None:
+    given = [
+        x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
+    ]
+    if given:
+        raise NotImplementedError(
+            f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}"
+        )
+
+
+def _rank(group_name: str, shards: SequenceShards) -> int:
+    rank, world_size = rank_and_size(group_name)
+    if shards.world_size != world_size:
+        raise ValueError(
+            f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
+        )
+    return rank

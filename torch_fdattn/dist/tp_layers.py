@@ -1,0 +1,186 @@
+"""Tensor-parallel layers: what they share, the MLP and the LM head; attention is in `tp_attention.py`.
+
+They replace the layers of a dense Llama or Qwen3. Two strategies:
+
+- ``all_reduce``: activations are replicated, (B, T, C) on every rank; one all-reduce after each layer.
+  For few tokens (decode).
+- ``ag_rs``: activations are sharded along tokens: a rank holds its rows (m_r, C) of the flattened
+  (B · T, C), as even as possible, the remainder on the first ranks. All-gather before a layer,
+  reduce-scatter after it; norms and residuals see the rank's rows alone. For many tokens (prefill,
+  training).
+
+Parameters keep the names of the layer that is replaced (``q_proj.weight``, …) and hold the rank's slice
+alone. After a backward pass each gradient is the same slice of the single-process gradient: where ranks
+share a parameter, a hook sums what each of them saw (`tp_weights.py`). Hooks sit on the parameter
+objects: `copy.deepcopy` and a meta model's `to_empty` lose them, so copy and materialise first.
+Hooks on the projections themselves do not run: the layers use their weights only.
+
+B batch, T new tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.tp_linear.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from torch_fdattn.dist.tp_linear.op import check_method
+from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
+
+STRATEGIES = ("ag_rs", "all_reduce")
+
+
+class TokenRows:
+    """How many rows of the current step's tokens each rank holds under ``ag_rs``.
+
+    One object is shared by all layers of a model, and the model's entry sets it in every step: a
+    rank's rows alone do not tell how many the others have. None: as many on every rank.
+    """
+
+    rows: Sequence[int] | None = None
+
+
+def check_strategy(strategy: str, allreduce_method: str) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    check_method("allreduce_method", allreduce_method)
+
+
+def check_mlp(module: nn.Module) -> None:
+    """Refuses an MLP that is not ``down(silu(gate(x)) * up(x))``."""
+    expect_linear(module, "gate_proj", "up_proj", "down_proj")
+    activation = type(getattr(module, "act_fn", nn.SiLU())).__name__
+    if activation not in ("SiLU", "SiLUActivation"):
+        raise ValueError(f"module's activation must be SiLU, got {activation}")
+
+
+class TPLayer(nn.Module):
+    """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
+
+    def __init__(
+        self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None
+    ) -> None:
+        check_strategy(strategy, allreduce_method)
+        super().__init__()
+        self.group_name, self.strategy = group_name, strategy
+        self.allreduce_method = allreduce_method
+        self.tokens = tokens or TokenRows()
+
+    def _all_tokens(self, x: Tensor) -> int:
+        """How many tokens all ranks have together."""
+        if self.strategy == "all_reduce":
+            return x.shape[:-1].numel()
+        if self.tokens.rows is None:
+            return x.shape[0] * rank_and_size(self.group_name)[1]
+        return sum(self.tokens.rows)
+
+    def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i)."""
+        if self.strategy == "ag_rs":
+            return all_gather_matmul(
+                x,
+                [linear.weight for linear in linears],
+                self.group_name,
+                [linear.bias for linear in linears],
+                rows=self.tokens.rows,
+            )
+        x = spread(x, self.group_name)
+        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
+
+    def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
+        if self.strategy == "ag_rs":
+            return matmul_reduce_scatter(
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows
+            )
+        y = matmul_all_reduce(
+            x.flatten(0, -2),
+            linear.weight,
+            self.group_name,
+            linear.bias,
+            method=self.allreduce_method,
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
+
+
+class TPMLP(TPLayer):
+    """``down(silu(gate(x)) * up(x))``: x and the result (m_r, C) with ag_rs, (…, C) with all_reduce.
+
+    Args:
+        gate_proj, up_proj, down_proj: this rank's slices, of the inner features.
+        group_name: the tensor-parallel process group's name.
+        strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
+        tokens: how the rows are spread under ag_rs; None: as many on every rank.
+    """
+
+    def __init__(
+        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
+        strategy: str, allreduce_method: str = "nccl", tokens: TokenRows | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(group_name, strategy, allreduce_method, tokens)
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        if strategy == "ag_rs":
+            sum_gradient(down_proj.bias, group_name)
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "nccl",
+        tokens: TokenRows | None = None,
+    ) -> TPMLP:  # fmt: skip
+        """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
+        LlamaMLP and Qwen3MLP. The inner features are split as evenly as possible.
+
+        Raises:
+            ValueError, TypeError: another activation or layer, or an unknown strategy or method.
+        """
+        check_mlp(module)
+        rank, world_size = rank_and_size(group_name)
+        shares = split_evenly(module.gate_proj.out_features, world_size)
+        start = sum(shares[:rank])
+        inner = slice(start, start + shares[rank])
+        return cls(
+            sliced_linear(module.gate_proj, rows=inner),
+            sliced_linear(module.up_proj, rows=inner),
+            sliced_linear(module.down_proj, columns=inner),
+            group_name,
+            strategy,
+            allreduce_method,
+            tokens,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self._columns(x, (self.gate_proj, self.up_proj))
+        return self._row(F.silu(gate) * up, self.down_proj)
+
+
+class TPHead(nn.Module):
+    """An LM head whose vocabulary is split: replicated x (…, C) -> replicated logits (…, vocab).
+
+    Each rank holds its rows of the weight, as even as possible, and the logits are gathered.
+    """
+
+    def __init__(self, head: nn.Linear, group_name: str) -> None:
+        super().__init__()
+        rank, world_size = rank_and_size(group_name)
+        self.group_name = group_name
+        self.shares = split_evenly(head.out_features, world_size)
+        start = sum(self.shares[:rank])
+        local = sliced_linear(head, rows=slice(start, start + self.shares[rank]))
+        self.weight, self.bias = local.weight, local.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = spread(x, self.group_name)
+        local = F.linear(x.flatten(0, -2), self.weight, self.bias)
+        logits = replicate_rows(local.t(), self.group_name, self.shares).t()
+        return logits.reshape(*x.shape[:-1], logits.shape[-1])

@@ -1,0 +1,102 @@
+"""The Python entries of the tensor-parallel linear ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.groups import rank_and_size
+
+
+def all_gather_matmul(
+    x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
+    biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
+    strategy: str = "collective",
+) -> list[Tensor]:  # fmt: skip
+    """``y_i = all_gather(x_shard) @ weights[i].T + biases[i]``: one gather for several column-parallel weights.
+
+    Args:
+        x_shard: this rank's rows (m_r, K), bfloat16, float16, float32 or float64.
+        weights: this rank's weights (N_i, K), in x_shard's dtype.
+        group_name: the process group's name (``group.group_name``).
+        biases: (N_i,) or None for each weight; None: no biases.
+        rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
+            this rank on every rank, which only the caller knows to be true.
+        strategy: "collective".
+
+    Returns:
+        y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of
+        x_shard is summed over the ranks (in x_shard's dtype), those of weights and biases are local.
+
+    Raises:
+        ValueError, TypeError: naming the argument, before any communication.
+        RuntimeError: torch.distributed is not initialised, or the collective failed.
+    """
+    rank, world_size = rank_and_size(group_name)
+    return torch.ops.fdattn.all_gather_matmul(
+        x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
+        strategy=strategy,
+    )  # fmt: skip
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    rows: Sequence[int] | None = None, strategy: str = "collective",
+) -> Tensor:  # fmt: skip
+    """This rank's rows of ``sum over ranks (x @ weight.T) + bias``: a row-parallel linear layer.
+
+    Args:
+        x: all rows and this rank's features (M, K_r); K_r may differ between ranks, and be zero.
+        weight: this rank's columns (N, K_r), in x's dtype.
+        bias: (N,), the same on every rank; added once, after the sum.
+        rows: how many of the M rows each rank receives, the same list on every rank. None: M / ranks.
+        group_name, strategy: as `all_gather_matmul`.
+
+    Returns:
+        y (rows[rank], N), summed in x's dtype. Differentiable; the gradient of bias is that of this
+        rank's rows alone.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    rank, world_size = rank_and_size(group_name)
+    return torch.ops.fdattn.matmul_reduce_scatter(
+        x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy
+    )
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    method: str = "nccl", strategy: str = "collective",
+) -> Tensor:  # fmt: skip
+    """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
+
+    Args:
+        x: all rows and this rank's features (M, K_r).
+        weight: this rank's columns (N, K_r), in x's dtype.
+        bias: (N,), the same on every rank; added once, after the sum.
+        method: "nccl" is the functional all-reduce of the group's backend, gloo included; "one_shot" and
+            "two_shot" are torch's symmetric-memory kernels (CUDA, one host, bfloat16 or float32).
+        group_name, strategy: as `all_gather_matmul`.
+
+    Returns:
+        y (M, N), summed in x's dtype, the same on every rank. Differentiable under the convention that
+        every rank computes the same loss from y.
+
+    Raises:
+        As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
+        "two_shot_multimem", which needs NVLink multicast.
+    """
+    rank, world_size = rank_and_size(group_name)
+    return torch.ops.fdattn.matmul_all_reduce(
+        x,
+        weight,
+        group_name,
+        bias,
+        rank=rank,
+        world_size=world_size,
+        method=method,
+        strategy=strategy,
+    )

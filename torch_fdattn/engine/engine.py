@@ -1,0 +1,243 @@
+"""A static batch of sequences from one model and one cache: prefill, then a token at a time.
+
+    prefill   ragged prompts, padded on the left, `prefill_chunk` columns at a time
+    step      one token a sequence; on CUDA a captured graph over static buffers
+    generate  prefill, then draw and step until every sequence has ended
+
+Every rank that shares the model (tensor parallel) or the cache (sharded by position) runs the same
+loop. Rank 0 of them draws each token and broadcasts it, so that ranks whose arithmetic differs in a
+last bit cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from torch_fdattn.checks import expect_shape
+from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.engine.graphs import CapturedStep
+from torch_fdattn.engine.prompts import check_prompts
+from torch_fdattn.engine.sampling import GREEDY, Sampling
+from torch_fdattn.engine.stats import Stats
+from torch_fdattn.models import Transformer
+from torch_fdattn.models.parallelize import local_kv_heads
+
+
+class _Output(NamedTuple):
+    """What a pass over the model gives for each sequence's last token."""
+
+    logits: Tensor  # (B, vocab)
+    greedy: Tensor  # (B, 1) the most likely token: within the captured step, it costs no launch
+
+
+class Engine:
+    """Generates with `batch` sequences side by side in a cache of `capacity` tokens each.
+
+    Args:
+        model: on the device to run on, already parallelised where `tp_group` is given.
+        batch, capacity: sequences, and tokens that each can hold.
+        kv_group: name of the process group that shards the cache by position; None keeps it whole.
+        kv_block, strategy: how positions are dealt and partial results travel; see ShardedKVCache.
+        tp_group: name of the process group that the model is parallelised over.
+        sync_group: name of the group of all ranks of this engine. By default the one group given, and
+            the default group where both are.
+        prefill_chunk: columns of prompt a pass.
+        cuda_graph: whether decode steps are captured in a CUDA graph, here and once. None: on CUDA.
+
+    Attributes:
+        cache: the ShardedKVCache; `cache.held` says how many tokens each sequence has stored.
+
+    Raises:
+        ValueError: a size below 1, a group that is not known, cuda_graph without a CUDA device.
+    """
+
+    def __init__(
+        self, model: Transformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
+        kv_block: int | None = None, tp_group: str | None = None, sync_group: str | None = None,
+        prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "all_gather",
+    ) -> None:  # fmt: skip
+        weight = model.norm.weight
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        if cuda_graph and not weight.is_cuda:
+            raise ValueError(
+                f"cuda_graph must be None or False where the model is on {weight.device}, got True"
+            )
+        self.model, self.batch, self.capacity = model, batch, capacity
+        self.prefill_chunk, self.device = prefill_chunk, weight.device
+        self._sync_group = _group_of_all(kv_group, tp_group, sync_group)
+        self.cache = ShardedKVCache(
+            model.config.num_layers, batch, local_kv_heads(model), capacity, model.config.head_dim,
+            dtype=weight.dtype, device=weight.device, group_name=kv_group, kv_block=kv_block,
+            strategy=strategy,
+        )  # fmt: skip
+        # What the captured step reads. With counts of 0 its warm-up leaves the cache as it is.
+        self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self._counts = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self._counts_on_host = [0] * batch
+        self._captured: CapturedStep[_Output] | None = None
+        if weight.is_cuda if cuda_graph is None else cuda_graph:
+            self._captured = CapturedStep(self._decode, self.device)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Stores a prompt for each sequence, after what it holds; logits (B, vocab) of the last tokens.
+
+        Prompts may differ in length; each needs a token at least.
+
+        Raises:
+            PromptError: a prompt that is empty, does not fit, or has unknown tokens.
+        """
+        check_prompts(prompts, 0, self.model.config.vocab_size, self.cache)
+        return self._prefill(prompts).logits
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> Tensor:
+        """Stores one token for each sequence, tokens (B, 1), and gives the logits (B, vocab) after it.
+
+        Sequences that are not `active` (default: all are) store nothing and their logits mean nothing.
+        Where the step is captured the logits are overwritten by the next one.
+
+        Raises:
+            ValueError: tokens or active of another shape, or a sequence that is full; nothing runs then.
+        """
+        expect_shape("tokens", tokens, (self.batch, 1), "the engine's batch")
+        active = [True] * self.batch if active is None else active
+        if len(active) != self.batch:
+            raise ValueError(
+                f"active must have {self.batch} entries like the batch, got {len(active)}"
+            )
+        return self._step(tokens, active).logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+        sampling: Sampling = GREEDY, eos_ids: Collection[int] = (), stats: Stats | None = None,
+    ) -> Iterator[list[int | None]]:  # fmt: skip
+        """Tokens that continue the prompts: at each step one for every sequence, None where it has ended.
+
+        A sequence ends with the first of eos_ids, which is yielded too, all with max_new_tokens. The last
+        token of a sequence is not stored in the cache, and one that has ended stores no more. Arguments
+        are checked here, before the first token is asked for. All ranks of the engine must iterate.
+
+        Raises:
+            PromptError: a prompt that is empty, does not fit with max_new_tokens, or has unknown tokens.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        check_prompts(prompts, max_new_tokens, self.model.config.vocab_size, self.cache)
+        stats = Stats() if stats is None else stats
+        return self._generate(prompts, max_new_tokens, sampling, frozenset(eos_ids), stats)
+
+    def stream(
+        self, prompt: Sequence[int], max_new_tokens: int, *, sampling: Sampling = GREEDY,
+        eos_ids: Collection[int] = (), stats: Stats | None = None,
+    ) -> Iterator[int]:  # fmt: skip
+        """`generate` for a batch of one: the tokens that continue `prompt`."""
+        if self.batch != 1:
+            raise ValueError(f"engine must have batch 1 to stream, got {self.batch}")
+        steps = self.generate(
+            [prompt], max_new_tokens, sampling=sampling, eos_ids=eos_ids, stats=stats
+        )
+        return (token for (token,) in steps)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens of every sequence, and all of a shorter one."""
+        self.cache.truncate(length)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.cache.reset()
+
+    def close(self) -> None:
+        """Lets go of the CUDA graph, which must be gone before its process groups; steps then run eagerly."""
+        self._captured = None
+
+    def _generate(self, prompts, max_new_tokens, sampling, eos_ids, stats):
+        generator = sampling.generator(self.device)
+        weight_bytes = _bytes_read_per_step(self.model)
+        active = [True] * self.batch
+        stats.prompt_tokens, began = sum(map(len, prompts)), time.perf_counter()
+        output = self._prefill(prompts)
+        for count in range(max_new_tokens):
+            tokens = self._draw(output, sampling, generator)
+            drawn = tokens.flatten().tolist()  # the host waits for the device: the clock is right
+            seconds = time.perf_counter() - began
+            if count == 0:
+                stats.first(self.batch, seconds)
+            else:
+                stats.next(sum(active), seconds, weight_bytes + self.cache.bytes_used())
+            yield [token if goes_on else None for token, goes_on in zip(drawn, active, strict=True)]
+            active = [on and token not in eos_ids for token, on in zip(drawn, active, strict=True)]
+            if count + 1 == max_new_tokens or not any(active):
+                return
+            began = time.perf_counter()  # what the caller does with a token is not our time
+            output = self._step(tokens, active)
+
+    @torch.inference_mode()
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> _Output:
+        lengths = [len(prompt) for prompt in prompts]
+        self.cache.reserve(lengths)
+        width = max(lengths)
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        tokens = torch.tensor(padded, device=self.device)
+        begins = width - torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        start, step = 0, min(self.prefill_chunk, width)
+        for chunk in tokens.split(step, dim=1):
+            end = start + chunk.shape[1]
+            output = self._forward(chunk, end - begins.clamp(start, end))
+            start = end
+        return output
+
+    @torch.inference_mode()
+    def _step(self, tokens: Tensor, active: Sequence[bool]) -> _Output:
+        counts = [int(goes_on) for goes_on in active]
+        self.cache.reserve(counts)
+        if counts != self._counts_on_host:
+            self._counts.copy_(torch.tensor(counts))
+            self._counts_on_host = counts
+        self._tokens.copy_(tokens)
+        return self._captured() if self._captured else self._decode()
+
+    @torch.inference_mode()
+    def _decode(self) -> _Output:
+        return self._forward(self._tokens, self._counts)
+
+    def _forward(self, tokens: Tensor, counts: Tensor) -> _Output:
+        """A pass over the last counts[b] of the columns of tokens (B, T), for each sequence b."""
+        step = self.cache.ragged_step(counts, tokens.shape[1])
+        logits = self.model(tokens, step, last_only=True)[:, -1]
+        return _Output(logits, logits.argmax(-1, keepdim=True))
+
+    @torch.inference_mode()
+    def _draw(self, output: _Output, sampling: Sampling, generator: torch.Generator) -> Tensor:
+        """The next tokens (B, 1), the same on all ranks."""
+        greedy = sampling.temperature == 0
+        tokens = output.greedy if greedy else sampling.draw(output.logits, generator)
+        if self._sync_group is not None:
+            dist.broadcast(tokens, group=self._sync_group, group_src=0)
+        return tokens
+
+
+def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.ProcessGroup | None:
+    """The group that agrees on tokens; None for an engine of one process."""
+    for name in (kv, tp, sync):
+        if name is not None:
+            rank_and_size(name)  # one clear error for a name that is not known
+    if sync is None and kv is not None and tp is not None:
+        return dist.group.WORLD
+    name = sync or kv or tp
+    return None if name is None else distributed_c10d._resolve_process_group(name)
+
+
+def _bytes_read_per_step(model: Transformer) -> int:
+    """A step reads every weight once; of an input embedding of its own, only a row."""
+    read = sum(parameter.nbytes for parameter in model.parameters())
+    return read if model.config.tie_embeddings else read - model.embed_tokens.weight.nbytes

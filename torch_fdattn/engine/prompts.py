@@ -1,0 +1,42 @@
+"""Checks of prompts on the host, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_fdattn.dist import ShardedKVCache
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be generated from: empty, too long for the cache, unknown tokens."""
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], new_tokens: int, vocab_size: int, cache: ShardedKVCache
+) -> None:
+    """One prompt for each sequence of the cache, of known tokens, that fits with what is to follow.
+
+    new_tokens: how many will be drawn. The last of them needs no place.
+    """
+    if len(prompts) != len(cache.held):
+        raise ValueError(
+            f"prompts must be {len(cache.held)}, one for each sequence of the engine's batch, "
+            f"got {len(prompts)}"
+        )
+    for i, (prompt, held) in enumerate(zip(prompts, cache.held, strict=True)):
+        name = "prompt" if len(prompts) == 1 else f"prompts[{i}]"
+        if not isinstance(prompt, Sequence):
+            raise TypeError(f"{name} must be a sequence of token ids, got {type(prompt).__name__}")
+        if not prompt:
+            raise PromptError(f"{name} must have at least one token, got none")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise PromptError(
+                f"{name} must hold token ids from 0 to {vocab_size - 1}, got "
+                f"{min(prompt)} to {max(prompt)}"
+            )
+        if (needed := held + len(prompt) + max(new_tokens - 1, 0)) > cache.capacity:
+            more = f" and {new_tokens} new ones" if new_tokens else ""
+            raise PromptError(
+                f"{name} of {len(prompt)} tokens{more}, after {held} held, need {needed} places, "
+                f"the cache has {cache.capacity}"
+            )

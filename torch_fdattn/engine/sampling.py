@@ -1,0 +1,54 @@
+"""How the next token is drawn from the logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: greedily at temperature 0, else from the top_p nucleus."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None  # None: another one each time
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}")
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        generator = torch.Generator(device)
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """logits (B, vocab) -> token ids (B, 1)."""
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        logits = logits.float()
+        # Relative to the largest, and never divided by what fp32 takes for 0: no inf - inf, no 0 / 0.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
+        weights = torch.softmax(logits, dim=-1)
+        if self.top_p < 1:
+            ordered, order = weights.sort(dim=-1, descending=True)
+            # A token stays while those before it hold less than top_p: the first always does, even
+            # where fp32 takes top_p for 0.
+            outside = ordered.cumsum(-1) - ordered >= self.top_p
+            outside[..., 0] = False
+            weights = weights.scatter(-1, order, ordered.masked_fill(outside, 0))
+        return torch.multinomial(weights, 1, generator=generator)
+
+
+GREEDY = Sampling()

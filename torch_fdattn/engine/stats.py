@@ -1,0 +1,39 @@
+"""What a run of the engine took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stats:
+    """What a run of `Engine.generate` took, on this rank; filled in anew as it goes.
+
+    Tokens are counted over the whole batch; sequences that have ended count no more.
+    """
+
+    prompt_tokens: int = 0
+    first_tokens: int = 0  # those that the prefill gives: one for each sequence
+    new_tokens: int = 0  # the first ones included
+    first_token_s: float = 0.0
+    decode_s: float = 0.0  # all tokens after the first ones
+    decode_bytes: int = 0  # weights and cache read for them
+
+    def first(self, tokens: int, seconds: float) -> None:
+        self.first_tokens = self.new_tokens = tokens
+        self.first_token_s = seconds
+        self.decode_s, self.decode_bytes = 0.0, 0
+
+    def next(self, tokens: int, seconds: float, nbytes: int) -> None:
+        self.new_tokens += tokens
+        self.decode_s += seconds
+        self.decode_bytes += nbytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode rate: the first tokens belong to the prefill."""
+        return (self.new_tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.decode_bytes / self.decode_s / 1e9 if self.decode_s else 0.0

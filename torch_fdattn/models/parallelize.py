@@ -1,0 +1,132 @@
+"""Tensor parallelism from outside the model: `parallelize(model, mesh)`.
+
+The attention and the MLP of every layer are replaced by their tensor-parallel forms
+(`torch_fdattn.dist.TPAttention`, `TPMLP`), which keep this rank's slices of the weights. With ``ag_rs``
+two hooks carry the tokens in and out: before the first layer each rank takes its rows of the
+replicated hidden states, after the last they are gathered. An untied LM head is split over the
+vocabulary and its logits are gathered; embedding, final norm and a tied head stay replicated. Inputs,
+logits and loss are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from torch_fdattn.dist import TPMLP, TPAttention
+from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.tp_attention import check_attention
+from torch_fdattn.dist.tp_layers import TokenRows, TPHead, check_mlp, check_strategy
+from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
+
+
+def parallelize(
+    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "nccl"
+) -> nn.Module:
+    """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
+
+    Every rank calls it with the same full model, already on its device and in its dtype; nothing is
+    communicated. Afterwards the model is called as before, with the same input on every rank; a KV
+    cache holds `local_kv_heads(model)` heads, and may itself be sharded over another dimension of the mesh.
+
+    Args:
+        model: ours (`Transformer`) or transformers' LlamaForCausalLM and Qwen3ForCausalLM (their
+            attention implementations "sdpa" and "eager").
+        mesh: a one-dimensional DeviceMesh (``mesh["tp"]`` of a larger one), or a process group's name.
+        strategy: "all_reduce" (activations replicated) or "ag_rs" (activations sharded along tokens);
+            see `torch_fdattn.dist.tp_layers`.
+        allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: naming what is wrong; the model is then unchanged.
+    """
+    group_name = _group_name(mesh)
+    _, world_size = rank_and_size(group_name)
+    check_strategy(strategy, allreduce_method)
+    layers = _layers(model)
+    if any(isinstance(layer.self_attn, TPAttention) for layer in layers):
+        raise ValueError(
+            f"model must not be parallelised already, got a parallel {type(model).__name__}"
+        )
+    for layer in layers:
+        check_attention(layer.self_attn, world_size)
+        check_mlp(layer.mlp)
+    untied = getattr(model, "lm_head", None) is not None and not _is_tied(model)
+    if untied:
+        expect_linear(model, "lm_head")
+
+    tokens = _Tokens(group_name, world_size)
+    options = (group_name, strategy, allreduce_method, tokens)
+    for layer in layers:
+        layer.self_attn = TPAttention.from_module(layer.self_attn, *options)
+        layer.mlp = TPMLP.from_module(layer.mlp, *options)
+    if untied:
+        model.lm_head = TPHead(model.lm_head, group_name)
+    if strategy == "ag_rs":
+        for layer in layers:  # their norms see this rank's rows alone
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                for parameter in norm.parameters():
+                    sum_gradient(parameter, group_name)
+        layers[0].register_forward_pre_hook(tokens.enter)
+        layers[-1].register_forward_hook(tokens.leave)
+    return model
+
+
+def local_kv_heads(model: nn.Module) -> int:
+    """How many KV heads of every layer this rank holds: what its KV cache is made for."""
+    attention = _layers(model)[0].self_attn
+    return attention.k_proj.out_features // attention.head_dim
+
+
+class _Tokens(TokenRows):
+    """Takes the rank's rows of (B, T, C) before the first layer, and puts all together after the last."""
+
+    def __init__(self, group_name: str, world_size: int) -> None:
+        self.group_name, self.world_size = group_name, world_size
+
+    def enter(self, layer: nn.Module, args: tuple) -> tuple:
+        x = args[0]
+        self.shape = x.shape
+        self.rows = split_evenly(x.shape[0] * x.shape[1], self.world_size)
+        return own_rows(x.flatten(0, 1), self.group_name, self.rows), *args[1:]
+
+    def leave(self, layer: nn.Module, args: tuple, x: Tensor) -> Tensor:
+        return replicate_rows(x, self.group_name, self.rows).view(self.shape)
+
+
+def _is_tied(model: nn.Module) -> bool:
+    embedding = getattr(model, "model", model).embed_tokens
+    return model.lm_head.weight is embedding.weight
+
+
+def _group_name(mesh) -> str:
+    if isinstance(mesh, str):
+        return mesh
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise TypeError(
+            f"mesh must be a DeviceMesh or a process group's name, got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
+        raise ValueError(
+            f"mesh must have one dimension, the tensor-parallel one (mesh['tp']), got {mesh.ndim} "
+            f"dimensions: {', '.join(names)}"
+        )
+    return mesh.get_group().group_name
+
+
+def _layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The decoder layers of our model, or of transformers'."""
+    layers = getattr(getattr(model, "model", model), "layers", None)
+    parts = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    if not layers or not all(hasattr(layer, part) for layer in layers for part in parts):
+        raise TypeError(
+            "model must be a torch_fdattn Transformer or a transformers LlamaForCausalLM or "
+            f"Qwen3ForCausalLM, got {type(model).__name__}"
+        )
+    return layers
