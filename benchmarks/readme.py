@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .distributed.report import HEAD, lines_of
 from .results import RESULTS_DIR, ROOT, Results
 from .tables import render_summary
 
@@ -16,6 +17,8 @@ README = ROOT / "README.md"
 _SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DOTALL)
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "generate")
+#: Runs over the ranks of a group: one table for all of them.
+_DISTRIBUTED = ("ring", "tp-", "ag-gemm", "gemm-rs", "e2e")
 
 
 def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
@@ -28,13 +31,38 @@ def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
-    parts = []
+    parts, distributed = [], []
     for path in newest_files(folder):
+        if _benchmark(path).startswith(_DISTRIBUTED):
+            distributed.append(path)
+            continue
         link = f"[`{path.name}`](benchmarks/results/{path.name})"
         parts.append(
             f"### {_benchmark(path)}\n\n{render_summary(Results.load(path))}\nFrom {link}.\n"
         )
+    if distributed:
+        parts.append(_distributed_section(distributed))
     return "\n".join(parts) or "Not measured yet.\n"
+
+
+def _distributed_section(paths: list[Path]) -> str:
+    """One table of all runs over ranks: each is a file of few lines."""
+    found = [(path, Results.load(path)) for path in paths]
+    machines = sorted(
+        {
+            "{count} × {gpu}, torch {torch}, triton {triton}, commit {commit}".format(**run.meta)
+            for _, run in found
+        }
+    )
+    rows = [*HEAD, *(line for _, run in found for line in lines_of(run))]
+    links = ", ".join(f"[`{path.name}`](benchmarks/results/{path.name})" for path in paths)
+    notes = [
+        "torch: eager PyTorch with NCCL on the same weights, activations replicated, one all-reduce a "
+        "layer; for ring attention torch's context_parallel, or one device where that is not measured. "
+        "Ours: decode steps in a CUDA graph, all else eager.",
+        *(f"- {machine}" for machine in machines),
+    ]
+    return "\n".join(["### Over several GPUs", "", *notes, "", *rows, "", f"From {links}.", ""])
 
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:

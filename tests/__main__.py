@@ -36,7 +36,7 @@ INTERPRET = {"TRITON_INTERPRET": "1"}
 #: that was not made, and fails the layer.
 EXPECTED_SKIPS = re.compile(
     r"""(^|Skipped: |: )(
-        needs\ a\ CUDA\ device | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ \d+\ ranks
+        needs\ a\ CUDA\ device | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ \d+\ ranks(:.*)?
         | needs\ \d+\ GiB\ of\ free\ GPU\ memory,\ found\ \d+
         | tests\ a\ kernel:\ needs\ a\ CUDA\ device\ or\ TRITON_INTERPRET=1
         | compiles\ kernels,\ which\ the\ interpreter\ replaces | the\ interpreter\ has\ no\ bfloat16
@@ -48,8 +48,10 @@ _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 
-def distributed(ranks: int) -> Layer:
-    return Layer(f"distributed, {ranks} ranks", ("tests/dist",), ranks)
+def distributed(ranks: int, *names: str) -> Layer:
+    """The distributed tests, or the files of these names alone."""
+    files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
+    return Layer(f"distributed, {ranks} ranks", files, ranks)
 
 
 def layers(kind: str) -> list[Layer]:
@@ -61,6 +63,8 @@ def layers(kind: str) -> list[Layer]:
             ),
             distributed(2),
             distributed(3),
+            # What can go wrong with 4 and not with 3: the two-dimensional mesh, ranks beyond KV heads.
+            distributed(4, "ring_attention", "context_parallel", "parallelize", "kv_cache"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

@@ -171,4 +171,6 @@ def _file_name(options: argparse.Namespace) -> str:
         parts += ["all-reduce" if options.use_allreduce else "ag-rs"]
         if getattr(options, "mode", None):
             parts += [options.mode]
+        if options.name != "tp_mlp":
+            parts += [f"bsz{options.bsz}"]
     return "-".join(parts)

@@ -30,7 +30,8 @@ from .processes import Ranks
 from .progress import progress
 from .report import TORCH
 
-STEPS = 256  # room in the cache for the decode steps that are timed
+STEPS = 2  # room in the cache: the step that is timed is taken back each time
+PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activations
 
 
 class _Model:
@@ -38,7 +39,6 @@ class _Model:
 
     def __init__(
         self, options: argparse.Namespace, ranks: Ranks, batch: int, capacity: int, strategy: str,
-        cuda_graph: bool | None = None,
     ) -> None:  # fmt: skip
         self.ranks = ranks
         self.config = config_named(options.model, options.layers)
@@ -59,7 +59,7 @@ class _Model:
             self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
         self.engine = Engine(
             self.model, batch=batch, capacity=capacity, tp_group=ranks.group_name,
-            prefill_chunk=4096, cuda_graph=cuda_graph,
+            prefill_chunk=max(1, PREFILL_TOKENS // batch),
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
         self.ours = f"fdattn/{strategy}"

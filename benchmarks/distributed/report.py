@@ -7,14 +7,18 @@ from ..results import Results
 from ..tables import ours, values_of
 
 TORCH = "eager"
+#: Whom a test is compared with: the first of these that it measured. Ring attention has no eager form.
+PEERS = (TORCH, "torch_cp", "single_device")
+HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | --- | --- |"]
 
 
-def table(results: Results) -> str:
-    """Markdown; empty where no test has both times."""
+def lines_of(results: Results) -> list[str]:
+    """One Markdown row for each test that has both times."""
     lines = []
     for metric, unit in (("latency_ms", "ms"), ("tokens_per_s", "tokens/s")):
         for case, by_impl in values_of(results, metric).items():
-            own, peer = ours(by_impl), by_impl.get(TORCH)
+            own = ours(by_impl)
+            peer = next((by_impl[name] for name in PEERS if name in by_impl), None)
             if own is None or peer is None:
                 continue
             test, _, parameters = case.partition(" ")

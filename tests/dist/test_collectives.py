@@ -153,7 +153,7 @@ class TestBadInput:
     def test_rows_that_do_not_divide(self, group, rank_device) -> None:
         world = dist.get_world_size()
         if world == 1:
-            pytest.skip("everything divides by one rank")
+            pytest.skip("needs 2 ranks: everything divides by one")
         x = torch.ones(world + 1, 3, device=rank_device)
         with pytest.raises(
             ValueError, match=f"rows must be given where x's rows do not divide by the {world}"
@@ -166,7 +166,7 @@ class TestBadInput:
 
     def test_ranks_that_differ(self, group, rank_device) -> None:
         if dist.get_world_size() == 1:
-            pytest.skip("needs two ranks")
+            pytest.skip("needs 2 ranks")
         x = torch.ones(20 + dist.get_rank(), 3, device=rank_device)  # sizes that no rank has seen
         with pytest.raises(
             ValueError, match=r"rows must be the same on all ranks, got .* on rank 0"

@@ -211,6 +211,6 @@ class TestBadInput:
 
     def test_too_many_ranks(self, group) -> None:
         if dist.get_world_size() == 1:
-            pytest.skip("needs two ranks")
+            pytest.skip("needs 2 ranks")
         with pytest.raises(ValueError, match="heads must be at least the number of ranks"):
             parallelize(make("cpu", 1, 1), group)

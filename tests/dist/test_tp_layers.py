@@ -263,7 +263,7 @@ class TestBadInput:
 
     def test_more_ranks_than_heads(self, group) -> None:
         if dist.get_world_size() == 1:
-            pytest.skip("needs two ranks")
+            pytest.skip("needs 2 ranks")
         with pytest.raises(ValueError, match="heads must be at least the number of ranks"):
             TPAttention.from_module(dense_attention(config(1, 1), "ours"), group, "ag_rs")
 

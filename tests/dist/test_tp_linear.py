@@ -177,7 +177,7 @@ def test_autocast(group, rank_device) -> None:
 
 def test_rows_of_ranks_that_differ(group, rank_device) -> None:
     if dist.get_world_size() == 1:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     x = draw(20 + dist.get_rank(), NARROW, device=rank_device)  # sizes that no rank has seen
     with pytest.raises(ValueError, match="rows must be the same on all ranks, got"):
         all_gather_matmul(x, [draw(WIDE, NARROW, device=rank_device)], group)
@@ -209,7 +209,7 @@ class TestBadInput:
     )  # fmt: skip
     def test_all_gather_matmul(self, group, rank_device, wrong, error, message) -> None:
         if wrong.get("rows") == [2] and dist.get_world_size() == 1:
-            pytest.skip("right on one rank")
+            pytest.skip("needs 2 ranks: right on one")
 
         def here(x):
             return x.to(rank_device) if isinstance(x, Tensor) and x.device.type == "cpu" else x
@@ -249,7 +249,7 @@ class TestBadInput:
     def test_rows_that_do_not_divide(self, group, rank_device) -> None:
         world = dist.get_world_size()
         if world == 1:
-            pytest.skip("everything divides by one rank")
+            pytest.skip("needs 2 ranks: everything divides by one")
         x, weight = torch.ones(world + 1, 6), torch.ones(4, 6)
         with pytest.raises(ValueError, match="rows must be given where x's rows do not divide"):
             matmul_reduce_scatter(x.to(rank_device), weight.to(rank_device), group)
