@@ -13,27 +13,33 @@ HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | 
 
 
 def lines_of(results: Results) -> list[str]:
-    """One Markdown row for each test that has both times."""
+    """One Markdown row for each test that has both times; tokens/s beside the time where measured."""
     lines = []
-    for metric, unit in (("latency_ms", "ms"), ("tokens_per_s", "tokens/s")):
-        for case, by_impl in values_of(results, metric).items():
-            own = ours(by_impl)
-            peer = next((by_impl[name] for name in PEERS if name in by_impl), None)
-            if own is None or peer is None:
-                continue
-            test, _, parameters = case.partition(" ")
-            quantity = METRICS[metric]
-            speedup = quantity.speedup(by_impl[own], peer)
-            lines.append(
-                f"| {test} {own.partition('/')[2]} | {parameters} | {quantity.format(peer)} {unit} | "
-                f"{quantity.format(by_impl[own])} {unit} | {speedup:.2f}× |"
-            )
-    if not lines:
-        return ""
-    return "\n".join(
-        [
-            "| test | parameters | torch | ours | speed-up |",
-            "| --- | --- | --- | --- | --- |",
-            *lines,
-        ]
-    )
+    metric, tokens = METRICS["latency_ms"], METRICS["tokens_per_s"]
+    rates = values_of(results, "tokens_per_s")
+    for case, by_impl in values_of(results, "latency_ms").items():
+        own = ours(by_impl)
+        peer = next((name for name in PEERS if name in by_impl), None)
+        if own is None or peer is None:
+            continue
+        test, _, parameters = case.partition(" ")
+        cells = []
+        for impl in (peer, own):
+            cell = f"{metric.format(by_impl[impl])} ms"
+            if impl in rates.get(case, {}):
+                cell += f", {tokens.format(rates[case][impl])} tokens/s"
+            cells.append(cell)
+        speedup = metric.speedup(by_impl[own], by_impl[peer])
+        ratio = f"{speedup:.2f}×" if speedup >= 1 else f"**{speedup:.2f}×**"
+        compared = "" if peer == TORCH else f" ({peer})"
+        strategy = own.partition("/")[2]
+        lines.append(
+            f"| {test} {strategy} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"
+        )
+    return lines
+
+
+def table(results: Results) -> str:
+    """Markdown; empty where no test has both times."""
+    lines = lines_of(results)
+    return "\n".join([*HEAD, *lines]) if lines else ""
