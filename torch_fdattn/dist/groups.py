@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -70,7 +71,9 @@ def is_traced(tensor: Tensor) -> bool:
     return TracingContext.try_get() is not None or isinstance(tensor, torch._subclasses.FakeTensor)
 
 
-_agreed: dict[str, tuple[object, set[object]]] = {}
+_MOST_AGREED = 4096  # kinds of call that a group remembers
+# Weak: a name may come again after destroy_process_group, and its group must be able to go.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
 
 
 def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
@@ -86,11 +89,9 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
     if is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     group = distributed_c10d._resolve_process_group(group_name)
-    known = _agreed.get(group_name)
-    if known is None or known[0] is not group:  # a name may come again after destroy_process_group
-        known = _agreed[group_name] = (group, set())
+    agreed = _agreed.setdefault(group, set())
     key = tuple(values.items())
-    if key in known[1] and not checks.CHECK_VALUES:
+    if key in agreed and not checks.CHECK_VALUES:
         return
     everywhere: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, {name: str(value) for name, value in key}, group=group)
@@ -99,4 +100,6 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
         if len(set(found)) > 1:
             ranks = ", ".join(f"{value} on rank {r}" for r, value in enumerate(found))
             raise ValueError(f"{name} must be the same on all ranks, got {ranks}")
-    known[1].add(key)
+    if len(agreed) >= _MOST_AGREED:  # the same on all ranks, which agreed on all of them
+        agreed.clear()
+    agreed.add(key)

@@ -7,6 +7,8 @@ one host; no NVLink multicast (multimem) anywhere.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -19,8 +21,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 _ALIGNMENT = 16  # bytes: the widest loads of those kernels
 
-# The group object stands beside its workspace: a name can be used again after the group was destroyed.
-_workspaces: dict[tuple[str, str, torch.dtype], tuple[object, Tensor]] = {}
+# Weak: a group's workspaces go with it, and its name may come again.
+_workspaces: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.dtype], Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def workspace(
@@ -34,9 +38,9 @@ def workspace(
         RuntimeError: it would have to grow while a CUDA graph is captured.
     """
     group = distributed_c10d._resolve_process_group(group_name)
-    key = (group_name, purpose, dtype)
-    known_group, buffer = _workspaces.get(key, (None, None))
-    if known_group is group and buffer.numel() >= numel:
+    workspaces, key = _workspaces.setdefault(group, {}), (purpose, dtype)
+    buffer = workspaces.get(key)
+    if buffer is not None and buffer.numel() >= numel:
         return buffer
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -49,7 +53,7 @@ def workspace(
         size = 1 << max(numel - 1, 1).bit_length()
         buffer = symmetric.empty(size, dtype=dtype, device=device)
     symmetric.rendezvous(buffer, group_name)
-    _workspaces[key] = (group, buffer)
+    workspaces[key] = buffer
     return buffer
 
 
