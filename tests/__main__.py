@@ -35,8 +35,8 @@ INTERPRET = {"TRITON_INTERPRET": "1"}
 #: Reasons to skip that follow from the kind of run. Anything else, a missing package above all, is a check
 #: that was not made, and fails the layer.
 EXPECTED_SKIPS = re.compile(
-    r"""(^|Skipped: |: )(
-        needs\ a\ CUDA\ device | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ \d+\ ranks(:.*)?
+    r"""(^|Skipped:\ |:\ )(
+        needs\ a\ CUDA\ device | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ \d+\ ranks(:\ .*)?
         | needs\ \d+\ GiB\ of\ free\ GPU\ memory,\ found\ \d+
         | tests\ a\ kernel:\ needs\ a\ CUDA\ device\ or\ TRITON_INTERPRET=1
         | compiles\ kernels,\ which\ the\ interpreter\ replaces | the\ interpreter\ has\ no\ bfloat16
@@ -63,8 +63,11 @@ def layers(kind: str) -> list[Layer]:
             ),
             distributed(2),
             distributed(3),
-            # What can go wrong with 4 and not with 3: the two-dimensional mesh, ranks beyond KV heads.
-            distributed(4, "ring_attention", "context_parallel", "parallelize", "kv_cache"),
+            # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
+            distributed(
+                4, "ring_attention", "context_parallel", "parallelize", "tp_layers", "kv_cache"
+            ),
+            distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

@@ -67,7 +67,7 @@ def add_commands(names) -> None:
     command.add_argument(
         "--backend", choices=("torch", "ag_rs", "all_reduce"), default="all_reduce"
     )
-    _add_parallel(command, layers=True)
+    _add_parallel(command, layers=True, generation=True)
 
 
 def _command(names, name: str, text: str) -> argparse.ArgumentParser:
@@ -83,17 +83,22 @@ def _command(names, name: str, text: str) -> argparse.ArgumentParser:
     return command
 
 
-def _add_parallel(command: argparse.ArgumentParser, layers: bool = False) -> None:
+def _add_parallel(
+    command: argparse.ArgumentParser, layers: bool = False, generation: bool = False
+) -> None:
     command.add_argument("--model", default="Qwen/Qwen3-32B", help="a built-in shape")
+    command.add_argument("--allreduce-method", choices=METHODS, default="nccl")
+    # A layer alone takes and ignores it, so that one line serves all runs of a model.
+    command.add_argument("--layers", type=int, help="of the model" if layers else argparse.SUPPRESS)
+    if generation:  # its strategy is --backend; e2e checks the logits
+        command.set_defaults(use_allreduce=False, check=False)
+        return
     command.add_argument(
         "--use-allreduce", action="store_true", help="not all-gather, reduce-scatter"
     )
-    command.add_argument("--allreduce-method", choices=METHODS, default="nccl")
     command.add_argument(
         "--check", action="store_true", help="against one process with all weights"
     )
-    # A layer alone takes and ignores it, so that one line serves all runs of a model.
-    command.add_argument("--layers", type=int, help="of the model" if layers else argparse.SUPPRESS)
 
 
 def _strategies(text: str) -> list[str]:
@@ -175,10 +180,12 @@ def _file_name(options: argparse.Namespace) -> str:
         parts += [str(options.seq)]
     elif options.name == "e2e_inference":
         parts += [options.backend.replace("_", "-"), f"bsz{options.bsz}"]
-    elif options.name in ("tp_mlp", "tp_attn", "e2e"):
+    else:
         parts += ["all-reduce" if options.use_allreduce else "ag-rs"]
+        if options.use_allreduce and options.allreduce_method != "nccl":
+            parts += [options.allreduce_method.replace("_", "-")]
         if getattr(options, "mode", None):
             parts += [options.mode]
-        if options.name != "tp_mlp":
+        if hasattr(options, "bsz"):
             parts += [f"bsz{options.bsz}"]
     return "-".join(parts)

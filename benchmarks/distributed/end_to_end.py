@@ -52,7 +52,7 @@ class _Model:
         if options.check:
             from torch_fdattn.models.parallelize import parallelize
 
-            whole = model_bytes(self.config, dtype, 1)
+            whole = 2 * model_bytes(self.config, dtype, 1)  # to be split, and to compare with
             require_memory(f"the whole {options.model}", whole, ranks.device, ranks.size)
             self.model = parallelize(whole_model(self.config, ranks.device, dtype), *parts)
         else:
@@ -63,6 +63,8 @@ class _Model:
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
         self.ours = f"fdattn/{strategy}"
+        if strategy == "all_reduce" and options.allreduce_method != "nccl":
+            self.ours += f"-{options.allreduce_method}"
 
     def prompts(self, batch: int, length: int) -> torch.Tensor:
         made = generator(torch.device("cpu"), 0)

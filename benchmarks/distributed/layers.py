@@ -20,6 +20,7 @@ from torch_fdattn.dist import (
     ShardedKVCache,
     TPAttention,
     all_gather_matmul,
+    matmul_all_reduce,
     matmul_reduce_scatter,
 )
 from torch_fdattn.dist.collectives import split_evenly
@@ -45,6 +46,7 @@ class _Layer:
         require_memory(f"a layer of {options.model}", needed, ranks.device, ranks.size)
         self.strategy = "all_reduce" if options.use_allreduce else "ag_rs"
         self.method = options.allreduce_method
+        self._made = generator(ranks.device, 1)  # advances: no two tensors are alike
 
     @property
     def ours(self) -> str:
@@ -57,8 +59,7 @@ class _Layer:
         return " ".join(map(str, (self.options.name, *words)))
 
     def random(self, *shape: int) -> Tensor:
-        made = generator(self.ranks.device, 1)
-        return torch.randn(shape, generator=made, device=self.ranks.device).to(self.dtype)
+        return torch.randn(shape, generator=self._made, device=self.ranks.device).to(self.dtype)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of the flattened tokens, or all of x, as the strategy wants it."""
@@ -82,7 +83,8 @@ class _Layer:
         if self.options.check:
             exact = right().double()
             error = (ours().double() - exact).abs().max()
-            bound = (2e-5 if self.dtype == torch.float32 else 3e-2) * exact.abs().max()
+            # Relative to the typical value: a few large ones must not excuse errors everywhere else.
+            bound = (2e-5 if self.dtype == torch.float32 else 0.1) * exact.square().mean().sqrt()
             both = torch.stack([error, bound])
             dist.all_reduce(both, dist.ReduceOp.MAX)
             holds = bool(both[0] <= both[1])
@@ -124,7 +126,7 @@ def tp_mlp(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> boo
 
 
 def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
-    """The all-gather and the gate-and-up matmul of an MLP."""
+    """The all-gather and the gate-and-up matmul of an MLP; with all-reduce the matmul of replicated x."""
     run = _Layer(options, ranks, recorder)
     features = 2 * run.config.intermediate_size
     shares = split_evenly(features, ranks.size)
@@ -133,6 +135,10 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     x = run.random(options.M, run.config.hidden_size)
     rows = split_evenly(options.M, ranks.size)
     own = x.split(rows)[ranks.rank].contiguous()
+
+    if run.strategy == "all_reduce":  # nothing to gather: the same call on both sides
+        local = lambda: F.linear(x, own_weight)  # noqa: E731
+        return run.finish(run.case(f"M{options.M}"), local, local, local)
 
     def torch_() -> Tensor:
         parts = list(x.new_empty(x.shape).split(rows))
@@ -153,13 +159,26 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
 
 
 def gemm_rs(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
-    """The down matmul of an MLP and its reduce-scatter."""
+    """The down matmul of an MLP and its reduce-scatter, or its all-reduce."""
     run = _Layer(options, ranks, recorder)
     shares = split_evenly(run.config.intermediate_size, ranks.size)
     weight = 0.02 * run.random(run.config.hidden_size, run.config.intermediate_size)
     x = run.random(options.M, run.config.intermediate_size)
     own_weight, own = (y.split(shares, 1)[ranks.rank].contiguous() for y in (weight, x))
     rows = split_evenly(options.M, ranks.size)
+
+    def reduced() -> Tensor:
+        partial = F.linear(own, own_weight)
+        dist.all_reduce(partial)
+        return partial
+
+    if run.strategy == "all_reduce":
+        return run.finish(
+            run.case(f"M{options.M}"),
+            lambda: matmul_all_reduce(own, own_weight, ranks.group_name, method=run.method),
+            reduced,
+            lambda: F.linear(x, weight),
+        )
 
     def torch_() -> Tensor:
         partial = F.linear(own, own_weight)

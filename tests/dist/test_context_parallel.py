@@ -64,6 +64,11 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
         lens = torch.tensor([3], device=rank_device, dtype=torch.int32)
         with pytest.raises(NotImplementedError, match="got kv_lens"):
             torch_fdattn.attention(x, x, x, lens)
+        layer = nn.MultiheadAttention(16, 1, device=rank_device)
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            layer(x[0], x[0], x[0])
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            torch_fdattn.decode(x, x, x)
     with (
         pytest.raises(ValueError, match="must shard keys too"),
         context_parallel(group, shards=shards, strategy="query_split"),

@@ -270,3 +270,17 @@ def test_without_a_process_group() -> None:
     q = torch.randn(1, 1, 1, 16)
     with pytest.raises(RuntimeError, match="init_process_group first"):
         decode(q, q, q, torch.ones(1, dtype=torch.int32), "0")
+
+
+@pytest.mark.parametrize("what", ["batch", "gradients"])
+def test_disagreeing_ranks_are_named_on_every_rank(group, rank_device, what) -> None:
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    odd = dist.get_rank() == 1
+    batch = 7 if odd and what == "batch" else 6
+    q, k, v = make(rank_device, batch, 2, 1, 1, 8, 16)
+    q.requires_grad_(odd and what == "gradients")
+    lens = torch.full((batch,), 8, dtype=torch.int32, device=rank_device)
+    text = {"batch": "q's shape", "gradients": "whether gradients are wanted"}[what]
+    with pytest.raises(ValueError, match=rf"{text} must be the same on all ranks, got .* on rank 1"):
+        decode(q, k, v, lens, group, scale=0.321)

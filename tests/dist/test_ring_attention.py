@@ -177,6 +177,29 @@ def test_compiles_into_one_graph(group, rank_device, strategy, backend) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_use_different_outputs(group, rank_device, strategy) -> None:
+    """Rank 1's loss takes lse alone, others' out or both: no rank waits for another."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    whole = [torch.randn(1, world, 8 * world, 16, device=rank_device) for _ in range(3)]
+
+    def loss(out, lse, r):
+        return (out.sum() if r != 1 else 0) + (lse.sum() if r < 2 else 0)
+
+    q, k, v = (shards.shard(x, rank, 2).clone().requires_grad_() for x in whole)
+    if strategy == "query_split":
+        k, v = (x.clone().requires_grad_() for x in whole[1:])
+    outputs = ring_attention(q, k, v, group, shards=shards, causal=True, strategy=strategy)
+    grads = torch.autograd.grad(loss(*outputs, rank), (q, k, v))
+    inputs = [x.clone().requires_grad_() for x in whole]
+    exact = torch_fdattn.attention(*inputs, causal=True)
+    total = sum(loss(*(shards.shard(y, r, 2) for y in exact), r) for r in range(world))
+    for found, right in zip(grads, torch.autograd.grad(total, inputs), strict=True):
+        own = right if found.shape == right.shape else shards.shard(right, rank, 2)
+        torch.testing.assert_close(found, own)
+
+
 def test_shards_by_name(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = [torch.randn(1, 2, 8 * world, 16, device=rank_device) for _ in range(3)]
@@ -221,6 +244,11 @@ def wrong_calls(world: int):
 
 def test_wrong_calls_before_any_communication(group, rank_device) -> None:
     x = torch.randn(1, 2, 8, 16)
+    world = dist.get_world_size()
+    overlapping = [world, *(number for r in range(world) for number in (r, 0, 8))]
+    if world > 1:
+        with pytest.raises(ValueError, match="shards must hold each position"):
+            torch.ops.fdattn.ring_attention(*3 * [x.to(rank_device)], group, overlapping)
     for changes, kind, text in wrong_calls(dist.get_world_size()):
         arguments = dict(q=x, k=x, v=x, group_name=group) | changes
         arguments = {

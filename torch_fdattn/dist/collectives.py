@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import agree, given_rank_and_size, rank_and_size
+from torch_fdattn.dist.groups import agree, given_rank_and_size, rank_and_size, wants_gradients
 from torch_fdattn.ops import library
 
 _C10D = torch.ops._c10d_functional
@@ -174,7 +174,7 @@ def _define(name: str) -> None:
         if by_rows and x.dim() == 0:
             raise ValueError("x must have rows (dimension 0), got a tensor of no dimensions")
         rank, world_size = given_rank_and_size(group_name, rank, world_size)
-        same = {"x's dtype": x.dtype}
+        same = {"x's dtype": x.dtype, **wants_gradients(x)}
         if by_rows:
             rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=own)
             same |= {"rows": tuple(rows), "x's shape after its rows": tuple(x.shape[1:])}

@@ -70,8 +70,9 @@ def context_parallel(
         strategy: as `ring_attention`, "query_split" excepted.
 
     `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
-    With a mask, dropout, or lengths and positions of their own they raise NotImplementedError: silently
-    they would attend to this rank's tokens only.
+    With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
+    nn.MultiheadAttention and torch_fdattn.decode: silently they would attend to this rank's tokens only.
+    With activation checkpointing the backward belongs inside too, because it calls attention again.
     """
     if len(buffers) != len(seq_dims):
         raise ValueError(
@@ -92,6 +93,16 @@ def context_parallel(
             x.data = data
 
 
+#: Attention that reaches no call which the mode could take over (nn.MultiheadAttention and its layers).
+_LOCAL_ATTENTION = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    torch.ops.fdattn.decode,
+    torch.ops.fdattn.decode.default,
+)
+
+
 class _RingMode(TorchFunctionMode):
     """Sends attention calls to ring attention; everything else goes its way."""
 
@@ -109,6 +120,12 @@ class _RingMode(TorchFunctionMode):
             return self._sdpa(*args, **kwargs)
         if func in (torch.ops.fdattn.attention, torch.ops.fdattn.attention.default):
             return self._attention(*args, **kwargs)
+        if func in _LOCAL_ATTENTION:
+            name = getattr(func, "__name__", str(func))
+            raise NotImplementedError(
+                f"{name} inside context_parallel would attend to this rank's tokens only: call "
+                "F.scaled_dot_product_attention or torch_fdattn.attention"
+            )
         return func(*args, **kwargs)
 
     def _sdpa(

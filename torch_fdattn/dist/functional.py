@@ -74,7 +74,8 @@ def ring_attention(
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
         Differentiable in q, k and v, for losses that are summed over the ranks: each rank's gradients are of
-        the sum of all ranks' losses. (With "query_split", K and V's gradients are whole on every rank.)
+        the sum of all ranks' losses. The backward is a collective: the loss must depend on an output
+        (out or lse, not always the same) on every rank. (With "query_split", K and V's gradients are whole on every rank.)
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where

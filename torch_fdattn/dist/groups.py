@@ -71,6 +71,12 @@ def is_traced(tensor: Tensor) -> bool:
     return TracingContext.try_get() is not None or isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+def wants_gradients(*tensors: Tensor) -> dict[str, object]:
+    """For `agree`: a backward that is a collective must run on all ranks or on none."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return {"whether gradients are wanted": wanted}
+
+
 _MOST_AGREED = 4096  # kinds of call that a group remembers
 # Weak: a name may come again after destroy_process_group, and its group must be able to go.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
@@ -80,8 +86,8 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
     """Compares what must be the same on all ranks, before any data moves.
 
     Costs one small collective, and a wait for the device, the first time that a group sees these values, and
-    nothing later (with TORCH_FDATTN_CHECK=1 every time): where ranks come to differ only after that, the
-    group's time-out ends the call. Nothing is compared in traces and CUDA graphs.
+    nothing later (with TORCH_FDATTN_CHECK=1 every time): what happens where ranks differ only after that,
+    each in a way that the group has seen, is undefined (an error of the backend, or wrong numbers). Nothing is compared in traces and CUDA graphs.
 
     Raises:
         ValueError: on every rank, naming the value and what each rank has.

@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes: the widest loads of those kernels
 
 # Weak: a group's workspaces go with it, and its name may come again.
-_workspaces: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.dtype], Tensor]] = (
+_workspaces: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.dtype], list[Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -32,16 +32,18 @@ def workspace(
 ) -> Tensor:
     """A flat tensor of at least `numel` elements that all ranks of the group map.
 
-    The same memory at every call with the same group, purpose and dtype, until it must grow.
+    The same memory at every call with the same group, purpose and dtype, until it must grow. Memory that was
+    grown out of stays until the group goes (in all at most as much again): captured graphs hold its
+    address. One stream at a time may use a workspace.
 
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.
     """
     group = distributed_c10d._resolve_process_group(group_name)
     workspaces, key = _workspaces.setdefault(group, {}), (purpose, dtype)
-    buffer = workspaces.get(key)
-    if buffer is not None and buffer.numel() >= numel:
-        return buffer
+    buffers = workspaces.setdefault(key, [])
+    if buffers and buffers[-1].numel() >= numel:
+        return buffers[-1]
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the symmetric-memory workspace {purpose!r} must grow to {numel} elements of {dtype} "
@@ -53,7 +55,7 @@ def workspace(
         size = 1 << max(numel - 1, 1).bit_length()
         buffer = symmetric.empty(size, dtype=dtype, device=device)
     symmetric.rendezvous(buffer, group_name)
-    workspaces[key] = buffer
+    buffers.append(buffer)
     return buffer
 
 

@@ -22,16 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear.functional import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
 from torch_fdattn.dist.tp_linear.op import check_method
 from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
 
@@ -73,6 +69,9 @@ class TPLayer(nn.Module):
         self.group_name, self.strategy = group_name, strategy
         self.allreduce_method = allreduce_method
         self.tokens = tokens or TokenRows()
+        # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
+        rank, world_size = rank_and_size(group_name)
+        self._ranks = dict(rank=rank, world_size=world_size)
 
     def _all_tokens(self, x: Tensor) -> int:
         """How many tokens all ranks have together."""
@@ -85,28 +84,31 @@ class TPLayer(nn.Module):
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i)."""
         if self.strategy == "ag_rs":
-            return all_gather_matmul(
+            return torch.ops.fdattn.all_gather_matmul(
                 x,
                 [linear.weight for linear in linears],
                 self.group_name,
                 [linear.bias for linear in linears],
                 rows=self.tokens.rows,
+                **self._ranks,
             )
-        x = spread(x, self.group_name)
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
         if self.strategy == "ag_rs":
-            return matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows
+            return torch.ops.fdattn.matmul_reduce_scatter(
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, **self._ranks
             )
-        y = matmul_all_reduce(
+        y = torch.ops.fdattn.matmul_all_reduce(
             x.flatten(0, -2),
             linear.weight,
             self.group_name,
             linear.bias,
             method=self.allreduce_method,
+            **self._ranks,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
 

@@ -232,6 +232,12 @@ def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.Proc
         if name is not None:
             rank_and_size(name)  # one clear error for a name that is not known
     if sync is None and kv is not None and tp is not None:
+        sizes = [rank_and_size(name)[1] for name in (kv, tp)]
+        if sizes[0] * sizes[1] != dist.get_world_size():
+            raise ValueError(
+                "sync_group must be given where kv_group and tp_group are not a mesh of all ranks, got "
+                f"groups of {sizes[0]} and {sizes[1]} among {dist.get_world_size()} ranks"
+            )
         return dist.group.WORLD
     name = sync or kv or tp
     return None if name is None else distributed_c10d._resolve_process_group(name)

@@ -29,6 +29,8 @@ def check_prompts(
             raise TypeError(f"{name} must be a sequence of token ids, got {type(prompt).__name__}")
         if not prompt:
             raise PromptError(f"{name} must have at least one token, got none")
+        if wrong := [x for x in prompt if not isinstance(x, int) or isinstance(x, bool)]:
+            raise TypeError(f"{name} must hold integer token ids, got {wrong[0]!r}")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PromptError(
                 f"{name} must hold token ids from 0 to {vocab_size - 1}, got "

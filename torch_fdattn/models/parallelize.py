@@ -84,7 +84,11 @@ def local_kv_heads(model: nn.Module) -> int:
 
 
 class _Tokens(TokenRows):
-    """Takes the rank's rows of (B, T, C) before the first layer, and puts all together after the last."""
+    """Takes the rank's rows of (B, T, C) before the first layer, and puts all together after the last.
+
+    Holds the shape of the forward that runs: layers that are recomputed (activation checkpointing) must
+    be so before another forward of another shape.
+    """
 
     def __init__(self, group_name: str, world_size: int) -> None:
         self.group_name, self.world_size = group_name, world_size

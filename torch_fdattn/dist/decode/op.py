@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.dist.decode.all_gather import gather_and_merge
-from torch_fdattn.dist.groups import given_rank_and_size
+from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import check_inputs, default_scale, options_to_mask
@@ -122,7 +122,21 @@ def _dist_decode(
     mask = local_mask(q, k_shard, mask, kv_block, rank, world_size)
     scale = default_scale(q, scale)
     check_inputs(q, k_shard, v_shard, mask, scale, ("q", "k_shard", "v_shard"))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_shard, v_shard)):
+    gradients = wants_gradients(q, k_shard, v_shard)
+    agree(
+        group_name,
+        q,
+        {
+            "q's shape": tuple(q.shape),
+            "k_shard's heads": k_shard.shape[1],
+            "the dtype": q.dtype,
+            "kv_block": kv_block,
+            "causal and window": (mask.window_left, mask.window_right),
+            "scale": scale,
+            **gradients,
+        },
+    )
+    if any(gradients.values()):
         return _DistDecode.apply(q, k_shard, v_shard, group_name, world_size, *mask, scale)
     return _forward(q, k_shard, v_shard, mask, scale, group_name, world_size)
 

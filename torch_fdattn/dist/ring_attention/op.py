@@ -7,11 +7,13 @@ dk, dv`. Rank, world size and shards are arguments, because torch keys its compi
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import agree, given_rank_and_size
+from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.sequence_shards import SequenceShards
@@ -25,6 +27,22 @@ STRATEGIES = {
     "query_split": query_split,
     "star": star,
 }
+
+
+@functools.lru_cache(maxsize=1024)
+def partition(numbers: tuple[int, ...]) -> SequenceShards:
+    """The shards of `SequenceShards.flat`, checked once to be a partition."""
+    shards = SequenceShards.from_flat(numbers)
+    runs = sorted(run for runs in shards.ranks for run in runs)
+    end = 0
+    for run in runs:
+        if run.start != end or run.length < 1:
+            raise ValueError(
+                "shards must hold each position from 0 on exactly once, got a run of "
+                f"{run.length} positions from {run.start} where {end} should come"
+            )
+        end = run.end
+    return shards
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> None:
@@ -50,7 +68,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, problem, strategy):
         out, lse, saved = STRATEGIES[strategy].forward(q, k, v, problem)
         ctx.save_for_backward(*saved)
-        ctx.problem, ctx.strategy = problem, strategy
+        ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -59,11 +77,12 @@ class _RingAttention(torch.autograd.Function):
         library.refuse_double_backward("ring_attention")
         saved = Saved(*ctx.saved_tensors)
         dtype = saved.q.dtype
-        # Even a rank whose outputs nobody used must take part in the others' collectives. Autograd
-        # calls this only if one of them was used; which of the two must be the same on all ranks.
+        # Ranks may use different outputs, and one that used none must still take part in the collectives:
+        # all of them travel, as zeros where they were not used.
         if dout is None:
-            shape = (*dlse.shape, saved.q.shape[-1])
-            dout = dlse.new_zeros(shape, dtype=dtype)
+            dout = saved.q.new_zeros(ctx.shape)
+        if dlse is None:
+            dlse = saved.q.new_zeros(ctx.shape[:-1], dtype=ctx.lse_dtype)
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, ctx.problem)
         return *(x.to(dtype) for x in gradients), None, None
 
@@ -76,7 +95,7 @@ def _ring_attention(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    shards = SequenceShards.from_flat(shards)
+    shards = partition(tuple(int(number) for number in shards))
     if shards.world_size != world_size:
         raise ValueError(
             f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
@@ -85,7 +104,7 @@ def _ring_attention(
     scale = default_scale(q, scale)
     problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale)
     _check(q, k, v, problem, strategy)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    gradients = wants_gradients(q, k, v)
     agree(
         group_name,
         q,
@@ -97,10 +116,10 @@ def _ring_attention(
             "causal and window": (mask.window_left, mask.window_right),
             "scale": scale,
             "strategy": strategy,
-            "whether gradients are wanted": needs_grad,
+            **gradients,
         },
     )
-    if needs_grad:
+    if any(gradients.values()):
         return _RingAttention.apply(q, k, v, problem, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
-from torch_fdattn.dist.groups import agree, given_rank_and_size
+from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.tp_linear import collective
 from torch_fdattn.ops import library
 
@@ -91,6 +91,7 @@ def _all_gather_matmul(
             "rows": tuple(rows),
             "x_shard's features": x_shard.shape[1],
             "x_shard's dtype": x_shard.dtype,
+            **wants_gradients(x_shard, *weights),
         },
     )
     x_shard = x_shard.to(_compute_dtype(x_shard))
@@ -110,7 +111,12 @@ def _matmul_reduce_scatter(
     agree(
         group_name,
         x,
-        {"rows": tuple(rows), "weight's rows": weight.shape[0], "x's dtype": x.dtype},
+        {
+            "rows": tuple(rows),
+            "weight's rows": weight.shape[0],
+            "x's dtype": x.dtype,
+            **wants_gradients(x, weight),
+        },
     )
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
 
