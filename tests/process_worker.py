@@ -52,6 +52,15 @@ def calls(group: str) -> dict:
     }
 
 
+def forward_and_backward(strategy: str, group: str, die: bool) -> None:
+    """`die`: rank 1 is gone when the others are in the backward's collectives."""
+    x = torch.randn(1, 3, 8, 16, requires_grad=True)
+    out, _ = ring_attention(x, x, x, group, strategy=strategy)
+    if die and dist.get_rank() == 1:
+        os._exit(3)
+    out.sum().backward()
+
+
 def main(job: str, name: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     group = dist.group.WORLD.group_name
@@ -60,6 +69,13 @@ def main(job: str, name: str) -> None:
             ring(strategy, group)
         print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees", flush=True)
         dist.destroy_process_group()
+        return
+    if name.endswith("_backward"):
+        strategy = name.removesuffix("_backward")
+        forward_and_backward(strategy, group, die=False)
+        print("first call done", flush=True)
+        forward_and_backward(strategy, group, die=True)
+        print("survived", flush=True)
         return
     call = calls(group)[name]
     call()

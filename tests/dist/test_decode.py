@@ -282,5 +282,7 @@ def test_disagreeing_ranks_are_named_on_every_rank(group, rank_device, what) -> 
     q.requires_grad_(odd and what == "gradients")
     lens = torch.full((batch,), 8, dtype=torch.int32, device=rank_device)
     text = {"batch": "q's shape", "gradients": "whether gradients are wanted"}[what]
-    with pytest.raises(ValueError, match=rf"{text} must be the same on all ranks, got .* on rank 1"):
+    with pytest.raises(
+        ValueError, match=rf"{text} must be the same on all ranks, got .* on rank 1"
+    ):
         decode(q, k, v, lens, group, scale=0.321)

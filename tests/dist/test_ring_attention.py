@@ -99,12 +99,9 @@ def draw(seed: int, world: int, device: str):
         seed, rng.choice([1, 2]), kv_heads * per_head, kv_heads, total, total, rng.choice([16, 32, 40]),
         rng.choice(dtypes), 16, causal=causal, window=window, scale=rng.choice([None, None, 0.3]),
     )  # fmt: skip
-    return (
-        case,
-        drawn_shards(rng, total, world),
-        strategy,
-        rng.choice(["out", "lse", "both", "both"]),
-    )
+    # The error rule for 16 bits speaks of gradients from both outputs.
+    which = "both" if case.dtype != torch.float32 else rng.choice(["out", "lse", "both"])
+    return case, drawn_shards(rng, total, world), strategy, which
 
 
 @pytest.mark.parametrize("seed", range(DRAWN))
@@ -131,12 +128,9 @@ def test_drawn(group, rank_device, seed) -> None:
         scales = [*(max(max_abs(x), 1e-3) for x in exact[:2]), *3 * [max(gradient, 1e-3)]]
         for name, value, right, largest in zip(names, found, exact, scales, strict=True):
             assert_near(name, value.cpu(), right.detach(), largest)
-    elif which == "both":
+    else:
         results = dict(zip(names, found, strict=True))
         expected_attention(case, str(rank_device)).check(results.pop("lse"), **results)
-    else:
-        expected = expected_attention(case, str(rank_device), backward=False)
-        expected.check(found[1], out=found[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
