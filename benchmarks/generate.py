@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .cases import GenerateCase
+from .distributed import processes
 from .peers import OURS, Implementation
 from .runner import DTYPES, Run, generator
 from .timing import Sample
@@ -34,13 +35,8 @@ def join(device: torch.device) -> tuple[torch.device, dist.ProcessGroup | None]:
     """This rank's device and group under torchrun; the given device and None without."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return device, None
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    return device, dist.group.WORLD
+    ranks = processes.join(device.type)
+    return ranks.device, ranks.group
 
 
 def measure(run: Run, cases: Sequence[GenerateCase], group: dist.ProcessGroup | None) -> None:

@@ -79,7 +79,7 @@ def _command(names, name: str, text: str) -> argparse.ArgumentParser:
     command.add_argument("--repeats", type=int, default=3)
     command.add_argument("--json", metavar="PATH")
     command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    command.set_defaults(run=run, budget_s=None)
+    command.set_defaults(run=run)
     return command
 
 

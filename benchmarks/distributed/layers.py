@@ -34,6 +34,7 @@ from . import peers
 from .clock import compare
 from .models import config_named, layer_bytes, random_weights, require_memory
 from .processes import Ranks
+from .report import TORCH
 
 
 class _Layer:
@@ -76,7 +77,7 @@ class _Layer:
     @torch.inference_mode()
     def finish(
         self, case: str, ours: Callable[[], Tensor], torch_: Callable[[], Tensor],
-        right: Callable[[], Tensor], prepare=None,
+        right: Callable[[], Tensor],
     ) -> bool:  # fmt: skip
         """Checks if asked, then times both; whether the check holds."""
         holds = True
@@ -93,16 +94,10 @@ class _Layer:
                 verdict = "ok" if holds else "WRONG"
                 print(f"check: largest error {both[0]:.2e}, bound {both[1]:.2e}: {verdict}")
         compare(
-            self.ranks, self.recorder, case, {peers_name(): torch_, self.ours: ours},
-            repeats=self.options.repeats, prepare=prepare,
+            self.ranks, self.recorder, case, {TORCH: torch_, self.ours: ours},
+            repeats=self.options.repeats,
         )  # fmt: skip
         return holds
-
-
-def peers_name() -> str:
-    from .report import TORCH
-
-    return TORCH
 
 
 def tp_mlp(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
@@ -137,8 +132,8 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     own = x.split(rows)[ranks.rank].contiguous()
 
     if run.strategy == "all_reduce":  # nothing to gather: the same call on both sides
-        local = lambda: F.linear(x, own_weight)  # noqa: E731
-        return run.finish(run.case(f"M{options.M}"), local, local, local)
+        calls = 3 * [lambda: F.linear(x, own_weight)]
+        return run.finish(run.case(f"M{options.M}"), *calls)
 
     def torch_() -> Tensor:
         parts = list(x.new_empty(x.shape).split(rows))

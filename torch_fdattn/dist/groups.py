@@ -1,4 +1,4 @@
-"""Process groups by name: the size, this process's rank, and one clear error for a wrong name."""
+"""Process groups by name: size and rank, one clear error for a wrong name, and what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
 
     Costs one small collective, and a wait for the device, the first time that a group sees these values, and
     nothing later (with TORCH_FDATTN_CHECK=1 every time): what happens where ranks differ only after that,
-    each in a way that the group has seen, is undefined (an error of the backend, or wrong numbers). Nothing is compared in traces and CUDA graphs.
+    each in a way that the group has seen, is undefined (an error of the backend, or wrong numbers).
+    Nothing is compared in traces and CUDA graphs.
 
     Raises:
         ValueError: on every rank, naming the value and what each rank has.
