@@ -65,7 +65,13 @@ def layers(kind: str) -> list[Layer]:
             distributed(3),
             # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
             distributed(
-                4, "ring_attention", "context_parallel", "parallelize", "tp_layers", "kv_cache"
+                4,
+                "ring_attention",
+                "context_parallel",
+                "parallelize",
+                "tp_layers",
+                "kv_cache",
+                "engine",
             ),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]

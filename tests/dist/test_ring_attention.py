@@ -18,8 +18,8 @@ from torch_fdattn.dist import SequenceShards, ring_attention
 from torch_fdattn.testing import AttentionCase, expected_attention
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
-#: All of them on two CPU ranks; more ranks take longer, and a GPU compiles kernels for each kind of case.
-DRAWN = 200 if os.environ.get("WORLD_SIZE") == "2" and not torch.cuda.is_available() else 60
+#: All of them on two ranks; more ranks take longer.
+DRAWN = 200 if os.environ.get("WORLD_SIZE") == "2" else 60
 
 
 def drawn_shards(rng: random.Random, total: int, world: int) -> SequenceShards:

@@ -1,0 +1,32 @@
+"""The engine on tensor-parallel ranks: decode steps as CUDA graphs with communication in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.tiny import PROMPTS, greedy, random_model
+from torch_fdattn.dist import matmul_all_reduce
+from torch_fdattn.engine import Engine
+from torch_fdattn.models.parallelize import parallelize
+
+METHODS = ("nccl", "one_shot", "two_shot")
+FORMS = [("ag_rs", "nccl"), *(("all_reduce", method) for method in METHODS)]
+
+
+@pytest.mark.parametrize(("strategy", "method"), FORMS)
+def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, method) -> None:
+    """Also after something larger has outgrown the workspace that the graph holds."""
+    if method != "nccl" and rank_device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    dense = random_model(rank_device)
+    expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
+    model = parallelize(random_model(rank_device), group, strategy, allreduce_method=method)
+    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group)
+    for width in (1, 2**14):
+        steps = list(engine.generate(PROMPTS, 8))
+        assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
+        engine.reset()
+        x, weight = (torch.ones(width, 16, device=rank_device) for _ in range(2))
+        matmul_all_reduce(x[:256], weight, group, method=method)
+    engine.close()
