@@ -15,7 +15,9 @@ READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
 TESTED := $(if $(READY),$(VENV)/.ready-test,)
 DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn generate --model smollm2 --device cpu --kv-block 4
 
-.PHONY: demo test test-gpu test-multigpu mutants lint clean
+KERNELS := reference minimal v1 minimal-v2 v2 fdm all
+
+.PHONY: demo test test-gpu test-multigpu mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -44,6 +46,16 @@ test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 
 mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each.
 	$(PYTHON) -m tests.mutants
+
+# The ladder (benchmarks/kernel_ladder) in the model at LLAMA_CHAT_MODEL_PATH or LLAMA_MODEL_PATH, else SmolLM2:
+#     make bench-fdm LLAMA_MODEL_PATH=/models/llama LADDER="--prompt-tokens 512 --contiguous"
+ref: bench-reference  ## The ladder's foot: plain PyTorch attention.
+
+$(KERNELS:%=bench-%): bench-%: $(TESTED)  ## A rung of the ladder in a real model; with no GPU, interpreted.
+	$(PYTHON) -m benchmarks ladder --kernel $* $(LADDER)
+
+$(KERNELS:%=debug-%): debug-%: $(TESTED)  ## The same, interpreted, every call of one layer shown and checked.
+	$(PYTHON) -m benchmarks ladder --kernel $* --debug $(LADDER)
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .

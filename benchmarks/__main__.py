@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .cases import ATTENTION_CASES, DECODE_CASES, GENERATE_CASES, select
+from . import show
+from .cases import ATTENTION_CASES, DECODE_CASES, GENERATE_CASES, SWEEPS, select, swept
 from .distributed import commands as distributed
+from .kernel_ladder import run as ladder
 from .results import Recorder, Results, collect_meta, output_path
-from .tables import compare, render
+from .tables import render
 
 if TYPE_CHECKING:
     from .peers import Implementation
     from .runner import Run
 
-_CASES = {"attention": ATTENTION_CASES, "decode": DECODE_CASES, "generate": GENERATE_CASES}
+_CASES = {
+    "attention": ATTENTION_CASES,
+    "decode": DECODE_CASES,
+    "generate": GENERATE_CASES,
+    "host": [case for case in DECODE_CASES if case.page is None],
+}
 _PEERS = {"attention": "cudnn,fa2,flex", "decode": "cudnn,fa2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 for a wrong command."""
+    """The exit status: 0, or 2 for a wrong command; `compare` and `readme` may say 1."""
     words = distributed.normalised(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(words)
@@ -48,13 +54,18 @@ def _parser() -> argparse.ArgumentParser:
             "--vs",
             default=_PEERS[name],
             metavar="A,B",
-            help="peers of cudnn, fa2, flex, fa3, eager; or all, none (default: %(default)s)",
+            help="peers of cudnn, fa2, flex, fa3, flashinfer, eager; or all, none (default: %(default)s)",
         )
         command.add_argument(
             "--cases", metavar="TEXT", help="comma-separated parts of names or labels"
         )
         if name == "attention":
             command.add_argument("--passes", default="forward,backward", metavar="A,B")
+        else:
+            _add_sweep(command)
+            command.add_argument(
+                "--trace", metavar="PATH", help="also a trace of a few calls of each, for Perfetto"
+            )
         command.add_argument("--repeats", type=int, default=3, help="rounds over all (default: 3)")
         command.add_argument("--peers-dir", metavar="DIR", help="folder of unpacked peer wheels")
         _add_run_options(command)
@@ -73,35 +84,35 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_run_generate)
 
     distributed.add_commands(names)
+    ladder.add_command(names)
+
+    command = names.add_parser("host", help="the host time of one eager decode call by parts")
+    command.add_argument("--cases", metavar="TEXT", help="default: the first decode case")
+    command.add_argument("--repeats", type=int, default=15)
+    _add_run_options(command)
+    command.set_defaults(run=_run_host)
 
     command = names.add_parser("list", help="the cases of a benchmark")
     command.add_argument("benchmark", choices=sorted(_CASES))
+    _add_sweep(command)
     command.set_defaults(run=_list)
 
-    command = names.add_parser("table", help="a results file as Markdown")
-    command.add_argument("file")
-    command.set_defaults(run=lambda options, _: _show(render(Results.load(options.file))))
-
-    command = names.add_parser("readme", help="the README's results section from the newest files")
-    command.add_argument("--check", action="store_true", help="only say whether it is up to date")
-    command.set_defaults(run=_readme)
-
-    command = names.add_parser("compare", help="two results files side by side")
-    command.add_argument("before")
-    command.add_argument("after")
-    command.set_defaults(run=_compare)
-
-    command = names.add_parser("plot", help="a results file as a plot (needs matplotlib)")
-    command.add_argument("file")
-    command.add_argument("--output", "-o", metavar="FILE", help="default: beside the results, .svg")
-    command.set_defaults(run=_plot)
+    show.add_commands(names)
     return parser
+
+
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--sweep", nargs="?", const="all", metavar="A,B",
+        help=f"decode's sweeps instead of the baseline cases: all, or of {', '.join(SWEEPS)}",
+    )  # fmt: skip
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--json", metavar="PATH", help="file or folder for results (default: benchmarks/results)"
     )
+    command.add_argument("--html", metavar="PATH", help="also one HTML page with all results")
     command.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny cases")
     command.add_argument(
         "--budget-s", type=float, metavar="S", help="start no new case after S seconds"
@@ -126,7 +137,12 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
         attention.measure(run, _select(options), passes)
     else:
         decode.measure(run, _select(options))
-    return _finish(run.recorder)
+        if options.trace is not None:
+            from .profiling import trace_decode
+
+            count = trace_decode(run, _select(options), options.trace)
+            print(f"Trace of {count} implementations of cases: {options.trace}", file=sys.stderr)
+    return _finish(run.recorder, options)
 
 
 def _run_floors(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -134,8 +150,18 @@ def _run_floors(options: argparse.Namespace, words: Sequence[str]) -> int:
 
     run = _start(options, words, ())
     floors.record_matmul(run.recorder, run.timer, options.repeats)
-    decode.measure(run, select(DECODE_CASES, options.cases, tiny_only=False))
-    return _finish(run.recorder)
+    contiguous = [case for case in DECODE_CASES if case.page is None]
+    decode.measure(run, select(contiguous, options.cases, tiny_only=False))
+    return _finish(run.recorder, options)
+
+
+def _run_host(options: argparse.Namespace, words: Sequence[str]) -> int:
+    cases = _select(options)
+    from . import host
+
+    run = _start(options, words, ())
+    host.measure(run, cases if options.cases else cases[:1])
+    return _finish(run.recorder, options, host.render)
 
 
 def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -155,11 +181,21 @@ def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:
     finally:
         if group is not None:
             torch.distributed.destroy_process_group()
-    return _finish(run.recorder) if group is None or run.recorder.path is not None else 0
+    first = group is None or run.recorder.path is not None
+    return _finish(run.recorder, options) if first else 0
 
 
 def _select(options: argparse.Namespace) -> list:
-    return select(_CASES[options.name], options.cases, tiny_only=options.device == "cpu")
+    return select(_cases(options, options.name), options.cases, tiny_only=options.device == "cpu")
+
+
+def _cases(options: argparse.Namespace, name: str) -> Sequence:
+    axes = getattr(options, "sweep", None)
+    if axes is None:
+        return _CASES[name]
+    if name != "decode":
+        raise ValueError(f"--sweep must be given for decode, got it for {name}")
+    return swept(axes)
 
 
 def _start(
@@ -184,49 +220,31 @@ def _start(
             torch.cuda.set_device(device)
         device = torch.device("cuda", torch.cuda.current_device())
     meta = collect_meta(words, device, world_size)
-    path = output_path(options.json, meta, options.name) if rank == 0 else None
+    # The README shows the newest file of each name: a sweep must not take the place of the baselines.
+    name = f"{options.name}-sweep" if getattr(options, "sweep", None) else options.name
+    path = output_path(options.json, meta, name) if rank == 0 else None
     recorder = Recorder(Results(meta), path)
     return Run(Timer(device), recorder, implementations, options.repeats, Budget(options.budget_s))
 
 
-def _finish(recorder: Recorder) -> int:
-    print(render(recorder.results), end="")
+def _finish(
+    recorder: Recorder, options: argparse.Namespace, shown: Callable[[Results], str] = render
+) -> int:
+    print(shown(recorder.results), end="")
     if recorder.path is None:
         print("\nNot written: figures from a CPU are not results (--json FILE writes them).")
     else:
         print(f"\nWritten to {recorder.path}")
+    if options.html is not None:
+        from .html_report import write_html
+
+        print(f"Written to {write_html(recorder.results, options.html)}")
     return 0
 
 
 def _list(options: argparse.Namespace, _: Sequence[str]) -> int:
-    return _show("".join(f"{c.name:44}{c.label}\n" for c in _CASES[options.benchmark]))
-
-
-def _compare(options: argparse.Namespace, _: Sequence[str]) -> int:
-    return _show(compare(Results.load(options.before), Results.load(options.after)))
-
-
-def _readme(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from .readme import README, updated
-
-    text = README.read_text(encoding="utf-8")
-    new = updated(text)
-    if options.check:
-        print("README.md is up to date" if new == text else "README.md's results are stale")
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
-    return 0
-
-
-def _plot(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from .plot import plot
-
-    output = options.output or str(Path(options.file).with_suffix(".svg"))
-    return _show(f"Written to {plot(Results.load(options.file), output)}\n")
-
-
-def _show(text: str) -> int:
-    print(text, end="")
+    for case in _cases(options, options.benchmark):
+        print(f"{case.name:56}{case.label}")
     return 0
 
 

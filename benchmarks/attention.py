@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .cases import AttentionCase
 from .exact import Exact, HeadSlice, exact_attention, max_abs_err
 from .floors import record_matmul
 from .peers import Attention, Implementation
 from .runner import DTYPES, Run, generator
+from .shapes import AttentionCase
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 PASSES = ("forward", "backward")

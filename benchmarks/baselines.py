@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cases import ATTENTION_CASES, DECODE_CASES, MATMUL, MATMUL_CASE, PURE_READ
+from .cases import ATTENTION_CASES, DECODE_CASES
 from .metrics import Metric, metric_named
 from .results import Results
+from .shapes import MATMUL, MATMUL_CASE, PURE_READ
 
 GPU = "H100 80GB HBM3"
 TOLERANCE = 0.08
@@ -51,6 +52,19 @@ _DECODE = {  # µs in a graph: pure_read, cudnn, fa2, fa3
     "B8 H32/32 N4096": (171.1, 177.4, 215.0, 188.5),
     "B1 H32/32 N32768": (171.0, 179.2, 183.8, 188.0),
 }
+_PAGED = {  # µs in a graph: flashinfer (tensor cores), fa3
+    "B1 H32/8 N4096 page16": (15.4, 16.5),
+    "B1 H32/8 N32768 page16": (55.1, 56.9),
+    "B1 H32/8 N131072 page16": (189.0, 190.9),
+    "B16 H32/8 N4096 page16": (99.8, 99.4),
+    "B64 H32/8 N4096 page1": (365.3, 370.4),
+    "B64 H32/8 N4096 page16": (360.5, 363.7),
+    "B64 H32/8 N4096 page64": (358.2, 362.3),
+    "B128 H64/8 N8192 page16": (1416, 1414),
+    "B8 H32/32 N4096 page16": (183.0, 186.7),
+    "B32 H32/8 N32768 page16 ragged-uniform": (816, 729),
+    "B64 H32/8 N32768 page16 ragged-power": (566, 437),
+}
 
 
 def _table() -> dict[tuple[str, str, str], float]:
@@ -61,6 +75,7 @@ def _table() -> dict[tuple[str, str, str], float]:
         (attention, "fwd_TFLOPs", ("cudnn", "fa2", "flex", "fa3"), _FORWARD),
         (attention, "bwd_TFLOPs", ("cudnn", "fa2", "flex"), _BACKWARD),
         (decode, "graph_us", (PURE_READ, "cudnn", "fa2", "fa3"), _DECODE),
+        (decode, "graph_us", ("flashinfer", "fa3"), _PAGED),
     ):
         for label, values in figures.items():
             for impl, value in zip(impls, values, strict=True):

@@ -1,139 +1,17 @@
-"""Every case that a benchmark measures, as frozen data, and the one format of their names.
+"""Every case that a benchmark measures; what a case is and how it is named stands in `shapes.py`.
 
-A name reads `B<batch> H<query heads>/<KV heads> N<KV length> D<head dim>` and then what else tells
-cases apart: `B4 H16/16 N4096 D128 causal bf16`. A label is the short form that tables of published
-figures use (`hd128 4k causal`); `--cases` matches either. The order is the order of measuring, most
-wanted first, because a run with a time budget drops the last ones.
-
-Tiny cases exist so that the machinery runs on a CPU; their figures mean nothing.
+`--cases` matches names and labels. The order is the order of measuring, most wanted first, because a
+run with a time budget drops the last ones. Tiny cases exist so that the machinery runs on a CPU;
+their figures mean nothing.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-_NAME = re.compile(r"B(\d+) H(\d+)/(\d+) N(\d+) D(\d+)((?: \S+)*)")
-PURE_READ, MATMUL = "pure_read", "matmul"
-FLOORS = (PURE_READ, MATMUL)
-MATMUL_CASE = "M8192 N8192 K8192 bf16"
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a case's name says."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    kv_len: int
-    head_dim: int
-    tags: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        shape = f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.kv_len} D{self.head_dim}"
-        return " ".join((shape, *self.tags))
-
-
-def parse_name(name: str) -> Shape:
-    """The shape behind a case name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"case must look like 'B1 H32/8 N4096 D128 bf16', got {name!r}")
-    return Shape(*map(int, match.groups()[:5]), tags=tuple(match[6].split()))
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """Prefill or training attention: as many queries as keys."""
-
-    label: str
-    batch: int
-    heads: int
-    kv_heads: int
-    seq_len: int
-    head_dim: int
-    causal: bool
-    dtype: str = "bf16"
-    tiny: bool = False
-
-    @property
-    def name(self) -> str:
-        tags = ("causal" if self.causal else "full", self.dtype)
-        return Shape(self.batch, self.heads, self.kv_heads, self.seq_len, self.head_dim, tags).name
-
-    @property
-    def forward_flops(self) -> float:
-        """4·B·H·N²·D, half of it if causal: the convention of every published table."""
-        full = 4 * self.batch * self.heads * self.seq_len**2 * self.head_dim
-        return full / 2 if self.causal else float(full)
-
-    @property
-    def backward_flops(self) -> float:
-        """2.5 times forward: five matmuls for two, recomputation of the scores included."""
-        return 2.5 * self.forward_flops
-
-
-@dataclass(frozen=True)
-class DecodeCase:
-    """One query token per sequence against a full cache of `kv_len` tokens."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    kv_len: int
-    head_dim: int = 128
-    dtype: str = "bf16"
-    tiny: bool = False
-
-    @property
-    def label(self) -> str:
-        shape = f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.kv_len}"
-        return f"tiny {shape}" if self.tiny else shape
-
-    @property
-    def name(self) -> str:
-        return Shape(
-            self.batch, self.heads, self.kv_heads, self.kv_len, self.head_dim, (self.dtype,)
-        ).name
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V: what the call must read, and the numerator of its GB/s."""
-        values = 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim
-        return values * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class GenerateCase:
-    """Greedy generation with one sequence: `new_tokens` after a prompt of `prompt_tokens`.
-
-    heads, kv_heads and head_dim are the model's, for the name; N is the cache's length at the end.
-    """
-
-    model: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    prompt_tokens: int
-    new_tokens: int
-    dtype: str = "bf16"
-    tiny: bool = False
-
-    @property
-    def label(self) -> str:
-        label = f"{self.model} prompt{self.prompt_tokens} {self.dtype}"
-        return f"tiny {label}" if self.tiny else label
-
-    @property
-    def name(self) -> str:
-        length = self.prompt_tokens + self.new_tokens
-        tags = (self.dtype, self.model, f"prompt{self.prompt_tokens}")
-        return Shape(1, self.heads, self.kv_heads, length, self.head_dim, tags).name
+from .shapes import AttentionCase, DecodeCase, GenerateCase
 
 
 def _smollm2(prompt_tokens: int, new_tokens: int, dtype: str, tiny: bool = False) -> GenerateCase:
@@ -162,6 +40,9 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("tiny full", 1, 3, 1, 33, 16, False, "fp32", tiny=True),
 )
 
+_TINY = DecodeCase(2, 4, 2, 64, 32, "fp32", tiny=True)
+
+#: The published tables of the baselines, contiguous first.
 DECODE_CASES: tuple[DecodeCase, ...] = (
     DecodeCase(1, 32, 8, 1024),
     DecodeCase(1, 32, 8, 4096),
@@ -174,9 +55,57 @@ DECODE_CASES: tuple[DecodeCase, ...] = (
     DecodeCase(128, 64, 8, 8192),
     DecodeCase(8, 32, 32, 4096),
     DecodeCase(1, 32, 32, 32768),
-    DecodeCase(2, 4, 2, 64, 32, "fp32", tiny=True),
+    DecodeCase(1, 32, 8, 4096, page=16),
+    DecodeCase(1, 32, 8, 32768, page=16),
+    DecodeCase(1, 32, 8, 131072, page=16),
+    DecodeCase(16, 32, 8, 4096, page=16),
+    *(DecodeCase(64, 32, 8, 4096, page=page) for page in (16, 1, 64)),
+    DecodeCase(128, 64, 8, 8192, page=16),
+    DecodeCase(8, 32, 32, 4096, page=16),
+    DecodeCase(32, 32, 8, 32768, page=16, ragged="uniform"),
+    DecodeCase(64, 32, 8, 32768, page=16, ragged="power"),
+    _TINY,
     DecodeCase(1, 6, 2, 33, 16, "fp32", tiny=True),
 )
+
+# Where not the axis itself, 86 µs of reading: long enough for a rate, short enough to show overheads.
+_MIDDLE = DecodeCase(16, 32, 8, 4096)
+
+
+def _axis(base: DecodeCase, name: str, values: Sequence[object]) -> tuple[DecodeCase, ...]:
+    return tuple(dataclasses.replace(base, **{name: value}) for value in values)
+
+
+#: Decode over one property at a time: `--sweep length,batch`. Together 29 cases, some in two axes.
+SWEEPS: dict[str, tuple[DecodeCase, ...]] = {
+    "length": (
+        *_axis(DecodeCase(1, 32, 8, 0), "kv_len", [2**power for power in range(9, 18)]),
+        *_axis(dataclasses.replace(_TINY, batch=1), "kv_len", (32, 96)),
+    ),
+    "batch": (*_axis(_MIDDLE, "batch", (1, 4, 16, 64)), *_axis(_TINY, "batch", (1, 3))),
+    "gqa": (  # 28/4 are Qwen2.5-7B's: a group of 7 is no power of two
+        *(DecodeCase(16, heads, kv, 4096) for heads, kv in ((32, 32), (32, 8), (28, 4), (32, 1))),
+        *_axis(_TINY, "kv_heads", (4, 1)),
+    ),
+    "dim": (
+        *_axis(_MIDDLE, "head_dim", (64, 96, 128, 192, 256)),
+        *_axis(_TINY, "head_dim", (16, 24)),
+    ),
+    "page": (*_axis(_MIDDLE, "page", (1, 16, 64, 256)), *_axis(_TINY, "page", (1, 16))),
+    "dtype": (
+        *_axis(_MIDDLE, "dtype", ("bf16", "fp16")),
+        *_axis(_MIDDLE, "cache", ("fp8", "int8")),
+        *_axis(_TINY, "cache", ("fp8", "int8")),
+    ),
+    "ragged": (
+        DecodeCase(32, 32, 8, 8192, ragged="uniform"),
+        DecodeCase(32, 32, 8, 32768, page=16, ragged="uniform"),
+        DecodeCase(64, 32, 8, 32768, page=16, ragged="power"),
+        dataclasses.replace(_TINY, batch=3, ragged="uniform"),
+        dataclasses.replace(_TINY, batch=5, page=16, ragged="uniform"),
+        dataclasses.replace(_TINY, batch=6, kv_len=1024, page=16, ragged="power"),
+    ),
+}
 
 GENERATE_CASES: tuple[GenerateCase, ...] = (
     _smollm2(32, 128, "bf16"),
@@ -184,6 +113,16 @@ GENERATE_CASES: tuple[GenerateCase, ...] = (
     _smollm2(32, 128, "fp32"),
     _smollm2(16, 8, "fp32", tiny=True),
 )
+
+
+def swept(axes: str) -> tuple[DecodeCase, ...]:
+    """The cases of the comma-separated axes, or of `all`; one that several axes hold comes once."""
+    wanted = [axis.strip() for axis in axes.split(",") if axis.strip()]
+    unknown = [axis for axis in wanted if axis not in (*SWEEPS, "all")]
+    if unknown or not wanted:
+        raise ValueError(f"--sweep must name axes of {', '.join(SWEEPS)} or all, got {axes!r}")
+    chosen = SWEEPS if "all" in wanted else wanted
+    return tuple(dict.fromkeys(case for axis in chosen for case in SWEEPS[axis]))
 
 
 class _Selectable(Protocol):
@@ -201,16 +140,20 @@ AnyCase = TypeVar("AnyCase", bound=_Selectable)
 def select(cases: Sequence[AnyCase], wanted: str | None, *, tiny_only: bool) -> list[AnyCase]:
     """The cases whose name or label contains one of `wanted`'s comma-separated substrings.
 
-    Tiny cases are chosen only when a substring says `tiny`; with `tiny_only` (no GPU) no others
-    are, because a full case would take minutes on a CPU and prove nothing.
+    `not TEXT` leaves out those that contain TEXT. Tiny cases are chosen only when a substring says
+    `tiny`; with `tiny_only` (no GPU) no others are, because a full case would take minutes on a CPU
+    and prove nothing.
     """
-    parts = [part.strip() for part in (wanted or "").split(",") if part.strip()]
+    words = [part.strip() for part in (wanted or "").split(",") if part.strip()]
+    unwanted = [word.removeprefix("not ") for word in words if word.startswith("not ")]
+    parts = [word for word in words if not word.startswith("not ")]
     if tiny_only and not parts:
         parts = ["tiny"]
     chosen = []
     for case in cases:
         texts = (case.name, case.label)
         hit = any(part in text for part in parts for text in texts) if parts else True
+        hit = hit and not any(part in text for part in unwanted for text in texts)
         asked_tiny = any("tiny" in part for part in parts)
         if hit and (not case.tiny or asked_tiny) and (case.tiny or not tiny_only):
             chosen.append(case)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cases import MATMUL, MATMUL_CASE
 from .results import Recorder
+from .shapes import MATMUL, MATMUL_CASE
 from .timing import RotatedGraph, Sample, Timer
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .cases import GenerateCase
 from .distributed import processes
 from .peers import OURS, Implementation
 from .runner import DTYPES, Run, generator
+from .shapes import GenerateCase
 from .timing import Sample
 
 KV_BLOCK = 16  # as `fdattn generate` deals positions to ranks

@@ -43,6 +43,7 @@ _SPEEDS = (
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
 )
 _OTHERS = (
+    Metric("first_call_ms", "ms", "First call, compilation included, ms", None),
     Metric("max_abs_err", "abs", "Largest error of the output against fp64", None),
     Metric("grad_max_abs_err", "abs", "Largest error of a gradient against fp64", None),
 )

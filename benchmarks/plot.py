@@ -1,27 +1,57 @@
-"""Plots from a results file: decode bandwidth against KV length, prefill rates as bars.
+"""Plots from a results file: decode bandwidth over KV length or another axis, prefill rates as bars.
 
-Needs matplotlib (the extra `bench`). Every figure carries its machine, versions and commit.
+Needs matplotlib (the extra `bench`). Every figure carries its machine, versions and commit, and the
+pure read as the roofline where the file has it.
 """
 
 from __future__ import annotations
 
+import io
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cases import PURE_READ, Shape, parse_name
+from .cases import SWEEPS
 from .results import Results
-from .tables import in_order, values_of
+from .shapes import PURE_READ, Shape, parse_name
+from .tables import in_order, is_ours, values_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PREFILL = (("fwd_TFLOPs", "forward"), ("bwd_TFLOPs", "backward"))
+PREFILL = "prefill"
 
 
-def longest_series(cases: Sequence[str]) -> list[tuple[str, Shape]]:
+def _kilo(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+#: The axes of a decode plot: what each is called, and what its points are called.
+AXES: dict[str, tuple[str, Callable[[Shape], str]]] = {
+    "length": ("KV length", lambda s: _kilo(s.kv_len)),
+    "batch": ("batch", lambda s: str(s.batch)),
+    "gqa": ("query heads / KV heads", lambda s: f"{s.heads}/{s.kv_heads}"),
+    "dim": ("head dim", lambda s: str(s.head_dim)),
+    "page": ("tokens a page", lambda s: s.tags[-1].removeprefix("page")),
+    "dtype": ("q, cache", lambda s: "\n".join(s.tags)),
+    "ragged": ("lengths", lambda s: "\n".join((f"B{s.batch} to {_kilo(s.kv_len)}", *s.tags[1:]))),
+}
+
+_NUMERIC = ("length", "batch", "dim", "page")  # points of other axes are not joined by lines
+# An implementation has one colour in all plots, whoever else is in them.
+_COLOURS = {
+    name: f"C{i}"
+    for i, name in enumerate(("fdattn", "cudnn", "fa2", "fa3", "flashinfer", "flex", "eager"))
+}
+
+Series = list[tuple[str, Shape]]
+
+
+def longest_series(cases: Sequence[str]) -> Series:
     """The largest family of cases that differ in their KV length alone, shortest first."""
     shapes = [(case, parse_name(case)) for case in cases]
 
@@ -35,8 +65,37 @@ def longest_series(cases: Sequence[str]) -> list[tuple[str, Shape]]:
     )
 
 
-def plot(results: Results, path: str | Path) -> Path:
-    """Writes the plot that fits the file's rows; the suffix of `path` chooses the format."""
+def series_of(axis: str, cases: Sequence[str]) -> Series:
+    """The cases plotted over an axis: its sweep's, or for lengths all that differ in nothing else."""
+    if axis == "length":
+        return longest_series(cases)
+    return [(c.name, parse_name(c.name)) for c in SWEEPS[axis] if c.name in cases]
+
+
+def plottable(results: Results) -> list[str]:
+    """The plots that a file's rows allow: axes with two cases or more, or PREFILL."""
+    bandwidth = list(values_of(results, "GBps"))
+    if bandwidth:
+        return [axis for axis in AXES if axis == "length" or len(series_of(axis, bandwidth)) > 1]
+    return [PREFILL] if any(values_of(results, name) for name, _ in _PREFILL) else []
+
+
+def plot(results: Results, path: str | Path, axis: str | None = None) -> Path:
+    """Writes one plot, by default the first that the rows allow; `path`'s suffix is the format."""
+    path = Path(path)
+    _draw(results, path, path.suffix.removeprefix("."), axis)
+    return path
+
+
+def inline_svg(results: Results, axis: str) -> str:
+    """The plot as an SVG element to stand in HTML, with nothing outside of it."""
+    file = io.StringIO()
+    _draw(results, file, "svg", axis)
+    text = file.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None) -> None:
     try:
         import matplotlib
     except ImportError as failure:
@@ -44,57 +103,71 @@ def plot(results: Results, path: str | Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bandwidth = values_of(results, "GBps")
-    rates = [(name, title) for name, title in _PREFILL if values_of(results, name)]
-    if bandwidth:
-        figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
-        _bandwidth(axes, bandwidth)
-    elif rates:
-        cases = max(len(values_of(results, name)) for name, _ in rates)
-        figure, grid = pyplot.subplots(
-            len(rates),
-            1,
-            figsize=(max(7.0, 1.1 * cases), 3.6 * len(rates)),
-            squeeze=False,
-            layout="constrained",
-        )
-        for axes, (name, title) in zip(grid[:, 0], rates, strict=True):
-            _bars(axes, values_of(results, name), title)
-    else:
+    possible = plottable(results)
+    if not possible:
         raise ValueError("results must hold GBps, fwd_TFLOPs or bwd_TFLOPs rows to plot, got none")
+    if axis is not None and axis not in possible:
+        raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
+    axis = axis or possible[0]
+    if axis == PREFILL:
+        rates = [(values_of(results, name), title) for name, title in _PREFILL]
+        rates = [(values, title) for values, title in rates if values]
+        size = max(7.0, 1.1 * max(len(values) for values, _ in rates)), 3.6 * len(rates)
+        figure, grid = pyplot.subplots(
+            len(rates), 1, figsize=size, squeeze=False, layout="constrained"
+        )
+        for axes, (values, title) in zip(grid[:, 0], rates, strict=True):
+            _bars(axes, values, title)
+    else:
+        figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
+        _bandwidth(axes, values_of(results, "GBps"), axis)
     _caption(figure, results)
-    path = Path(path)
-    figure.savefig(path, bbox_inches="tight", dpi=160)
+    figure.savefig(to, format=form, bbox_inches="tight", dpi=160)
     pyplot.close(figure)
-    return path
 
 
-def _bandwidth(axes: Axes, values: dict[str, dict[str, float]]) -> None:
-    series = longest_series(list(values))
+def _bandwidth(axes: Axes, values: dict[str, dict[str, float]], axis: str) -> None:
+    series = series_of(axis, list(values))
+    places = [s.kv_len for _, s in series] if axis == "length" else list(range(len(series)))
     for impl in in_order(name for case, _ in series for name in values[case]):
-        points = [(s.kv_len, values[case][impl]) for case, s in series if impl in values[case]]
+        points = [
+            (place, values[case][impl])
+            for place, (case, _) in zip(places, series, strict=True)
+            if impl in values[case]
+        ]
         floor = impl == PURE_READ
+        line = "--" if floor else "-"
         axes.plot(
             *zip(*points, strict=True),
             label="pure read (roofline)" if floor else impl,
-            marker=None if floor else "o",
-            color="black" if floor else None,
-            linestyle="--" if floor else "-",
-            linewidth=2.2 if impl.startswith("fdattn") else 1.2,
+            marker="_" if floor else "o",
+            color="black" if floor else _COLOURS.get(impl),
+            linestyle=line if axis in _NUMERIC else "",
+            linewidth=2.2 if is_ours(impl) else 1.2,
         )
-    shape = series[0][1]
-    axes.set_xscale("log", base=2)
-    ticks = [s.kv_len for _, s in series]
-    axes.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
+    title, point = AXES[axis]
+    if axis == "length":
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [point(s) for _, s in series])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("KV length")
+    axes.set_xlabel(title)
     axes.set_ylabel("K and V read, GB/s")
-    axes.set_title(
-        f"Decode, batch {shape.batch}, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, "
-        f"{' '.join(shape.tags)}"
-    )
+    axes.set_title(f"Decode, {_common([s for _, s in series])}")
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _common(shapes: Sequence[Shape]) -> str:
+    """What all points of a plot share."""
+    properties = {
+        "batch {}": {s.batch for s in shapes},
+        "{} heads": {f"{s.heads}/{s.kv_heads}" for s in shapes},
+        "head dim {}": {s.head_dim for s in shapes},
+        "{} keys": {s.kv_len for s in shapes},
+        "{}": {" ".join(s.tags) for s in shapes},
+    }
+    return ", ".join(text.format(*found) for text, found in properties.items() if len(found) == 1)
 
 
 def _bars(axes: Axes, values: dict[str, dict[str, float]], title: str) -> None:

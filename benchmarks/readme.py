@@ -17,6 +17,8 @@ README = ROOT / "README.md"
 _SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DOTALL)
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "generate")
+#: Long tables and host times: the README links to their files alone.
+_LINKED = ("decode-sweep", "host")
 #: Runs over the ranks of a group: one table for all of them.
 _DISTRIBUTED = ("ring", "tp-", "ag-gemm", "gemm-rs", "e2e")
 
@@ -31,17 +33,22 @@ def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
-    parts, distributed = [], []
+    parts, distributed, linked = [], [], []
     for path in newest_files(folder):
         if _benchmark(path).startswith(_DISTRIBUTED):
             distributed.append(path)
             continue
         link = f"[`{path.name}`](benchmarks/results/{path.name})"
+        if _benchmark(path) in _LINKED:
+            linked.append(link)
+            continue
         parts.append(
             f"### {_benchmark(path)}\n\n{render_summary(Results.load(path))}\nFrom {link}.\n"
         )
     if distributed:
         parts.append(_distributed_section(distributed))
+    if linked:
+        parts.append(f"More, for `python -m benchmarks table` or `html`: {', '.join(linked)}.\n")
     return "\n".join(parts) or "Not measured yet.\n"
 
 

@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .peers import Implementation
 from .results import Recorder, describe
 from .timing import DeviceLost, Sample, Timer, interleave
+
+if TYPE_CHECKING:
+    from .peers import Implementation
 
 
 class Case(Protocol):

@@ -27,9 +27,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .cases import ATTENTION_CASES, AttentionCase, select
+from .cases import ATTENTION_CASES, select
 from .results import describe
 from .runner import DTYPES, Budget, generator
+from .shapes import AttentionCase
 from .timing import Timer
 
 if TYPE_CHECKING:

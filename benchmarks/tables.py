@@ -1,21 +1,24 @@
-"""Markdown tables from a results file, and the comparison of two files.
+"""Tables from a results file, as Markdown; html_report.py shows the same cells.
 
 Ratios are formed within a file only, as speed: above 1 ours is faster than that peer, whatever the
-metric's direction. Where we lose, the ratio is bold. Errors and cases that were not measured are
-listed with their reasons.
+metric's direction. Where we lose, the ratio is bold. Decode times have the percentage of the pure
+read's speed beside them. Errors and cases that were not measured are listed with their reasons.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from .baselines import TOLERANCE, checks
-from .cases import FLOORS, PURE_READ
 from .metrics import METRICS, SPREAD_SUFFIX, TEXT_METRICS, Metric, metric_named
 from .results import Results
+from .shapes import FLOORS, PURE_READ
 
 Values = dict[str, dict[str, float]]  # case → impl → value
+PERCENT = "%"
+RATIO_NOTE = "(n×): how many times faster ours is than that one; **bold** where ours is slower."
 
 
 def values_of(results: Results, metric: str) -> Values:
@@ -29,7 +32,7 @@ def values_of(results: Results, metric: str) -> Values:
 
 def ours(implementations: Iterable[str]) -> str | None:
     """What ratios are formed for: `fdattn`, else its strategy `auto`, else its first."""
-    own = [name for name in implementations if name.split("/")[0] == "fdattn"]
+    own = [name for name in implementations if is_ours(name)]
     for wanted in ("fdattn", "fdattn/auto"):
         if wanted in own:
             return wanted
@@ -53,65 +56,104 @@ def ratios(results: Results, metric: str) -> Values:
 
 def render(results: Results) -> str:
     """The whole file as Markdown."""
-    parts = [_heading(results)]
+    parts = [heading(results)]
     for metric in METRICS.values():
         values = values_of(results, metric.name)
         if values:
             parts.append(_metric_table(results, metric, values))
-    parts += [_spreads(results), _baseline_table(results), _failures(results)]
+    spreads = "\n".join(f"- {line}" for line in spread_lines(results))
+    parts += [spreads, _baseline_table(results), failures(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def render_summary(results: Results) -> str:
     """The speeds alone, one level of headings lower, for the README."""
-    parts = [_heading(results)]
+    parts = [heading(results)]
     for metric in METRICS.values():
         values = values_of(results, metric.name)
         if values and metric.higher is not None:
             parts.append("#" + _metric_table(results, metric, values))
-    parts += [_baseline_table(results), _failures(results)]
+    parts += [_baseline_table(results), failures(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _heading(results: Results) -> str:
+def heading(results: Results, note: str = RATIO_NOTE) -> str:
+    """What the run was, and how to read what follows."""
     meta = results.meta
     lines = [
         f"{meta['count']} × {meta['gpu']}, torch {meta['torch']}, triton {meta['triton']}, "
         f"commit {meta['commit']}, {meta['date']}",
         "",
         f"`{meta['command']}`",
-        "",
-        "(n×): how many times faster ours is than that one; **bold** where ours is slower.",
     ]
+    lines += ["", note] if note else []
     if meta["gpu"] == "cpu":
         lines += ["", "**Measured on a CPU: shows that the machinery runs, is not a result.**"]
     return "\n".join(lines)
 
 
 def _metric_table(results: Results, metric: Metric, values: Values) -> str:
+    columns, rows = metric_cells(metric, values)
+    lines = [[case, *(cell.markdown for cell in cells)] for case, cells in rows]
+    return f"### {table_title(metric, columns)}\n\n" + markdown_table(columns, lines)
+
+
+def table_title(metric: Metric, columns: Sequence[str]) -> str:
+    return metric.title + ("; %: of the pure read's speed" if PERCENT in columns else "")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure, and how many times faster ours is than it; loses: ours is behind a peer here."""
+
+    text: str
+    ratio: float | None = None
+    loses: bool = False
+
+    @property
+    def markdown(self) -> str:
+        if self.ratio is None:
+            return self.text
+        ratio = ratio_text(self.ratio)
+        return f"{self.text} ({ratio})" if self.ratio >= 1 else f"{self.text} (**{ratio}**)"
+
+
+def metric_cells(metric: Metric, values: Values) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
+    """(columns, lines of (case, cells)); a time has the percentage of the pure read's speed behind it."""
     implementations = in_order(name for by_impl in values.values() for name in by_impl)
-    rows = []
+    floor = metric.name == "graph_us" and PURE_READ in implementations
+    columns = ["case"]
+    for impl in implementations:
+        columns += [impl, PERCENT] if floor and impl != PURE_READ else [impl]
+    lines = []
     for case, by_impl in values.items():
         own = ours(by_impl)
         cells = []
         for impl in implementations:
             value = by_impl.get(impl)
-            if value is None:
-                cells.append("–")
-                continue
-            cell = metric.format(value)
-            if metric.higher is not None and own is not None and impl != own:
-                ratio = metric.speedup(by_impl[own], value)
-                cell += f" ({_ratio(ratio)})" if ratio >= 1 else f" (**{_ratio(ratio)}**)"
-            if metric.name == "graph_us" and PURE_READ in by_impl and impl != PURE_READ:
-                cell += f", {100 * by_impl[PURE_READ] / value:.0f} %"
-            cells.append(cell)
-        rows.append([case, *cells])
-    note = "; %: of the pure read's speed" if metric.name == "graph_us" else ""
-    return f"### {metric.title}{note}\n\n" + _table(["case", *implementations], rows)
+            cells.append(_cell(metric, by_impl, impl, own))
+            if floor and impl != PURE_READ:
+                known = value is not None and PURE_READ in by_impl
+                cells.append(Cell(f"{100 * by_impl[PURE_READ] / value:.0f}" if known else "–"))
+        lines.append((case, cells))
+    return columns, lines
 
 
-def _spreads(results: Results) -> str:
+def _cell(metric: Metric, by_impl: dict[str, float], impl: str, own: str | None) -> Cell:
+    value = by_impl.get(impl)
+    if value is None:
+        return Cell("–")
+    text = metric.format(value)
+    if metric.higher is None or own is None:
+        return Cell(text)
+    if impl == own:
+        peers = [x for name, x in by_impl.items() if not is_ours(name) and name not in FLOORS]
+        return Cell(text, loses=any(metric.speedup(value, x) < 1 for x in peers))
+    ratio = metric.speedup(by_impl[own], value)
+    return Cell(text, ratio, loses=ratio < 1 and impl not in FLOORS and not is_ours(impl))
+
+
+def spread_lines(results: Results) -> list[str]:
     """One line per metric: the largest and the median spread over repeats."""
     lines = []
     for metric in METRICS:
@@ -123,10 +165,10 @@ def _spreads(results: Results) -> str:
             largest, case, impl = max(spread)
             middle = statistics.median(value for value, _, _ in spread)
             lines.append(
-                f"- {metric}: spread over repeats {middle:.1f} % in the middle, "
+                f"{metric}: spread over repeats {middle:.1f} % in the middle, "
                 f"{largest:.1f} % at most ({case}, {impl})"
             )
-    return "\n".join(lines)
+    return lines
 
 
 def _baseline_table(results: Results) -> str:
@@ -142,71 +184,48 @@ def _baseline_table(results: Results) -> str:
     rows = []
     for check in slow:
         figures = (check.metric.format(value) for value in (check.value, check.baseline))
-        rows.append([check.case, check.impl, check.metric.name, *figures, _ratio(check.speed)])
+        rows.append([check.case, check.impl, check.metric.name, *figures, ratio_text(check.speed)])
     head = f"### {len(slow)} of {len(found)} floors and peers over {limit} slower than baseline"
     advice = "Their cases do not count."
     columns = ["case", "impl", "metric", "here", "baseline", "speed"]
-    return f"{head}\n\n{advice}\n\n" + _table(columns, rows)
+    return f"{head}\n\n{advice}\n\n" + markdown_table(columns, rows)
 
 
-def _failures(results: Results) -> str:
-    rows = [
-        [row.case, row.impl, row.metric.replace("_", " "), str(row.value).replace("|", "\\|")]
-        for row in results.rows
-        if row.metric in TEXT_METRICS
-    ]
+def failures(results: Results) -> str:
+    """What was asked for and has no figure, with the reasons."""
+    rows = [[text.replace("|", "\\|") for text in row] for row in failure_rows(results)]
     if not rows:
         return ""
-    return "### Without a figure\n\n" + _table(["case", "impl", "what", "why"], rows)
+    return "### Without a figure\n\n" + markdown_table(["case", "impl", "what", "why"], rows)
 
 
-def compare(before: Results, after: Results) -> str:
-    """Two runs side by side; `change` is after's speed over before's.
-
-    Machines drift by several percent, so the change of floors and peers in the same case stands
-    beside ours: what is left when it is divided out is the change that our code made.
-    """
-    lines = [
-        f"{label}: {r.meta['count']} × {r.meta['gpu']}, torch {r.meta['torch']}, "
-        f"triton {r.meta['triton']}, commit {r.meta['commit']}, {r.meta['date']}"
-        for label, r in (("a", before), ("b", after))
+def failure_rows(results: Results) -> list[list[str]]:
+    """(cases, implementation, what, why): cases with the same reason in one row."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in results.rows:
+        if row.metric in TEXT_METRICS:
+            key = row.impl, row.metric.replace("_", " "), str(row.value)
+            found.setdefault(key, []).append(row.case)
+    total = len({row.case for row in results.rows})
+    return [
+        [f"all {total}" if len(set(cases)) == total > 1 else ", ".join(cases), *key]
+        for key, cases in found.items()
     ]
-    if any(before.meta[key] != after.meta[key] for key in ("gpu", "count")):
-        lines.append("**Different machines: only the net changes mean anything.**")
-    rows = []
-    for metric in METRICS.values():
-        if metric.higher is None:
-            continue
-        old, new = values_of(before, metric.name), values_of(after, metric.name)
-        for case in old:
-            shared = [impl for impl in old[case] if impl in new.get(case, {})]
-            changes = {i: metric.speedup(new[case][i], old[case][i]) for i in shared}
-            others = [changes[impl] for impl in shared if impl.split("/")[0] != "fdattn"]
-            drift = statistics.median(others) if others else None
-            for impl in shared:
-                if impl.split("/")[0] == "fdattn":
-                    net = _ratio(changes[impl] / drift) if drift else "–"
-                    rows.append(
-                        [case, impl, metric.name, metric.format(old[case][impl]),
-                         metric.format(new[case][impl]), _ratio(changes[impl]),
-                         _ratio(drift) if drift else "–", net]
-                    )  # fmt: skip
-    if not rows:
-        return "\n\n".join([*lines, "No figure of ours is in both files."]) + "\n"
-    columns = ["case", "impl", "metric", "a", "b", "change", "floors and peers", "net"]
-    return "\n\n".join([*lines, _table(columns, rows)]) + "\n"
 
 
-def _ratio(value: float) -> str:
+def ratio_text(value: float) -> str:
     return f"{value:.2f}×"
+
+
+def is_ours(impl: str) -> bool:
+    return impl.split("/")[0] == "fdattn"
 
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Ours first, floors last, the rest as they come."""
-    unique = list(dict.fromkeys(names))
-    return sorted(unique, key=lambda n: (n.split("/")[0] != "fdattn", n in FLOORS))
+    return sorted(dict.fromkeys(names), key=lambda n: (not is_ours(n), n in FLOORS))
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

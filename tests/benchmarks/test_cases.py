@@ -11,13 +11,9 @@ from benchmarks.cases import (
     ATTENTION_CASES,
     DECODE_CASES,
     GENERATE_CASES,
-    MATMUL_CASE,
-    AttentionCase,
-    DecodeCase,
-    Shape,
-    parse_name,
     select,
 )
+from benchmarks.shapes import MATMUL_CASE, AttentionCase, DecodeCase, Shape, parse_name
 
 ALL = (*ATTENTION_CASES, *DECODE_CASES, *GENERATE_CASES)
 
@@ -29,6 +25,10 @@ def test_names() -> None:
     assert names["hd256 16k causal"] == "B1 H8/8 N16384 D256 causal bf16"
     assert names["hd128 8k causal 32/8"] == "B2 H32/8 N8192 D128 causal bf16"
     assert names["B1 H32/8 N4096"] == "B1 H32/8 N4096 D128 bf16"
+    assert names["B64 H32/8 N4096 page1"] == "B64 H32/8 N4096 D128 bf16 page1"
+    assert names["B32 H32/8 N32768 page16 ragged-uniform"] == (
+        "B32 H32/8 N32768 D128 bf16 page16 ragged-uniform"
+    )
     assert names["smollm2 prompt32 bf16"] == "B1 H9/3 N160 D64 bf16 smollm2 prompt32"
 
 
@@ -76,6 +76,9 @@ def test_every_baseline_belongs_to_a_case() -> None:
     assert BASELINES["B4 H16/16 N4096 D128 causal bf16", "flex", "fwd_TFLOPs"] == 365
     assert BASELINES["B1 H16/16 N16384 D128 causal bf16", "fa2", "bwd_TFLOPs"] == 313
     assert BASELINES["B1 H32/8 N4096 D128 bf16", "pure_read", "graph_us"] == 7.4
+    paged = "B64 H32/8 N32768 D128 bf16 page16 ragged-power"
+    assert BASELINES[paged, "flashinfer", "graph_us"] == 566
+    assert BASELINES["B64 H32/8 N4096 D128 bf16 page1", "fa3", "graph_us"] == 370.4
 
 
 def test_select() -> None:
@@ -90,6 +93,12 @@ def test_select() -> None:
     assert labels(None) == [case.label for case in ATTENTION_CASES if not case.tiny]
     assert labels(None, tiny_only=True) == ["tiny causal", "tiny full"]
     assert not any(label.startswith("tiny") for label in labels("causal"))
+    assert labels("hd64, not full") == ["hd64 4k causal", "hd64 16k causal"]
+    assert labels("not full, not hd128") == [
+        "hd64 4k causal",
+        "hd64 16k causal",
+        "hd256 16k causal",
+    ]
     with pytest.raises(ValueError, match=r"--cases must match one of \[hd128 4k.*got 'hd96'"):
         labels("hd96")
     with pytest.raises(ValueError, match=r"--cases must match one of \[tiny causal, tiny full\]"):

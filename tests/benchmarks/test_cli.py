@@ -51,8 +51,13 @@ def test_table_compare_and_list(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert printed.startswith(capsys.readouterr().out)
     assert main(["compare", file, file]) == 0
     assert "1.00×" in capsys.readouterr().out
+    assert main(["html", file, "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    capsys.readouterr()
     assert main(["list", "attention"]) == 0
     assert "B4 H16/16 N4096 D128 causal bf16" in capsys.readouterr().out
+    assert main(["list", "decode", "--sweep", "dtype"]) == 0
+    assert "B16 H32/8 N4096 D128 bf16 kv-fp8" in capsys.readouterr().out
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +76,12 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path / "decode.json")]) == 0
     assert (tmp_path / "decode.svg").read_text(encoding="utf-8").startswith("<?xml")
 
+    assert main(["plot", str(tmp_path / "decode.json"), "-o", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path / "decode.json"), "--axis", "page"])
+    assert "--axis must be of length for this file, got 'page'" in capsys.readouterr().err
+
     prefill = results(
         [("B4 H16/16 N4096 D128 causal bf16", "fdattn", "fwd_TFLOPs", 500.0)]
     )  # fmt: skip
@@ -78,6 +89,30 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path / "prefill.json"), "-o", str(tmp_path / "bars.png")]) == 0
     assert (tmp_path / "bars.png").stat().st_size > 1000
     capsys.readouterr()
+
+
+def test_every_axis_of_a_sweep_is_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.cases import SWEEPS, swept
+    from benchmarks.plot import inline_svg, plot, plottable
+
+    from .test_tables import results
+
+    sweep = results(
+        [
+            (case.name, impl, "GBps", 1000.0 + i)
+            for i, case in enumerate(swept("all"))
+            for impl in ("fdattn", "cudnn", "pure_read")
+            if not case.tiny and not (case.page and impl == "cudnn")  # a peer with gaps
+        ]
+    )
+    assert plottable(sweep) == list(SWEEPS)
+    for axis in SWEEPS:
+        svg = inline_svg(sweep, axis)
+        assert svg.startswith("<svg")
+        assert "<metadata" not in svg
+    assert plot(sweep, tmp_path / "page.svg", "page").stat().st_size > 1000
+    assert plottable(results([])) == []
 
 
 def test_the_plotted_series_is_the_longest() -> None:
@@ -103,6 +138,11 @@ def test_the_plotted_series_is_the_longest() -> None:
         (["attention", "--device", "cpu", "--passes", "sideways"], "--passes must be of forward"),
         (["decode", "--device", "cpu", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["table", "no-such-file.json"], "No such file"),
+        (["decode", "--device", "cpu", "--sweep", "size"], "--sweep must name axes of length"),
+        (
+            ["list", "attention", "--sweep"],
+            "--sweep must be given for decode, got it for attention",
+        ),
         (["sideways"], "invalid choice: 'sideways'"),
     ],
 )

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.cases import AttentionCase
+from benchmarks.decode_inputs import flat_bytes, make_inputs
 from benchmarks.floors import READ_CONFIGS, pure_read
 from benchmarks.runner import Budget
+from benchmarks.shapes import AttentionCase, DecodeCase
 from benchmarks.sweep_attention import (
     CONFIGS,
     KERNELS,
@@ -42,6 +43,16 @@ def test_pure_read_reads_every_word_once(kernel_device: str, config, words: int)
     k, v = (torch.randint(-100, 100, (words,), dtype=torch.int32) for _ in range(2))
     sums = pure_read(k.to(kernel_device), v.to(kernel_device), config)()
     assert sums.sum().item() == k.sum().item() + v.sum().item()
+
+
+@pytest.mark.interpreter
+def test_pure_read_of_a_paged_ragged_cache(kernel_device: str) -> None:
+    case = DecodeCase(3, 2, 1, 40, 16, "fp16", page=8, ragged="uniform")
+    ((k, v),) = flat_bytes(case, make_inputs(case, torch.device(kernel_device), 1))
+    assert k.numel() + v.numel() == case.kv_bytes
+    words = [x.view(torch.int32).random_(-100, 100) for x in (k, v)]
+    sums = pure_read(k, v, READ_CONFIGS[0])()
+    assert sums.sum().item() == sum(x.sum().item() for x in words)
 
 
 def test_pure_read_refuses_views() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.readme import README, newest_files, updated
+from benchmarks.readme import README, newest_files, section, updated
+
+from .test_tables import by_hand
 
 
 def test_readme_is_made_from_the_results() -> None:
@@ -20,3 +22,14 @@ def test_newest_file_of_each_benchmark_and_machine(tmp_path) -> None:
     for name in names:
         (tmp_path / name).touch()
     assert [path.name for path in newest_files(tmp_path)] == [names[3], names[2], names[1]]
+
+
+def test_sweeps_and_host_times_are_linked_alone(tmp_path) -> None:
+    for name in ("decode", "decode-sweep", "host"):
+        by_hand().save(tmp_path / f"20260101T000000Z_H100x1_{name}.json")
+    text = section(tmp_path)
+    assert text.count("### decode\n") == text.count("Time in a CUDA graph") == 1
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("More, for")
+    assert "_decode-sweep.json" in last
+    assert "_host.json" in last

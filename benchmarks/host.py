@@ -1,0 +1,179 @@
+"""Where the host time of one eager decode call goes: entry, composite, dispatcher, checks, launch.
+
+Each stage is timed alone with the arguments that it gets inside a real call: the Python entry holds
+the composite op, which holds the raw op, which holds checks, allocation and launch; what the nested
+stages leave over is the outer one's own. An op that does nothing, defined as ours are, is the floor of
+torch's dispatcher with a Python kernel, and an empty kernel is that of Triton's launch. On a CPU the
+reference computes in place of a launch, so only the other stages mean anything there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .decode import HOST_CALLS
+from .decode_inputs import make_inputs
+from .results import Results
+from .runner import Run
+from .shapes import DecodeCase
+from .tables import failures, heading, markdown_table, spread_lines, values_of
+
+ENTRY, STAGE = "fdattn", "stage/"
+_OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
+# Where the stages inside the raw op are found: the function of ours that the call runs.
+_INSIDE = {"checks": (_OP, "check_decode"), "allocation": (_OP, "empty_state")}
+_INSIDE_CPU = {**_INSIDE, "launch": (_OP, "decode_reference")}
+_INSIDE_CUDA = {
+    **_INSIDE,
+    "launch": (_LAUNCH, "launch_decode"),
+    "workspace": (_LAUNCH, "workspace_for"),
+}
+# Each line of the table: its title, the stage, and the stages inside it, which are taken off.
+_OUTER = (
+    ("Python entry", ENTRY, ("composite",)),
+    ("composite op: options, mask, autograd or not", "composite", ("raw_op",)),
+    ("dispatcher: an op that does nothing", "empty_op", ()),
+    ("rest of the raw op", "raw_op", ("empty_op", "checks", "allocation", "launch")),
+    ("checks", "checks", ()),
+    ("allocation of out and lse", "allocation", ()),
+)
+_PARTS_CPU = (*_OUTER, ("the reference in place of a launch", "launch", ()))
+_PARTS_CUDA = (
+    *_OUTER,
+    ("workspace", "workspace", ()),
+    ("launch: grid, masks, arguments", "launch", ("workspace", "empty_kernel")),
+    ("Triton: a launch that does nothing", "empty_kernel", ()),
+)
+
+
+@triton.jit
+def _empty_kernel(q_ptr, k_ptr, v_ptr, kv_lens_ptr):
+    pass
+
+
+def measure(run: Run, cases: Sequence[DecodeCase]) -> None:
+    threads = torch.get_num_threads()
+    if run.timer.device.type == "cpu":
+        torch.set_num_threads(1)  # waking others takes longer than all that is measured here
+    try:
+        with torch.no_grad():
+            run.cases(cases, lambda case, impls: _measure_case(run, case))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_case(run: Run, case: DecodeCase) -> None:
+    import torch_fdattn
+
+    (x,) = make_inputs(case, run.timer.device, 1)
+    arguments = x.q, x.k, x.v, x.kv_lens
+    entry = functools.partial(torch_fdattn.decode, *arguments)
+    entry()
+    stages: dict[str, Callable[[], object]] = {
+        ENTRY: entry,
+        f"{STAGE}composite": functools.partial(torch.ops.fdattn.decode, *arguments),
+        f"{STAGE}empty_op": functools.partial(_empty_op(), *arguments),
+    }
+    if x.q.is_cuda:
+        stages[f"{STAGE}empty_kernel"] = functools.partial(_empty_kernel[(1,)], *arguments)
+    for name, call in _inner_stages(entry, _INSIDE_CUDA if x.q.is_cuda else _INSIDE_CPU).items():
+        if isinstance(call, str):
+            run.recorder.error(case.name, f"{STAGE}{name}", call)
+        else:
+            stages[f"{STAGE}{name}"] = call
+    samplers = {}
+    for name, call in stages.items():
+        with run.recorder.guard(case.name, name, "first call", run.timer.check_device):
+            for _ in range(3):
+                call()
+            samplers[name] = functools.partial(run.timer.host_us, [call], HOST_CALLS)
+    for name, sample in run.interleave(case.name, samplers, "host_us").items():
+        run.recorder.add_sample(case.name, name, "host_us", sample.median, sample.spread)
+
+
+@functools.cache
+def _empty_op() -> Callable[..., object]:
+    library = torch.library.Library("fdattn_benchmarks", "DEF")
+    library.define("empty(Tensor q, Tensor k, Tensor v, Tensor? kv_lens) -> ()")
+    for key in ("CPU", "CUDA"):
+        library.impl("empty", lambda q, k, v, kv_lens: None, key)
+    _empty_op.library = library  # an op lives as long as its library
+    return torch.ops.fdattn_benchmarks.empty
+
+
+def _inner_stages(
+    entry: Callable[[], object], inside: dict[str, tuple[str, str]]
+) -> dict[str, Callable[[], object] | str]:
+    """The raw op and what runs inside it, with the arguments of this call, or why it is not seen."""
+    with _RawOp() as raw:
+        entry()
+    found: dict[str, Callable[[], object] | str] = {
+        "raw_op": raw.call or "not seen: the entry calls no op of fdattn"
+    }
+    for name, (module, function) in inside.items():
+        with _watched(module, function) as calls:
+            entry()
+        found[name] = calls[0] if calls else f"not seen: the call runs no {module}.{function}"
+    return found
+
+
+class _RawOp(TorchDispatchMode):
+    """Keeps the first op of ours that comes through, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: Callable[[], object] | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.call is None and func.namespace == "fdattn":
+            self.call = functools.partial(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _watched(module_name: str, function: str) -> Iterator[list[Callable[[], object]]]:
+    """The calls of a module's function while entered; none where there is no such function."""
+    calls: list[Callable[[], object]] = []
+    try:
+        module = importlib.import_module(module_name)
+        original = getattr(module, function)
+    except (ImportError, AttributeError):
+        yield calls
+        return
+
+    def watching(*args, **kwargs):
+        calls.append(functools.partial(original, *args, **kwargs))
+        return original(*args, **kwargs)
+
+    setattr(module, function, watching)
+    try:
+        yield calls
+    finally:
+        setattr(module, function, original)
+
+
+def render(results: Results) -> str:
+    """The host time of a call by parts, in Markdown."""
+    on_cpu = results.meta["gpu"] == "cpu"
+    parts = [heading(results, note="")]
+    for case, by_impl in values_of(results, "host_us").items():
+        total, rows = by_impl.get(ENTRY), []
+        times = {impl.removeprefix(STAGE): value for impl, value in by_impl.items()}
+        for title, stage, inside in _PARTS_CPU if on_cpu else _PARTS_CUDA:
+            if total is None or not {stage, *inside} <= set(times):
+                rows.append([title, "–", "–"])
+                continue
+            own = times[stage] - sum(times[name] for name in inside)
+            rows.append([title, f"{own:.1f}", f"{100 * own / total:.0f}"])
+        if total is not None:
+            rows.append(["**the whole call**", f"**{total:.1f}**", "100"])
+        parts.append(f"### {case}\n\n" + markdown_table(["part", "µs", "%"], rows))
+    parts += [*(f"- {line}" for line in spread_lines(results)), failures(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"

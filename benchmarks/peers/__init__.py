@@ -1,0 +1,49 @@
+"""The implementations that are compared: ours and each peer, one adapter a file.
+
+An adapter gives a function of (q, k, v) for an attention case, or one call for each copy of a decode
+case's inputs; what it needs to prepare (a plan, a compiled function, a mask) is prepared before
+anything is timed. `available` gives the reason why it cannot run here, or None; a peer that was asked
+for and cannot run becomes an error row, never a gap.
+
+Peers are called the way their users are told to call them.
+"""
+
+from __future__ import annotations
+
+from torch.nn.attention import SDPBackend
+
+from .base import Attention, DecodeCall, Implementation, first
+from .eager import Eager
+from .fdattn import Fdattn
+from .flash_attention_3 import FlashAttention3
+from .flashinfer import FlashInfer
+from .flex import Flex
+from .sdpa import Sdpa
+
+__all__ = ["OURS", "PEERS", "Attention", "DecodeCall", "Implementation", "chosen", "first"]
+
+OURS = Fdattn()
+PEERS: dict[str, Implementation] = {
+    peer.name: peer
+    for peer in (
+        Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("fa2", SDPBackend.FLASH_ATTENTION),
+        Flex(),
+        FlashAttention3(),
+        FlashInfer(),
+        Eager(),
+    )
+}
+
+
+def chosen(names: str) -> tuple[Implementation, ...]:
+    """Ours and the comma-separated peers; `all` and `none` are understood."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if wanted == ["all"]:
+        wanted = list(PEERS)
+    elif wanted == ["none"]:
+        wanted = []
+    unknown = [name for name in wanted if name not in PEERS]
+    if unknown:
+        raise ValueError(f"--vs must name peers of {sorted(PEERS)}, got {', '.join(unknown)}")
+    return (OURS, *(PEERS[name] for name in dict.fromkeys(wanted)))

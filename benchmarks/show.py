@@ -1,0 +1,103 @@
+"""The commands that show results files: table, html, compare, plot, readme. They need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .compare import compare
+from .results import Results
+from .tables import render
+
+
+def add_commands(names) -> None:
+    """Adds the parsers to argparse's subparsers `names`."""
+    command = _command(names, "table", "a results file as Markdown", _table)
+    command.add_argument("file")
+
+    command = _command(names, "html", "a results file as one HTML page", _html)
+    command.add_argument("file")
+    command.add_argument("--output", "-o", metavar="FILE", help="default: beside the file, .html")
+
+    command = _command(names, "compare", "two results files side by side", _compare)
+    command.add_argument("before", metavar="A.json")
+    command.add_argument("after", metavar="B.json")
+    command.add_argument(
+        "--threshold", type=float, metavar="PERCENT",
+        help="exit 1 where ours is slower by more, the machine's drift divided out, or fails in B",
+    )  # fmt: skip
+    command.add_argument("--metrics", metavar="A,B", help="only these, e.g. graph_us,host_us")
+
+    command = _command(names, "plot", "a results file as a plot (needs matplotlib)", _plot)
+    command.add_argument("file")
+    command.add_argument("--output", "-o", metavar="FILE", help="default: beside the file, .svg")
+    command.add_argument(
+        "--axis", metavar="NAME", help="of a decode sweep: length (default), batch, gqa, dim, …"
+    )
+
+    command = _command(
+        names, "readme", "the README's results section from the newest files", _readme
+    )
+    command.add_argument("--check", action="store_true", help="only say whether it is up to date")
+
+
+def _command(
+    names, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    command = names.add_parser(name, help=text)
+    command.set_defaults(run=lambda options, _: run(options))
+    return command
+
+
+def _table(options: argparse.Namespace) -> int:
+    return _say(render(Results.load(options.file)))
+
+
+def _html(options: argparse.Namespace) -> int:
+    from .html_report import write_html
+
+    output = options.output or Path(options.file).with_suffix(".html")
+    return _say(f"Written to {write_html(Results.load(options.file), output)}\n")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.threshold is not None and not options.threshold >= 0:
+        raise ValueError(f"--threshold must be 0 or more percent, got {options.threshold:g}")
+    metrics = None
+    if options.metrics is not None:
+        metrics = [word.strip() for word in options.metrics.split(",")]
+    found = compare(Results.load(options.before), Results.load(options.after), metrics)
+    _say(found.render(options.threshold))
+    if options.threshold is None:
+        return 0
+    return int(bool(found.regressions(options.threshold) or found.failures))
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from .plot import plot
+
+    output = options.output or Path(options.file).with_suffix(".svg")
+    try:
+        written = plot(Results.load(options.file), output, options.axis)
+    except RuntimeError as failure:
+        raise ValueError(str(failure)) from failure
+    return _say(f"Written to {written}\n")
+
+
+def _readme(options: argparse.Namespace) -> int:
+    from .readme import README, updated
+
+    text = README.read_text(encoding="utf-8")
+    new = updated(text)
+    if options.check:
+        _say(f"README.md {'is up to date' if new == text else 'has stale results'}\n")
+        return int(new != text)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+def _say(text: str) -> int:
+    sys.stdout.write(text)
+    return 0

@@ -1,0 +1,128 @@
+"""Traces of decode calls: Chrome's JSON with named ranges, on a CPU; and the host time by parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import host
+from benchmarks.__main__ import main
+from benchmarks.cases import DECODE_CASES, select
+from benchmarks.peers import OURS
+from benchmarks.profiling import CALLS, named_range, trace_decode
+from benchmarks.results import Results
+from benchmarks.timing import Timer
+
+from .test_runner import Peer, rows, run_with
+
+CASES = select(DECODE_CASES, "tiny", tiny_only=True)
+
+
+def ranges(path: Path) -> list[dict]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = [e for e in document["traceEvents"] if e.get("cat") == "user_annotation"]
+    return sorted((e for e in found if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
+
+
+def test_a_trace_has_every_call_in_its_ranges(tmp_path: Path) -> None:
+    run = run_with(OURS, Peer(), Peer(reason="no wheel"))
+    assert trace_decode(run, CASES, tmp_path / "new" / "trace.json") == 2 * len(CASES)
+    found = ranges(tmp_path / "new" / "trace.json")
+    expected = []
+    for case in CASES:
+        expected.append(case.name.replace("/", ":"))
+        for impl in ("fdattn", "peer"):
+            expected += [impl, *(f"{impl} call {i}" for i in range(CALLS))]
+    assert [event["name"] for event in found] == expected
+    cases = [event for event in found if event["name"] in (c.name.replace("/", ":") for c in CASES)]
+    assert cases[0]["ts"] + cases[0]["dur"] < cases[1]["ts"]  # sessions line up in one time
+    document = json.loads((tmp_path / "new" / "trace.json").read_text(encoding="utf-8"))
+    assert "host_name" not in document
+    assert document["otherData"]["commit"] == "abc1234"
+    ops = {event["name"] for event in document["traceEvents"]}
+    assert "fdattn::decode_forward" in ops
+
+
+def test_an_implementation_that_fails_is_left_out_of_the_trace(tmp_path: Path, capsys) -> None:
+    run = run_with(OURS, Peer(fails_at=1))
+    assert trace_decode(run, CASES[:1], tmp_path / "trace.json") == 1
+    assert "peer not traced: RuntimeError: call 1 fell over" in capsys.readouterr().err
+
+
+def test_a_lost_device_ends_the_trace_but_keeps_it(tmp_path: Path, capsys) -> None:
+    class Losing(Timer):
+        def synchronize(self) -> None:
+            if peer.calls > 5:
+                raise RuntimeError("an illegal memory access was encountered")
+
+    peer = Peer(fails_at=6)  # after the first case's two and three
+    run = run_with(OURS, peer, timer=Losing(torch.device("cpu")))
+    assert trace_decode(run, CASES, tmp_path / "trace.json") == 2
+    assert "trace ends here: DeviceLost" in capsys.readouterr().err
+    names = [event["name"] for event in ranges(tmp_path / "trace.json")]
+    assert names[0] == CASES[0].name.replace("/", ":")
+
+
+def test_the_command_writes_results_page_and_trace(tmp_path: Path, capsys) -> None:
+    files = {name: str(tmp_path / f"run.{name}") for name in ("json", "html", "trace")}
+    words = ["decode", "--device", "cpu", "--vs", "eager,fa3,flashinfer", "--repeats", "1"]
+    words += ["--sweep", "page,dtype", *(w for name, f in files.items() for w in (f"--{name}", f))]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert "Trace of 8 implementations of cases" in captured.err
+    assert "Largest error of the output against fp64" in captured.out
+    results = Results.load(files["json"])
+    found = {(row.case, row.impl) for row in results.rows if row.metric == "max_abs_err"}
+    assert ("B2 H4/2 N64 D32 fp32 page16", "eager") in found
+    assert ("B2 H4/2 N64 D32 fp32 kv-int8", "fdattn") in found
+    missing = {row.impl for row in results.rows if row.metric == "error"}
+    assert missing == {"fa3", "flashinfer"}
+    assert "<!doctype html>" in Path(files["html"]).read_text(encoding="utf-8")
+    assert str(tmp_path) not in Path(files["trace"]).read_text(encoding="utf-8")
+
+
+def test_named_ranges_have_no_slash() -> None:
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=on_cpu) as profiler, named_range("B1 H32/8"):
+        torch.zeros(1)
+    assert "B1 H32:8" in {event.key for event in profiler.key_averages()}
+
+
+def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_with()
+    host.measure(run, CASES[:1])
+    found = {row.impl: row.value for row in rows_of(run, "host_us")}
+    stages = {"composite", "raw_op", "empty_op", "checks", "allocation", "launch"}
+    assert set(found) == {"fdattn", *(f"stage/{name}" for name in stages)}
+    assert found["stage/empty_op"] < found["stage/raw_op"]
+    assert all(value > 0 for value in found.values())
+    assert not rows(run, "fdattn", "error")
+    text = host.render(run.recorder.results)
+    assert "| **the whole call** |" in text
+    assert "the reference in place of a launch" in text
+    assert "–" not in text
+    # What it watched is as it was.
+    from torch_fdattn.ops.decode import op
+
+    assert op.check_decode.__module__ == "torch_fdattn.ops.decode.inputs"
+
+
+def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(host._INSIDE_CPU, "checks", ("torch_fdattn.ops.decode.op", "gone"))
+    run = run_with()
+    host.measure(run, CASES[:1])
+    errors = [row.value for row in rows(run, "stage/checks", "error")]
+    assert errors == ["not seen: the call runs no torch_fdattn.ops.decode.op.gone"]
+    assert "| checks | – | – |" in host.render(run.recorder.results)
+
+
+def test_the_host_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["host", "--device", "cpu", "--repeats", "2"]) == 0
+    assert "| Python entry |" in capsys.readouterr().out
+
+
+def rows_of(run, metric: str) -> list:
+    return [row for row in run.recorder.results.rows if row.metric == metric]
