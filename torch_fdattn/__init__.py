@@ -4,7 +4,26 @@ Importing registers the ops under ``torch.ops.fdattn``; it needs no GPU and comp
 """
 
 from torch_fdattn import dist, ops
-from torch_fdattn.functional import attention, decode, merge_states
+from torch_fdattn.functional import (
+    append_kv,
+    attention,
+    decode,
+    decode_workspace,
+    merge_states,
+    paged_append_kv,
+    paged_decode,
+)
 from torch_fdattn.version import __version__
 
-__all__ = ["__version__", "attention", "decode", "dist", "merge_states", "ops"]
+__all__ = [
+    "__version__",
+    "append_kv",
+    "attention",
+    "decode",
+    "decode_workspace",
+    "dist",
+    "merge_states",
+    "ops",
+    "paged_append_kv",
+    "paged_decode",
+]

@@ -21,28 +21,15 @@ def check_qkv(
 ) -> None:
     """q (B, H, S, D), k and v (B, H_kv, S_kv, D): ranks, shapes, head counts, dtypes, devices."""
     for name, tensor in zip(names, (q, k, v), strict=True):
-        expect_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
-                f"got shape {_shape(tensor)}"
-            )
+        expect_4d(name, tensor)
     q_name, k_name, v_name = names
-    if q.dtype not in DTYPES:
-        raise TypeError(
-            f"{q_name} must be bfloat16, float16, float32 (or float64 on CPU), got {q.dtype}"
-        )
+    expect_float(q_name, q)
     batch, heads, _, head_dim = q.shape
-    if head_dim % 8 or not 16 <= head_dim <= 256:
-        raise ValueError(f"{q_name}'s head_dim must be {HEAD_DIMS}, got {head_dim}")
+    expect_head_dim(q_name, head_dim)
     kv_heads, kv_len = k.shape[1], k.shape[2]
     expect_shape(k_name, k, (batch, kv_heads, kv_len, head_dim), q_name)
     expect_shape(v_name, v, (batch, kv_heads, kv_len, head_dim), k_name)
-    if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"{q_name}'s head count must be a positive multiple of {k_name}'s, "
-            f"got {heads} query heads and {kv_heads} key heads"
-        )
+    expect_groups(heads, kv_heads, q_name, k_name)
     for name, tensor in ((k_name, k), (v_name, v)):
         expect_dtype(name, tensor, q.dtype, q_name)
         expect_device(name, tensor, q.device, q_name)
@@ -63,14 +50,16 @@ def expect_types(
         raise TypeError(f"scale must be a number or None, got {scale!r}")
 
 
-def check_lengths(name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None) -> None:
-    """A per-sequence integer tensor (B,) on q's device, or None."""
+def check_lengths(
+    name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None, like: str = "q"
+) -> None:
+    """A per-sequence integer tensor (B,) on the device of q (or what `like` names), or None."""
     if lengths is None:
         return
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (or int64), got {lengths.dtype}")
-    expect_shape(name, lengths, (q.shape[0],), "q's batch")
-    expect_device(name, lengths, q.device, "q")
+    expect_shape(name, lengths, (q.shape[0],), f"{like}'s batch")
+    expect_device(name, lengths, q.device, like)
     readable = type(lengths) is Tensor and lengths.numel() and not _capturing(lengths)
     if CHECK_VALUES and bound is not None and readable:
         low, high = (int(x) for x in torch.aminmax(lengths))
@@ -129,6 +118,35 @@ def expect_tensor(name: str, tensor: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
+def expect_4d(name: str, tensor: object) -> None:
+    expect_tensor(name, tensor)
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
+            f"got shape {_shape(tensor)}"
+        )
+
+
+def expect_float(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} must be bfloat16, float16, float32 (or float64 on CPU), got {tensor.dtype}"
+        )
+
+
+def expect_head_dim(name: str, head_dim: int) -> None:
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"{name}'s head_dim must be {HEAD_DIMS}, got {head_dim}")
+
+
+def expect_groups(heads: int, kv_heads: int, q_name: str, k_name: str) -> None:
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{q_name}'s head count must be a positive multiple of {k_name}'s, "
+            f"got {heads} query heads and {kv_heads} key heads"
+        )
+
+
 def expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype, like: str) -> None:
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must have dtype {dtype} like {like}, got {tensor.dtype}")
@@ -140,7 +158,7 @@ def expect_device(name: str, tensor: Tensor, device: torch.device, like: str) ->
 
 
 def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...], like: str) -> None:
-    if tensor.dim() != len(shape) or any(a != b for a, b in zip(tensor.shape, shape, strict=True)):
+    if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)} like {like}, got {_shape(tensor)}")
 
 

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+from torch_fdattn.ops.decode.op import workspace_size
+from torch_fdattn.ops.positions import Mask
 
 
 def attention(
@@ -56,26 +59,190 @@ def decode(
     causal: bool = True, window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
+    out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of 1 to 16 new tokens a sequence over its preallocated cache.
 
     Args:
         q: queries (B, H, T, D), 1 <= T <= 16: by default the last T of the valid keys.
-        k_cache, v_cache: (B, H_kv, capacity, D), taken as they are: slices and permuted views of a
-            larger buffer are not copied.
+        k_cache, v_cache: (B, H_kv, capacity, D) and (B, H_kv, capacity, DV), taken as they are: slices and
+            permuted views of a larger buffer are not copied. In q's dtype, or quantised: float8_e4m3fn,
+            float8_e5m2 or int8.
         kv_lens: int32 (B,) on q's device: valid keys of each sequence, the T new ones included.
+        k_scale, v_scale: float32, broadcastable to (B, H_kv, capacity), positive: a quantised key is
+            k_cache · k_scale. Default 1. One a head costs nothing, one a key a little.
+        softcap: scores become ``softcap · tanh(score / softcap)``; 0: none.
+        alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
+        sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
+            returned includes it, so that ``exp(score - lse)`` are the weights.
+        batch_invariant: every sequence is cut into pieces of 1024 keys, so that its results are the same
+            bits whatever else is in the batch; README.md has the cost.
+        out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous.
+        workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
-    The other arguments, the results and the errors are those of `attention`.
+    The other arguments, the results and the errors are those of `attention`; the gradient is defined for
+    q, k_cache and v_cache without scales, softcap, alibi_slopes and sinks.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
     left, right = window_bounds(window)
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
     checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+    if out is not None or workspace is not None:
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
+        extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+        return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
     return torch.ops.fdattn.decode(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, causal=causal, window_left=left,
-        window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
+        window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
+        v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor | None = None, *,
+    causal: bool = True, window: tuple[int, int] | None = None, scale: float | None = None,
+    q_start: Tensor | None = None, kv_start: Tensor | None = None,
+    kv_block: int = 0, kv_stride: int = 0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
+    out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`decode` over a cache of pages, which sequences share as a table says.
+
+    Args:
+        k_cache, v_cache: pages (P, H_kv, page, D) and (P, H_kv, page, DV) of any size from one token up,
+            any strides: memory in the order NHD is a transposed view.
+        page_table: int32 (B, pages a sequence) on q's device: token j of sequence b is slot j % page of page
+            page_table[b, j // page]. Entries beyond a sequence's length are not read; keys on a page
+            outside [0, P) are masked.
+        k_scale, v_scale: broadcastable to (P, H_kv, page).
+
+    All else is as with `decode`. Not differentiable.
+
+    Source: PagedAttention, arXiv:2309.06180.
+    """
+    left, right = window_bounds(window)
+    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
+    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+    if out is not None or workspace is not None:
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
+        extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+        return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
+    return torch.ops.fdattn.paged_decode(
+        q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, causal=causal, window_left=left,
+        window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
+        v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def decode_workspace(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None = None, *,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """Scratch memory for `decode` or `paged_decode` calls of these shapes, zeroed once: int32, flat.
+
+    Calls leave it ready for the next call. Calls that can run at the same time need one each, captured CUDA
+    graphs included; without it the ops see to all that themselves.
+    """
+    size = workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
+    return torch.zeros(size, dtype=torch.int32, device=q.device)
+
+
+def _decode_out(inputs: tuple[Tensor, ...], mask: Mask, scale, extras, out, workspace):
+    q, v_cache = inputs[0], inputs[2]
+    if out is None:
+        out = (
+            q.new_empty((*q.shape[:3], v_cache.shape[3])),
+            q.new_empty(q.shape[:3], dtype=torch.float32),
+        )
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")
+    op = torch.ops.fdattn.paged_decode_out if len(inputs) == 4 else torch.ops.fdattn.decode_out
+    op(
+        *inputs,
+        *mask,
+        default_scale(q, scale),
+        *extras,
+        out=out[0],
+        lse=out[1],
+        workspace=workspace,
+    )
+    return tuple(out)
+
+
+def append_kv(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor,
+    new_lens: Tensor | None = None, *,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes new keys and values into a preallocated cache, in place, in one launch.
+
+    Token t of sequence b goes to position ``kv_lens[b] + t``; positions outside of the cache are dropped.
+
+    Args:
+        k_cache, v_cache: (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), any strides; bfloat16,
+            float16, float32, or quantised: float8_e4m3fn, float8_e5m2, int8.
+        k, v: (B, H_kv, T, D) and (B, H_kv, T, D_v), any float dtype and strides.
+        kv_lens: int32 (B,), the lengths *before* the call. It stays as it is: add to it yourself.
+        new_lens: int32 (B,), how many of each sequence's T tokens are real; the others are neither
+            stored nor turned. Default: all.
+        k_scale, v_scale: of quantised caches alone, float32, broadcastable to (B, H_kv, capacity): per
+            tensor, head or position. Stored is x / scale, rounded to nearest, ties to even, saturated to
+            ±448, ±57344 or ±127. NaN stays NaN in float8 and is 0 in int8. Default 1.
+        cos, sin: float32 (positions, rotary_dim / 2): turns the first rotary_dim elements of k (half-split
+            layout), in float32, before it is rounded, once.
+        q: (B, H, T, D) like k, turned in place with it.
+        positions: int32 or int64 (B, T), into cos and sin. Default: the cache's positions. Clamped to
+            the table.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+        NotImplementedError: an argument requires gradients, and grad mode is on.
+    """
+    options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
+    tensors = ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v), ("kv_lens", kv_lens)
+    _expect_append_types(tensors, options)
+    torch.ops.fdattn.append_kv(k_cache, v_cache, k, v, kv_lens, *options)
+
+
+def paged_append_kv(
+    k_cache: Tensor, v_cache: Tensor, page_table: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor,
+    new_lens: Tensor | None = None, *,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`append_kv` into a paged cache.
+
+    Args:
+        k_cache, v_cache: (P, H_kv, page, D) and (P, H_kv, page, D_v), any strides and page size.
+        page_table: int32 (B, pages a sequence): position p of sequence b is slot ``p % page`` of page
+            ``page_table[b, p // page]``. Entries that are not needed are not read; what would go to a page
+            outside of [0, P) is dropped. A page that is written to must belong to one sequence alone.
+        k_scale, v_scale: broadcastable to (P, H_kv, page).
+
+    The other arguments and the errors are those of `append_kv`.
+    """
+    options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
+    tensors = (
+        ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table), ("k", k), ("v", v),
+        ("kv_lens", kv_lens),
+    )  # fmt: skip
+    _expect_append_types(tensors, options)
+    torch.ops.fdattn.paged_append_kv(k_cache, v_cache, page_table, k, v, kv_lens, *options)
+
+
+def _expect_append_types(tensors: tuple, options: tuple) -> None:
+    names = ("new_lens", "k_scale", "v_scale", "q", "cos", "sin", "positions")
+    given = ((n, x) for n, x in zip(names, options, strict=True) if x is not None)
+    checks.expect_types((*tensors, *given))
 
 
 def merge_states(

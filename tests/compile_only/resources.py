@@ -31,6 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from torch_fdattn.ops.append_kv.arguments import Append
+from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import (
     BackwardConfig,
@@ -39,7 +41,7 @@ from torch_fdattn.ops.attention.configs import (
     forward_config,
 )
 from torch_fdattn.ops.attention.forward import has_borders, launch_forward
-from torch_fdattn.ops.decode.kernel import launch_decode
+from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
 from torch_fdattn.ops.positions import Mask
 
@@ -68,7 +70,10 @@ ARCHS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+CACHES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+
 _LENGTHS = dict(kv_lens=torch.empty(2, dtype=torch.int32, device="meta"))
+_APPENDED = _LENGTHS | {"new_lens": torch.empty(2, dtype=torch.int32, device="meta")}
 _SHARDED = dict(
     **_LENGTHS,
     q_start=torch.empty(2, dtype=torch.int32, device="meta"),
@@ -104,11 +109,12 @@ class Case:
     dtype: str
     head_dim: int
     mask: str = "causal"
-    rows: int = 4
+    rows: int = 4  # decode's group, append's tokens
+    cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
 
     def __str__(self) -> str:
-        rows = f"-rows{self.rows}" if self.op == "decode" else ""
+        rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
@@ -140,6 +146,30 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _cache(kind: str, dim: int, dtype: torch.dtype) -> Cache:
+    name, _, paged = kind.partition("-")
+    k = _meta(2, 8, 65536, dim, dtype=CACHES.get(name, dtype))
+    scale = _meta(8, 1).expand(k.shape[:3]) if name in CACHES else None
+    if not paged:
+        return Cache(k, k.clone(), None, scale, scale)
+    k = k.view(8192, 16, 8, dim).transpose(1, 2)
+    table = _meta(2, 4096, dtype=torch.int32)
+    scale = None if scale is None else _meta(8192, 8, 16)
+    return Cache(k, torch.empty_like(k), table, scale, scale)
+
+
+def _append_call(case: Case) -> Append:
+    """Everything at once: ragged lengths, rope of K and q at given positions, scales."""
+    dim, dtype, tokens = case.head_dim, DTYPES[case.dtype], case.rows
+    q, k = (_meta(2, tokens, heads, dim, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+    cache = _cache(case.cache, dim, dtype)
+    angles, positions = _meta(65536, dim // 2), _meta(2, tokens, dtype=torch.int64)
+    return Append(
+        cache.k, cache.v, cache.page_table, k, k.clone(), **_APPENDED, k_scale=cache.k_scale,
+        v_scale=cache.v_scale, q=q, cos=angles, sin=angles.clone(), positions=positions,
+    )  # fmt: skip
+
+
 def record(case: Case) -> list[Launch]:
     """The launches of one call of an op, in order."""
     arch, dtype, dim = ARCHS[case.arch], DTYPES[case.dtype], case.head_dim
@@ -147,19 +177,13 @@ def record(case: Case) -> list[Launch]:
     with recorded() as launches:
         if case.op == "decode":
             q = _meta(2, 8 * case.rows, 1, dim, dtype=dtype)
-            k = _meta(2, 8, 65536, dim, dtype=dtype)
-            lse = _meta(*q.shape[:-1])
+            lse, cache = _meta(*q.shape[:-1]), _cache(case.cache, dim, dtype)
             launch_decode(
-                q,
-                k,
-                torch.empty_like(k),
-                mask,
-                scale,
-                torch.empty_like(q),
-                lse,
-                case.tile,
-                splits=8,
-            )
+                q, cache, mask, scale, torch.empty_like(q), lse, config=case.tile, programs=64,
+                capability=arch.capability,
+            )  # fmt: skip
+        elif case.op == "append":
+            launch_append(_append_call(case))
         elif case.op == "merge":
             outs, lses = _meta(8, 2, 32, 512, dim, dtype=dtype), _meta(8, 2, 32, 512)
             out, lse = outs[0].clone(), lses[0].clone()
@@ -235,7 +259,7 @@ def _amd_usage(compiled) -> tuple[int, int]:
     return registers, scratch
 
 
-_COLUMNS = "{:<20}{:<8}{:<6}{:>5}  {:<8}{:>5}{:>6}{:>7}{:>6}{:>8}{:>11}  {}"
+_COLUMNS = "{:<20}{:<8}{:<6}{:>5}  {:<8}{:<15}{:>6}{:>7}{:>6}{:>8}{:>11}  {}"
 
 
 def rows_of(case: Case) -> list[str]:
@@ -256,7 +280,7 @@ def rows_of(case: Case) -> list[str]:
                 case.dtype,
                 case.head_dim,
                 case.mask,
-                case.rows,
+                f"{case.rows} {case.cache}" if case.op in ("decode", "append") else "",
                 item.warps,
                 item.stages,
                 item.registers,
@@ -275,14 +299,23 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--mask", nargs="+", default=["causal"], choices=MASKS)
-    parser.add_argument("--rows", nargs="+", type=int, default=[4], help="decode's group")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[4], help="decode's group, append's tokens"
+    )
+    parser.add_argument("--cache", nargs="+", default=["same"], help="decode's and append's cache")
     parser.add_argument("--tile", help="block_m,block_n,num_warps,num_stages")
     options = parser.parse_args()
     tile = TileConfig(*map(int, options.tile.split(","))) if options.tile else None
     cases = [
-        Case(op, arch, dtype, dim, mask, rows, tile)
-        for op, arch, dtype, dim, mask, rows in itertools.product(
-            options.op, options.arch, options.dtype, options.head_dim, options.mask, options.rows
+        Case(op, arch, dtype, dim, mask, rows, cache, tile)
+        for op, arch, dtype, dim, mask, rows, cache in itertools.product(
+            options.op,
+            options.arch,
+            options.dtype,
+            options.head_dim,
+            options.mask,
+            options.rows,
+            options.cache,
         )
     ]
     header = (

@@ -78,3 +78,66 @@ def test_decode_and_merge(mesh, rank_device, placement) -> None:
     torch.testing.assert_close(
         merged_lse.full_tensor(), expected_lse + torch.log(torch.tensor(2.0))
     )
+
+
+def append_arguments(world: int, device) -> dict[str, Tensor]:
+    """A call of append_kv whose heads and batch divide among the ranks."""
+    batch, heads, tokens = 2 * world, 2 * world, 3
+    angles = torch.rand(20, 8, device=device)
+    return dict(
+        k_cache=torch.zeros(batch, heads, 20, 16, dtype=torch.int8, device=device),
+        v_cache=torch.zeros(batch, heads, 20, 16, dtype=torch.int8, device=device),
+        k=torch.randn(batch, heads, tokens, 16, device=device),
+        v=torch.randn(batch, heads, tokens, 16, device=device),
+        kv_lens=torch.randint(0, 17, (batch,), dtype=torch.int32, device=device),
+        k_scale=torch.rand(heads, 1, device=device) + 0.01,
+        v_scale=torch.rand(batch, heads, 20, device=device) + 0.01,
+        q=torch.randn(batch, 3 * heads, tokens, 16, device=device),
+        cos=angles.cos(),
+        sin=angles.sin(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "placement"),
+    [
+        (torch_fdattn.append_kv, Replicate()),
+        (torch_fdattn.append_kv, Shard(0)),
+        (torch_fdattn.append_kv, Shard(1)),
+        (torch_fdattn.paged_append_kv, Replicate()),
+        (torch_fdattn.paged_append_kv, Shard(1)),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_append_writes_into_the_shards(mesh, rank_device, op, placement) -> None:
+    plain = append_arguments(dist.get_world_size(), rank_device)
+    if op is torch_fdattn.paged_append_kv:
+        batch = len(plain["kv_lens"])
+        plain["page_table"] = torch.randperm(batch, device=rank_device).int()[:, None]
+    placed = dict.fromkeys(plain, placement) | dict.fromkeys(
+        ("cos", "sin", "page_table"), Replicate()
+    )
+    if placement == Shard(1):
+        placed |= {"kv_lens": Replicate(), "k_scale": Shard(0)}
+    elif placement == Shard(0):
+        placed["k_scale"] = Replicate()
+    parts = {name: distribute_tensor(x.clone(), mesh, [placed[name]]) for name, x in plain.items()}
+    # distribute_tensor draws rank 0's numbers; the plain call takes the same.
+    plain = {name: x.full_tensor().clone() for name, x in parts.items()}
+    places = {name: parts[name].to_local().data_ptr() for name in ("k_cache", "v_cache", "q")}
+    op(**plain)
+    op(**parts)
+    for name, place in places.items():
+        assert parts[name].to_local().data_ptr() == place
+        assert torch.equal(parts[name].full_tensor(), plain[name]), name
+
+
+def test_append_into_caches_placed_otherwise_is_refused(mesh, rank_device) -> None:
+    """To redistribute a cache would be to write into a copy."""
+    plain = append_arguments(dist.get_world_size(), rank_device)
+    parts = {name: distribute_tensor(x, mesh, [Replicate()]) for name, x in plain.items()}
+    parts["v"] = distribute_tensor(plain["v"], mesh, [Shard(1)])
+    with pytest.raises(Exception, match=r"v must be placed .*Replicate.* where k_cache is placed"):
+        torch_fdattn.append_kv(**parts)
+    for x in (parts["k_cache"], parts["v_cache"]):
+        assert not x.full_tensor().any()

@@ -227,8 +227,7 @@ def test_decode_reads_a_cache_in_place(device):
 
 
 def decode_paths(device):
-    path = expected_path("decode_forward", device, torch.float32)
-    return (path, "merge_states_forward/triton") if path.endswith("triton") else (path,)
+    return (expected_path("decode_forward", device, torch.float32),)
 
 
 @BOTH

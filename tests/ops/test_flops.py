@@ -65,7 +65,8 @@ def test_the_same_count_as_torchs_own_attention():
 
 def test_every_raw_op_has_a_formula():
     for name in (
-        "attention_forward", "attention_backward", "decode_forward", "merge_states_forward",
+        "attention_forward", "attention_backward", "decode_forward", "paged_decode_forward", "decode_out",
+        "paged_decode_out", "merge_states_forward",
         "merge_states_backward",
     ):  # fmt: skip
         assert getattr(torch.ops.fdattn, name) in flop_registry, name

@@ -18,7 +18,7 @@ MASK = (None, None, None, -1, 0, 0, 0, 0.25)
 def test_schemas():
     names = (
         "attention", "attention_forward", "attention_backward", "decode", "decode_forward",
-        "merge_states", "merge_states_forward", "merge_states_backward",
+        "merge_states", "merge_states_forward", "merge_states_backward", "append_kv", "paged_append_kv",
     )  # fmt: skip
     schemas = "\n".join(str(getattr(OPS, name).default._schema) for name in names)
     assert_expected_inline(
@@ -27,11 +27,13 @@ def test_schemas():
 fdattn::attention(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=False, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None) -> (Tensor out, Tensor lse)
 fdattn::attention_forward(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype) -> (Tensor, Tensor)
 fdattn::attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype) -> (Tensor, Tensor, Tensor)
-fdattn::decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=True, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None) -> (Tensor out, Tensor lse)
-fdattn::decode_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype) -> (Tensor, Tensor)
+fdattn::decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=True, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)
+fdattn::decode_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool batch_invariant=False) -> (Tensor, Tensor)
 fdattn::merge_states(Tensor outs, Tensor lses, *, ScalarType? dtype=None) -> (Tensor out, Tensor lse)
 fdattn::merge_states_forward(Tensor outs, Tensor lses, ScalarType? dtype=None) -> (Tensor, Tensor)
-fdattn::merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse) -> (Tensor, Tensor)""",
+fdattn::merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse) -> (Tensor, Tensor)
+fdattn::append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor kv_lens, Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None) -> ()
+fdattn::paged_append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor k, Tensor v, Tensor kv_lens, Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None) -> ()""",
     )
 
 

@@ -19,7 +19,7 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.functional import attention
 from torch_fdattn.functional import decode as local_decode
-from torch_fdattn.ops.decode.op import MAX_QUERY_TOKENS
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 
 class ShardedKVCache:

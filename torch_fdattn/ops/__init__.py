@@ -1,6 +1,7 @@
 """The attention ops on one device. Importing this package registers them under `torch.ops.fdattn`."""
 
 from torch_fdattn.ops import flops
+from torch_fdattn.ops.append_kv import op as _append_kv  # noqa: F401
 from torch_fdattn.ops.attention import op as _attention  # noqa: F401
 from torch_fdattn.ops.decode import op as _decode  # noqa: F401
 from torch_fdattn.ops.library import launches

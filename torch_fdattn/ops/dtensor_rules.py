@@ -33,8 +33,56 @@ def _choices(q, k) -> list[tuple]:
     return choices
 
 
+def _options(options) -> tuple[list, bool]:
+    """Placements of decode's further arguments, and whether no tensor (scales, slopes, sinks) is among them."""
+    tensors = [hasattr(x, "placements") for x in options]
+    return [Replicate() if tensor else None for tensor in tensors], not any(tensors)
+
+
 def _given(tensor: object, placement: object) -> object:
     return None if tensor is None else placement
+
+
+#: append_kv's arguments behind the caches, the page table and the new tokens.
+_PER_SEQUENCE = ("kv_lens", "new_lens", "positions")
+
+
+def _append_choices(batch_dim: bool, tensors: dict) -> list[tuple[list, list]]:
+    """The acceptable shardings of an op that writes: those that its arguments have, and no others.
+
+    To redistribute a cache would be to write into a copy of it. DTensor takes the first of the cheapest
+    choices, and to keep everything as it is costs nothing; replicated comes first, because to split a
+    replicated tensor costs nothing either.
+    """
+    cache = tensors["k_cache"]
+    allowed = (Replicate(), *(Shard(dim) for dim in ((0, 1) if batch_dim else (1,))))
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        expected = tuple(_append_placement(name, tensor, x) for x in cache.placements)
+        if tuple(tensor.placements) != expected or not set(cache.placements) <= set(allowed):
+            raise ValueError(
+                f"{name} must be placed {expected} where k_cache is placed {tuple(cache.placements)} "
+                f"(replicated, or sharded by heads{' or batch' if batch_dim else ''}), "
+                f"got {tuple(tensor.placements)}"
+            )
+    return [
+        ([], [None if x is None else _append_placement(name, x, placement) for name, x in tensors.items()])
+        for placement in allowed
+        if placement in cache.placements
+    ]  # fmt: skip
+
+
+def _append_placement(name: str, tensor, cache) -> object:
+    """How an argument of append_kv is placed along a mesh dimension, given the caches' placement there."""
+    if cache == Replicate() or name in ("cos", "sin", "page_table"):
+        return Replicate()
+    if name in _PER_SEQUENCE:
+        return cache if cache == Shard(0) else Replicate()
+    if name in ("k_scale", "v_scale"):  # broadcastable to (B, H_kv, capacity)
+        dim = cache.dim - (3 - tensor.ndim)
+        return Shard(dim) if dim >= 0 and tensor.shape[dim] > 1 else Replicate()
+    return cache
 
 
 def register() -> None:
@@ -43,10 +91,26 @@ def register() -> None:
 
     @register_sharding([ops.attention_forward.default, ops.decode_forward.default])
     def forward_rule(q, k, v, kv_lens, q_start, kv_start, *options):
-        rest = [None] * len(options)
+        rest, plain = _options(options)
         return [
             ([x, x], [x, x, x, *(_given(t, per_seq) for t in (kv_lens, q_start, kv_start)), *rest])
-            for x, per_seq in _choices(q, k)
+            for x, per_seq in (_choices(q, k) if plain else _choices(q, k)[:1])
+        ]
+
+    @register_sharding(ops.paged_decode_forward.default)
+    def paged_rule(q, k, v, page_table, kv_lens, q_start, kv_start, *options):
+        rest, plain = _options(options)
+        tables = (page_table, kv_lens, q_start, kv_start)
+        whole, by_sequence, by_head = Replicate(), Shard(0), Shard(1)
+        # (q and results, pages, tables): pages belong to no sequence, so they are never split by batch.
+        choices = [(whole, whole, whole)]
+        if plain:
+            choices.append((by_sequence, whole, by_sequence))
+            if _group_shardable(q, k):
+                choices.append((by_head, by_head, whole))
+        return [
+            ([x, x], [x, pages, pages, *(_given(t, per_seq) for t in tables), *rest])
+            for x, pages, per_seq in choices
         ]
 
     @register_sharding(ops.attention_backward.default)
@@ -77,3 +141,14 @@ def register() -> None:
         return [choice(Replicate(), Replicate())] + [
             choice(Shard(dim + 1), Shard(dim)) for dim in range(3)
         ]
+
+    def append_rule(op, batch_dim: bool) -> None:
+        names = [x.name for x in op._schema.arguments]
+
+        @register_sharding(op)
+        def rule(*args):
+            # Trailing arguments that are None do not come.
+            return _append_choices(batch_dim, dict(zip(names, args, strict=False)))
+
+    append_rule(ops.append_kv.default, batch_dim=True)
+    append_rule(ops.paged_append_kv.default, batch_dim=False)

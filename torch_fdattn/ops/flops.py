@@ -52,9 +52,17 @@ def _register() -> None:
 
     ops = torch.ops.fdattn
 
-    @register_flop_formula([ops.attention_forward, ops.decode_forward])
+    @register_flop_formula(ops.attention_forward)
     def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
         return 2 * _pair_flops(q_shape, k_shape)
+
+    @register_flop_formula([ops.decode_forward, ops.decode_out])
+    def decode_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
+        return _decode_flops(q_shape, k_shape[2], v_shape)
+
+    @register_flop_formula([ops.paged_decode_forward, ops.paged_decode_out])
+    def paged_flops(q_shape, k_shape, v_shape, table_shape, *args, **kwargs) -> int:
+        return _decode_flops(q_shape, table_shape[1] * k_shape[2], v_shape)
 
     @register_flop_formula(ops.attention_backward)
     def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, *args, **kwargs) -> int:
@@ -67,6 +75,12 @@ def _register() -> None:
     @register_flop_formula(ops.merge_states_backward)
     def merge_backward_flops(dout_shape, dlse_shape, outs_shape, *args, **kwargs) -> int:
         return 4 * prod(outs_shape)
+
+
+def _decode_flops(q_shape, kv_len: int, v_shape) -> int:
+    """Q Kᵀ and P V, whose head dims may differ."""
+    batch, heads, q_len, head_dim = q_shape
+    return 2 * batch * heads * q_len * kv_len * (head_dim + v_shape[3])
 
 
 def _pair_flops(q_shape, k_shape) -> int:

@@ -45,6 +45,28 @@ def use_triton(tensor: Tensor) -> bool:
     return True
 
 
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+for _key in ("PythonDispatcher", "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"):
+    _MODES = _MODES | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+_MODES = _MODES.raw_repr() & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+
+
+def runs_directly(*tensors: Tensor) -> bool:
+    """Whether nobody is between a caller and the kernel: no tracing, mode, subclass or derivative.
+
+    Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more.
+    """
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES:
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or (grad and tensor.requires_grad):
+            return False
+    return True
+
+
 def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     """Defines a raw op: one kernel for CPU and CUDA, its fake, and an Autograd kernel that refuses.
 
@@ -58,23 +80,63 @@ def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"fdattn::{name}", fake, lib=library)
 
     overload = getattr(torch.ops.fdattn, name).default
+    advice = (
+        "is a raw op and not differentiable; call the op without _forward/_backward in its name "
+        "(torch.ops.fdattn.attention, decode, merge_states)"
+    )
+    beneath = torch._C._AutoDispatchBelowAutograd
+    written = _written(overload)
+    if written:
+        advice = (
+            "writes into its arguments and is not differentiable; call it under torch.no_grad()"
+        )
+        beneath = torch._C._AutoDispatchBelowADInplaceOrView
 
     def refuse_autograd(*args, **kwargs):
-        if torch.is_grad_enabled() and any(requires_grad(arg) for arg in args):
-            raise NotImplementedError(
-                f"torch.ops.fdattn.{name} is a raw op and not differentiable; call the op without "
-                "_forward/_backward in its name (torch.ops.fdattn.attention, decode, merge_states)"
-            )
+        given = (*args, *kwargs.values()) if kwargs else args
+        if torch.is_grad_enabled() and any(requires_grad(arg) for arg in given):
+            raise NotImplementedError(f"torch.ops.fdattn.{name} {advice}")
         # The level is private to torch, but reading it costs 30 ns and unpacking every tensor does not.
-        if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in args):
+        if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in given):
             raise NotImplementedError(
                 f"torch.ops.fdattn.{name} has no forward-mode derivative (torch.func.jvp, "
                 "torch.autograd.forward_ad); use reverse mode"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        if written:
+            meet(args[0])
+            _bump_versions(args, kwargs, written)
+        with beneath():
             return overload(*args, **kwargs)
 
     library.impl(name, refuse_autograd, "Autograd")
+    if not written:
+        return
+
+    def bump_versions(*args, **kwargs):
+        _bump_versions(args, kwargs, written)
+        with beneath():
+            return overload(*args, **kwargs)
+
+    # Inference mode goes past Autograd, and there too a tensor that is no inference tensor has a version.
+    library.impl(name, bump_versions, "ADInplaceOrView")
+
+
+def _written(overload: torch._ops.OpOverload) -> tuple[int | str, ...]:
+    """The arguments that an op mutates: positions, and names of those that have no position."""
+    return tuple(
+        x.name if x.kwarg_only else i
+        for i, x in enumerate(overload._schema.arguments)
+        if x.alias_info is not None and x.alias_info.is_write
+    )
+
+
+def _bump_versions(args: tuple, kwargs: dict, written: tuple[int | str, ...]) -> None:
+    """Tells autograd that these were written to, as torch's own in-place ops do of themselves."""
+    found = (
+        kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None
+        for at in written
+    )
+    torch.autograd.graph.increment_version([x for x in found if x is not None])
 
 
 def define_composite(schema: str, function: Callable, autocast_args: int) -> None:
@@ -113,7 +175,9 @@ def register_dtensor_rules() -> None:
 
 
 def meet(tensor: Tensor) -> None:
-    """Called by every composite with its first input: loads what a tensor subclass needs."""
+    """Called by every composite, and every op that writes, with its first input: loads what a tensor
+    subclass needs.
+    """
     if type(tensor) is not Tensor and "torch.distributed.tensor" in sys.modules:
         register_dtensor_rules()
 
@@ -138,6 +202,6 @@ def _has_tangent(arg: object) -> bool:
 
 
 def _autocast(arg: Tensor, dtype: torch.dtype) -> Tensor:
-    # As torch's own autocast: double precision is a deliberate choice and stays.
-    eligible = arg.is_floating_point() and arg.dtype != torch.float64
+    # As torch's own autocast: double precision is a deliberate choice and stays; so does a cache in float8.
+    eligible = arg.is_floating_point() and arg.dtype != torch.float64 and arg.dtype.itemsize > 1
     return arg.to(dtype) if eligible else arg

@@ -47,15 +47,23 @@ def softmax_finish(acc, row_max, row_sum):
 
 @triton.jit
 def merge_update(acc, row_max, row_sum, outs, lses):
-    """Adds a chunk of partial states, outs (N, D) and lses (N,), to one running state (D,).
+    """Adds a chunk of partial states, outs (N, M, D) and lses (N, M), to the running states (M, D).
 
     Here row_max is in natural units: differences of large lses are exact, their multiples of log2(e) are
     not. A part with lse = -inf weighs nothing, whatever its outs hold (they may be uninitialised).
     """
     new_max = tl.maximum(row_max, tl.max(lses, 0))
     safe_max = finite_max(new_max)
-    weights = tl.exp2((lses - safe_max) * LOG2E)
+    weights = tl.exp2((lses - safe_max[None, :]) * LOG2E)
     alpha = tl.exp2((row_max - safe_max) * LOG2E)
-    outs = tl.where((lses == float("-inf"))[:, None], 0.0, outs)
-    acc = acc * alpha + tl.sum(weights[:, None] * outs, 0)
+    outs = tl.where((lses == float("-inf"))[:, :, None], 0.0, outs)
+    acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * outs, 0)
     return acc, new_max, row_sum * alpha + tl.sum(weights, 0)
+
+
+@triton.jit
+def merge_finish(acc, row_max, row_sum):
+    """(out (M, D), lse (M,)) of merged states: zero and -inf for a row to which no part saw a key."""
+    empty = row_sum == 0.0
+    total = tl.where(empty, 1.0, row_sum)
+    return acc / total[:, None], tl.where(empty, float("-inf"), row_max + tl.log(total))

@@ -53,9 +53,10 @@ def keys_before(position: Tensor, start: Tensor | int, kv_block: int, kv_stride:
     return distance
 
 
-def visible(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """The boolean mask (B or 1, q_len, kv_len): True where the query sees the key."""
-    keys = torch.arange(kv_len, device=device)
+def query_key_positions(
+    mask: Mask, q_len: int, kv_len: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of queries (B or 1, q_len) and of keys (B or 1, kv_len), and the lengths (B or 1,)."""
     lens = torch.full((1,), kv_len, device=device)
     if mask.kv_lens is not None:
         lens = mask.kv_lens.long().clamp(0, kv_len)
@@ -66,10 +67,16 @@ def visible(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Tensor
         q_start = mask.q_start.long().clamp(-FAR, FAR)
     else:
         q_start = start + lens - q_len
+    queries = q_start[:, None] + torch.arange(q_len, device=device)
+    keys = torch.arange(kv_len, device=device)
+    return queries, key_positions(keys, start[:, None], mask.kv_block, mask.kv_stride), lens
 
-    q_pos = (q_start[:, None] + torch.arange(q_len, device=device))[:, :, None]
-    k_pos = key_positions(keys, start[:, None], mask.kv_block, mask.kv_stride)[:, None, :]
-    seen = (keys < lens[:, None])[:, None, :]
+
+def visible(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """The boolean mask (B or 1, q_len, kv_len): True where the query sees the key."""
+    queries, keys, lens = query_key_positions(mask, q_len, kv_len, device)
+    q_pos, k_pos = queries[:, :, None], keys[:, None, :]
+    seen = (torch.arange(kv_len, device=device) < lens[:, None])[:, None, :]
     if mask.window_right >= 0:
         seen = seen & (k_pos <= q_pos + mask.window_right)
     if mask.window_left >= 0:

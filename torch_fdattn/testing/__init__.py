@@ -27,6 +27,7 @@ from torch_fdattn.testing.oracle import (
     merge_oracle,
     visible_keys,
 )
+from torch_fdattn.testing.serving_cases import ServingCase, draw_serving
 
 __all__ = [
     "LAYOUTS",
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionCase",
     "Expected",
     "MergeCase",
+    "ServingCase",
     "assert_launched",
     "attention_oracle",
     "check_close",
@@ -41,6 +43,7 @@ __all__ = [
     "draw_attention",
     "draw_decode",
     "draw_merge",
+    "draw_serving",
     "drawn_seeds",
     "expected_attention",
     "expected_merge",

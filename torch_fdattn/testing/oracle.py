@@ -22,27 +22,39 @@ def visible_keys(
     kv_stride: int = 0, window: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
     """The boolean [query, key] mask of one sequence of kv_len valid keys, by DESIGN.md's positions."""
-    j = torch.arange(kv_len)
-    keys = kv_start + (
-        j.div(kv_block, rounding_mode="floor") * kv_stride + j % kv_block if kv_block else j
-    )
-    first = kv_start + kv_len - q_len if q_start is None else q_start
-    distance = keys[None, :] - torch.arange(first, first + q_len)[:, None]
+    distance = distances(q_len, kv_len, q_start, kv_start, kv_block, kv_stride)
     left, right = window
     lowest = -left if left >= 0 else torch.iinfo(torch.int64).min
     highest = right if right >= 0 else torch.iinfo(torch.int64).max
     return (lowest <= distance) & (distance <= highest)
 
 
+def distances(
+    q_len: int, kv_len: int, q_start: int | None, kv_start: int, kv_block: int, kv_stride: int
+) -> Tensor:
+    """Position of the key minus position of the query, [query, key]."""
+    j = torch.arange(kv_len)
+    keys = kv_start + (
+        j.div(kv_block, rounding_mode="floor") * kv_stride + j % kv_block if kv_block else j
+    )
+    first = kv_start + kv_len - q_len if q_start is None else q_start
+    return keys[None, :] - torch.arange(first, first + q_len)[:, None]
+
+
 def attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Sequence[int] | None = None, *, causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
-    kv_block: int = 0, kv_stride: int = 0, way: str = "textbook",
+    kv_block: int = 0, kv_stride: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, way: str = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints."""
+    """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints.
+
+    softcap, slopes (H,) or (B, H) and sinks (H,) go by the formulas of `ops/scores.py`, never fused.
+    """
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, capacity = k.shape[1:3]
+    kv_heads, capacity, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    plain = not softcap and alibi_slopes is None and sinks is None
     scale = head_dim**-0.5 if scale is None else scale
     left, right = window or (-1, -1)
     group = heads // kv_heads
@@ -60,30 +72,45 @@ def attention_oracle(
     outs, lses = [], []
     for b in range(batch):
         kv_len = capacity if kv_lens is None else min(max(kv_lens[b], 0), capacity)
-        seen = visible_keys(
-            q_len, kv_len, q_start=q_start[b] if q_start else None,
-            kv_start=kv_start[b] if kv_start else 0, kv_block=kv_block, kv_stride=kv_stride,
-            window=(left, 0 if causal else right),
-        ).to(q.device)  # fmt: skip
+        positions = dict(
+            q_start=q_start[b] if q_start else None, kv_start=kv_start[b] if kv_start else 0,
+            kv_block=kv_block, kv_stride=kv_stride,
+        )  # fmt: skip
+        window_here = (left, 0 if causal else right)
+        seen = visible_keys(q_len, kv_len, **positions, window=window_here).to(q.device)
         alive = seen.any(-1)
         keys, values = k[b, :, :kv_len], v[b, :, :kv_len]
         rows = alive.nonzero()[:, 0]
         queries, seen = q[b][:, rows], seen[rows]
         if not len(rows):
-            out, lse = queries, q.new_zeros(heads, 0)
+            out, lse = q.new_zeros(heads, 0, v_dim), q.new_zeros(heads, 0)
         else:
-            scores = (matmul(queries, keys.mT) * scale).masked_fill(~seen, float("-inf"))
+            scores = matmul(queries, keys.mT) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
+                away = distances(q_len, kv_len, **positions).abs().to(q.device)[rows]
+                scores = scores - slopes.to(q)[:, None, None] * away
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if sinks is not None:  # one more key, whose value is zero
+                sink = sinks.to(q)[:, None, None].expand(heads, len(rows), 1)
+                scores = torch.cat([scores, sink], -1)
+                values = torch.cat([values, values.new_zeros(kv_heads, 1, v_dim)], 1)
             lse = torch.logsumexp(scores, -1)
-            if way == "fused":
+            if way == "fused" and plain:
                 out = F.scaled_dot_product_attention(
                     queries[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
                 )[0]
             else:
                 out = matmul(torch.softmax(scores, -1), values)
-        outs.append(q.new_zeros(heads, q_len, head_dim).index_copy(1, rows, out))
-        lses.append(q.new_full((heads, q_len), float("-inf")).index_copy(1, rows, lse))
+        outs.append(q.new_zeros(heads, q_len, v_dim).index_copy(1, rows, out))
+        nothing = q.new_full((heads, q_len), float("-inf"))
+        if sinks is not None:
+            nothing = sinks.to(q)[:, None].repeat(1, q_len)
+        lses.append(nothing.index_copy(1, rows, lse))
     if not batch:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:-1])
+        return q.new_zeros(*q.shape[:-1], v_dim), q.new_zeros(q.shape[:-1])
     return torch.stack(outs), torch.stack(lses)
 
 

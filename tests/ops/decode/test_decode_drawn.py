@@ -1,4 +1,4 @@
-"""Drawn cases of decode against the fp64 oracle under the error rule, with and without explicit splits."""
+"""Drawn cases of decode against the fp64 oracle under the error rule, on any number of programs."""
 
 import pytest
 import torch
@@ -12,27 +12,15 @@ from torch_fdattn.testing import (
     expected_path,
 )
 
-PATH, MERGE = "decode_forward", "merge_states_forward/triton"
-
-
-def automatic_splits(case, device):
-    from torch_fdattn.ops.decode.kernel import decode_config
-    from torch_fdattn.ops.decode.schedule import num_splits, processors
-
-    rows = case.group * case.q_len
-    config = decode_config(case.head_dim, case.dtype, rows)
-    programs = case.batch * case.kv_heads * -(-rows // config.block_m)
-    return num_splits(programs, case.kv_len, config.block_n, processors(torch.device(device)))
+PATH = "decode_forward"
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("seed", drawn_seeds(320))
 def test_drawn(seed, device, record_drawn):
     case = draw_decode(seed, device)
-    path = expected_path(PATH, device, case.dtype)
-    split = path.endswith("triton") and automatic_splits(case, device) > 1
-    record_drawn("decode", case.features() + ["several splits"] * split)
-    with assert_launched(path, *[MERGE] * split):
+    record_drawn("decode", case.features())
+    with assert_launched(expected_path(PATH, device, case.dtype)):
         out, lse = torch_fdattn.decode(*case.inputs(device), **case.options(device))
     expected_attention(case, device, backward=False).check(lse, out=out)
 
@@ -51,11 +39,11 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("seed", range(2000, 2008))
-def test_explicit_splits(seed, splits, kernel_device):
-    """Any number of splits gives the same answer, more splits than key tiles included."""
-    from torch_fdattn.ops.decode.kernel import launch_decode
+def test_any_number_of_programs(seed, programs, kernel_device):
+    """Shares that end within items, that hold several items, and more programs than work."""
+    from torch_fdattn.ops.decode.launch import Cache, launch_decode
     from torch_fdattn.ops.positions import Mask
 
     case = draw_decode(seed, kernel_device)
@@ -68,6 +56,6 @@ def test_explicit_splits(seed, splits, kernel_device):
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
     scale = case.scale or case.head_dim**-0.5
-    with assert_launched(f"{PATH}/triton", *[MERGE] * (splits > 1)):
-        launch_decode(q, k, v, mask, scale, out, lse, splits=splits)
+    with assert_launched(f"{PATH}/triton"):
+        launch_decode(q, Cache(k, v), mask, scale, out, lse, programs=programs)
     expected_attention(case, kernel_device, backward=False).check(lse, out=out)

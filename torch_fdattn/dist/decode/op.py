@@ -18,7 +18,7 @@ from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import check_inputs, default_scale, options_to_mask
-from torch_fdattn.ops.decode.op import MAX_QUERY_TOKENS
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 from torch_fdattn.ops.positions import FAR, Mask
 
 STRATEGIES = ("all_gather",)

@@ -16,27 +16,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.ops.positions import Mask, visible
+from torch_fdattn.ops.positions import Mask, query_key_positions, visible
+from torch_fdattn.ops.scores import Scores, add_sinks, modify_scores
 
 QUERY_BLOCK = 512
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out (B, H, S, D), lse (B, H, S)) in the accumulation dtype."""
-    q, k, v = grouped(q, k.shape[1]), accumulated(_valid(k, mask)), accumulated(_valid(v, mask))
-    seen = visible(mask, q.shape[3], k.shape[2], q.device)[:, None, None]
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, options: Scores | None = None,
+    keys_in: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (B, H, S, DV), lse (B, H, S)) in the accumulation dtype.
+
+    keys_in (B, N), boolean, takes further keys out.
+    """
+    options = options or Scores()
+    kv_heads, q_len, kv_len = k.shape[1], q.shape[2], k.shape[2]
+    q, k, v = grouped(q, kv_heads), accumulated(_valid(k, mask)), accumulated(_valid(v, mask))
+    seen = visible(mask, q_len, kv_len, q.device)
+    if keys_in is not None:
+        seen = seen & keys_in[:, None, :]
+    q_pos, k_pos, _ = query_key_positions(mask, q_len, kv_len, q.device)
+    distance = k_pos[:, None, :] - q_pos[:, :, None]
     outs, lses = [], []
-    for rows, seen_rows in zip(q.split(QUERY_BLOCK, 3), seen.split(QUERY_BLOCK, 3), strict=True):
-        scores = _scores(rows, k, seen_rows, scale)
+    for rows, seen_rows, distance_rows in zip(
+        *(x.split(QUERY_BLOCK, dim) for x, dim in ((q, 3), (seen, 1), (distance, 1))), strict=True
+    ):
+        scores = scale * _by_group(rows, k.mT)
+        if not options.is_plain:
+            scores = modify_scores(scores.flatten(1, 2), distance_rows, options).view(scores.shape)
+        scores = scores.masked_fill(~seen_rows[:, None, None], float("-inf"))
         lse = torch.logsumexp(scores, -1)
         # Not exp(scores - lse): lse is rounded, and softmax's own normaliser is not. A row that sees no
         # key has no softmax; its probabilities are zero.
         p = torch.softmax(scores, -1).masked_fill((lse == float("-inf"))[..., None], 0.0)
         outs.append(_by_group(p, v))
         lses.append(lse)
-    return torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 3).flatten(1, 2)
+    out, lse = torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 3).flatten(1, 2)
+    return add_sinks(out, lse, options.sinks)
 
 
 def attention_backward_reference(

@@ -1,165 +1,291 @@
-"""Split-KV decode in portable Triton: a few query tokens against a long, strided cache.
+"""Split-KV decode in portable Triton, one launch: contiguous and paged caches, any lengths.
 
-Flash-Decoding: programs share a sequence's keys, each leaves (out, lse) of its share in fp32, and
-`merge_states`' kernel combines them. The query heads of one KV head and the T query tokens are packed
-into the rows of one tile (row = head_in_group · T + token), so that K and V are read once per group.
+Flash-Decoding with the work shared out evenly (`schedule.py`): a program walks along its share of all
+sequences' keys; where its share covers an item (a sequence's KV head) only in part, it leaves (out, lse) of
+that part in fp32, and the item's last arriver merges the parts, in order, so that results do not depend on
+who came last. The query heads of one KV head and the T query tokens are packed into the rows of one tile
+(row = head_in_group · T + token): K and V are read once a group.
 
-Shapes: q, out (B, H, T, D); k, v (B, H_kv, N, D) any strides; partial outs (splits, B, H, T, D) and
-lses (splits, B, H, T) fp32. The grid depends on shapes only: lengths stay on the device.
-Limit: memory-bound by design; more than 64 rows a KV head are tiled and read the cache again.
+Shapes: q (B, H, T, D), out (B, H, T, DV); k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages (P, H_kv, PAGE, D)
+behind page_table (B, pages a sequence); any strides. parts (slots, BLOCK_M, BLOCK_DV) and part_lses (slots,
+BLOCK_M) fp32; arrivals (B · items) int32, zero before and after every launch.
+Limit: more than 64 rows a KV head are tiled and read the cache again.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from torch_fdattn.ops.attend import attend_range
-from torch_fdattn.ops.attention.configs import TileConfig, dot_precision
-from torch_fdattn.ops.decode.schedule import num_splits, processors
-from torch_fdattn.ops.launch import (
-    contiguous_mask,
-    mask_flags,
-    mask_numbers,
-    on_device,
-    padded,
-    wide_rows,
+from torch_fdattn.ops.decode.schedule import CHUNK, MIN_SHARE, UNIT, line_ends, sequence_at
+from torch_fdattn.ops.online_softmax import (
+    LOG2E,
+    merge_finish,
+    merge_update,
+    softmax_finish,
+    softmax_update,
 )
-from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.merge_states.kernel import launch_merge
-from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
-from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_bounds
-
-MAX_ROWS = 64
+from torch_fdattn.ops.score_tiles import add_sinks, modify_scores
+from torch_fdattn.ops.tiles import key_position, key_range, sequence_bounds, visible
 
 
 @triton.jit(
     do_not_specialize=[
-        "splits",
-        "kv_capacity",
-        "window_left",
-        "window_right",
-        "kv_block",
-        "kv_stride",
+        "batch", "kv_capacity", "page_count", "table_stride", "window_left", "window_right", "kv_block",
+        "kv_stride", "pieces",
     ]
-)
-def _decode_split_kernel(
-    q_ptr, k_ptr, v_ptr, outs_ptr, lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, outs_strides, lses_strides,
-    q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    splits, kv_heads, group, head_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+)  # fmt: skip
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, arrivals_ptr,
+    kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_stride,
+    batch, q_len, kv_capacity, page_count, table_stride, window_left, window_right, kv_block, kv_stride,
+    scale, softcap, pieces, kv_heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
+    PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    EVEN_D: tl.constexpr = head_dim == BLOCK_D
-    row_blocks = tl.cdiv(group * q_len, BLOCK_M)
-    split, head_block, batch = program_coordinates(splits, kv_heads * row_blocks)
-    row_block = head_block // kv_heads
-    kv_head = head_block % kv_heads
-    kv_len, q_start, kv_start = sequence_bounds(
-        batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
-    )
-    keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride)
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    program = tl.program_id(0)
+    items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
+    window = (window_left, window_right, kv_block, kv_stride)
 
-    batch64 = batch.to(tl.int64)
-    kv_head64 = kv_head.to(tl.int64)
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    head64 = kv_head64 * group + row // q_len
-    token = (row % q_len).to(tl.int64)
-    rows_in = row < group * q_len
-    d = tl.arange(0, BLOCK_D).to(tl.int64)
-    inside = rows_in[:, None] & (d[None, :] < head_dim)
-    q_rows = batch64 * q_strides[0] + head64 * q_strides[1] + token * q_strides[2]
-    q = tl.load(q_ptr + q_rows[:, None] + d[None, :] * q_strides[3], mask=inside, other=0.0)
-
-    # Every program computes the whole range, then takes its share of it in whole tiles.
-    begin, full_begin, full_end, end = key_range(
-        q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N
-    )
-    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
-    low = tl.minimum(begin + split * share, end)
-    high = tl.minimum(low + share, end)
-    bounds = (
-        low,
-        tl.minimum(tl.maximum(full_begin, low), high),
-        tl.minimum(tl.maximum(full_end, low), high),
-        high,
-    )
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = attend_range(
-        acc, row_max, row_sum, q, q_start + row % q_len,
-        k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
-        v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
-        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, True, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
-    )  # fmt: skip
-    out, lse = softmax_finish(acc, row_max, row_sum)
-
-    out_rows = (
-        split.to(tl.int64) * outs_strides[0] + batch64 * outs_strides[1]
-        + head64 * outs_strides[2] + token * outs_strides[3]
-    )  # fmt: skip
-    lse_rows = (
-        split.to(tl.int64) * lses_strides[0] + batch64 * lses_strides[1]
-        + head64 * lses_strides[2] + token * lses_strides[3]
-    )  # fmt: skip
-    out = out.to(outs_ptr.dtype.element_ty)
-    tl.store(outs_ptr + out_rows[:, None] + d[None, :] * outs_strides[4], out, mask=inside)
-    tl.store(lses_ptr + lse_rows, lse, mask=rows_in)
-
-
-def decode_config(head_dim: int, dtype: torch.dtype, rows: int) -> TileConfig:
-    """Tiles of the split kernel; rows is the number of packed query rows of one KV head."""
-    block_m = padded(min(rows, MAX_ROWS))
-    if INTERPRET:
-        return TileConfig(block_m, 16, 1, 1)
-    if dtype == torch.float32:
-        # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread.
-        if block_m == 16 and head_dim <= 128:
-            return TileConfig(16, 32, 8, 2)
-        return TileConfig(min(block_m, 32), 16, 4 if block_m == 16 else 8, 2)
-    if head_dim > 128:
-        return TileConfig(block_m, 32, 4, 2)
-    # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
-    # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
-    return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
-
-
-def launch_decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
-    config: TileConfig | None = None, splits: int | None = None,
-) -> None:  # fmt: skip
-    """Writes attention of q over the cache into out (like q, any float dtype) and lse (fp32)."""
-    batch, heads, q_len, head_dim = q.shape
-    if q.numel() == 0:
-        return
-    kv_heads, kv_capacity = k.shape[1:3]
-    rows = heads // kv_heads * q_len
-    config = config or decode_config(head_dim, q.dtype, rows)
-    row_blocks = triton.cdiv(rows, config.block_m)
-    programs = batch * kv_heads * row_blocks
-    splits = splits or num_splits(programs, kv_capacity, config.block_n, processors(q.device))
-    launches["decode_forward/triton"] += 1
-    mask = contiguous_mask(mask)
-    if splits == 1:
-        outs, lses = out[None], lse[None]
+    if INVARIANT:
+        share = CHUNK
+        first_slot = program // pieces * pieces
+        item = program // pieces % items
+        sequence = program // pieces // items
+        item_begin = 0
+        item_units = _units(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        unit = program % pieces * CHUNK
+        last = tl.minimum(unit + CHUNK, item_units)
     else:
-        outs = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-        lses = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
-    with on_device(q):
-        _decode_split_kernel[(splits * kv_heads * row_blocks * batch,)](
-            q, k, v, outs, lses, *mask[:3],
-            q.stride(), k.stride(), v.stride(), outs.stride(), lses.stride(),
-            q_len, kv_capacity, *mask_numbers(mask), scale, splits, kv_heads, heads // kv_heads, head_dim,
-            **mask_flags(mask), WIDE=wide_rows(k, v), PRECISION=dot_precision(q.dtype),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+        sequences = tl.arange(0, BLOCK_B)
+        within = tl.minimum(sequences, batch - 1)
+        units = _units(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        units = tl.where(sequences < batch, units, 0)
+        ends = line_ends(units, items)
+        total = tl.max(ends, 0)
+        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)
+        unit = program * share
+        last = tl.minimum(unit + share, total)
+
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
+    while unit < last:
+        if not INVARIANT:
+            sequence, line_begin, item_units = sequence_at(unit, ends, units)
+            item = (unit - line_begin) // item_units
+            item_begin = line_begin + item * item_units
+        _, q_start, kv_start, keys, begin, end = _key_bounds(
+            sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED
+        )
+        stop_unit = tl.minimum(last - item_begin, item_units)
+        first_key = begin + (unit - item_begin) * UNIT
+        stop_key = tl.minimum(begin + stop_unit * UNIT, end)
+
+        kv_head = item % kv_heads
+        row = item // kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows_in = row < group * q_len
+        head = kv_head * group + row // q_len
+        q_pos = q_start + row % q_len
+        b64 = sequence.to(tl.int64)
+        kv_head64 = kv_head.to(tl.int64)
+        q_rows = (
+            b64 * q_strides[0] + head.to(tl.int64) * q_strides[1] + (row % q_len).to(tl.int64) * q_strides[2]
         )  # fmt: skip
-    if splits > 1:
-        launch_merge(outs, lses, out, lse)
+        q = tl.load(
+            q_ptr + q_rows[:, None] + d[None, :] * q_strides[3],
+            mask=rows_in[:, None] & (d[None, :] < head_dim), other=0.0,
+        )  # fmt: skip
+        if ALIBI:
+            slopes = tl.load(slopes_ptr + b64 * slope_stride + head, mask=rows_in, other=0.0).to(
+                tl.float32
+            )
+        else:
+            slopes = 0.0
+        factor = scale
+        if K_SCALES == 1:
+            factor *= tl.load(
+                k_scale_ptr + b64 * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
+            )
+
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        for start in tl.range(first_key, stop_key, BLOCK_N):
+            index = start + n
+            inside = index < stop_key
+            slot = index.to(tl.int64)
+            base = b64
+            if PAGE > 0:
+                page_ptrs = page_table_ptr + b64 * table_stride + index // PAGE
+                base = tl.load(page_ptrs, mask=inside, other=-1).to(tl.int64)
+                inside = inside & (base >= 0) & (base < page_count)
+                slot = slot % PAGE
+            k_rows = base * k_strides[0] + kv_head64 * k_strides[1] + slot * k_strides[2]
+            k_mask = inside[None, :]
+            if head_dim < BLOCK_D:
+                k_mask = k_mask & (d[:, None] < head_dim)
+            k = tl.load(k_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0)
+            scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
+            if K_SCALES == 2:
+                scale_rows = base * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
+                key_scales = tl.load(
+                    k_scale_ptr + scale_rows + slot * k_scale_strides[2], mask=inside, other=0.0
+                )
+                scores *= key_scales[None, :]
+            units_of_score = factor * LOG2E
+            if SOFTCAP or ALIBI:
+                units_of_score = LOG2E
+                position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
+                scores = modify_scores(
+                    scores * factor, position[None, :] - q_pos[:, None], softcap, slopes, SOFTCAP, ALIBI
+                )  # fmt: skip
+            seen = inside[None, :]
+            if HAS_LEFT or HAS_RIGHT:
+                seen = seen & visible(
+                    q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED
+                )
+            scores = tl.where(seen, scores, float("-inf"))
+            p, row_max, row_sum, alpha = softmax_update(
+                scores, row_max, row_sum, units_of_score, True
+            )
+            if V_SCALES == 2:
+                scale_rows = base * v_scale_strides[0] + kv_head64 * v_scale_strides[1]
+                value_scales = tl.load(
+                    v_scale_ptr + scale_rows + slot * v_scale_strides[2], mask=inside, other=0.0
+                )
+                p *= value_scales[None, :]
+            v_rows = base * v_strides[0] + kv_head64 * v_strides[1] + slot * v_strides[2]
+            v_mask = inside[:, None]
+            if v_dim < BLOCK_DV:
+                v_mask = v_mask & (dv[None, :] < v_dim)
+            v = tl.load(
+                v_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
+            )
+            acc = tl.dot(
+                p.to(q.dtype),
+                _unquantised(v, q.dtype),
+                acc * alpha[:, None],
+                input_precision=PRECISION,
+            )
+        out, lse = softmax_finish(acc, row_max, row_sum)
+        if V_SCALES == 1:
+            out *= tl.load(v_scale_ptr + b64 * v_scale_strides[0] + kv_head64 * v_scale_strides[1])
+
+        first_row = item // kv_heads * BLOCK_M
+        target = (out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads)
+        first = item_begin // share
+        pieces_here = (item_begin + item_units - 1) // share - first + 1
+        if pieces_here == 1:
+            _write(out, lse, first_row + tl.arange(0, BLOCK_M), target, v_dim, BLOCK_DV)
+        else:
+            # Of a program's two slots the second is for the part with which an item begins.
+            if INVARIANT:
+                here = program
+            else:
+                here = program * 2 + (unit == item_begin).to(tl.int32)
+            part_rows = here.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(part_lses_ptr + part_rows, lse, mask=rows_in)
+            tl.store(
+                parts_ptr + part_rows[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None]
+            )
+            # The barrier orders the other warps' stores before the one thread's release.
+            tl.debug_barrier()
+            arrival_ptr = arrivals_ptr + sequence * items + item
+            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == pieces_here - 1:
+                tl.store(arrival_ptr, 0)
+                for merge_row in tl.range(
+                    0, tl.minimum(group * q_len - first_row, BLOCK_M), MERGE_ROWS
+                ):
+                    row_here = merge_row + tl.arange(0, MERGE_ROWS)
+                    row_in = first_row + row_here < group * q_len
+                    total_out = tl.zeros([MERGE_ROWS, BLOCK_DV], tl.float32)
+                    total_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+                    total_sum = tl.zeros([MERGE_ROWS], tl.float32)
+                    for chunk in tl.range(0, pieces_here, MERGE_PARTS):
+                        part = chunk + tl.arange(0, MERGE_PARTS)
+                        if INVARIANT:
+                            slots = first_slot + part
+                        else:
+                            slots = (first + part) * 2 + (part == 0).to(tl.int32)
+                        rows = slots.to(tl.int64)[:, None] * BLOCK_M + row_here[None, :]
+                        inside_parts = (part < pieces_here)[:, None] & row_in[None, :]
+                        lses = tl.load(
+                            part_lses_ptr + rows, mask=inside_parts, other=float("-inf"),
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        outs = tl.load(
+                            parts_ptr + rows[:, :, None] * BLOCK_DV + dv[None, None, :],
+                            mask=inside_parts[:, :, None], other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                        total_out, total_max, total_sum = merge_update(
+                            total_out, total_max, total_sum, outs, lses
+                        )
+                    merged, merged_lse = merge_finish(total_out, total_max, total_sum)
+                    _write(merged, merged_lse, first_row + row_here, target, v_dim, BLOCK_DV)
+        unit = item_begin + stop_unit
+
+
+@triton.jit
+def _unquantised(x, dtype: tl.constexpr):
+    """A tile of a cache in the queries' dtype; uint8 are the bytes of float8_e4m3fn."""
+    if x.dtype == tl.uint8:
+        # Its exponent and mantissa at float16's place are its value, subnormals included, times 2**-8.
+        wide = x.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _key_bounds(
+    sequence, bounds_of, window,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+):  # fmt: skip
+    """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once."""
+    q_len = bounds_of[3]
+    kv_len, q_start, kv_start = sequence_bounds(
+        sequence, bounds_of[0], bounds_of[1], bounds_of[2], q_len, bounds_of[4]
+    )
+    keys = (kv_len, kv_start, window[0], window[1], window[2], window[3])
+    begin, _, _, end = key_range(
+        q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, STRIPED, UNIT
+    )
+    return kv_len, q_start, kv_start, keys, begin, end
+
+
+@triton.jit
+def _units(
+    sequence, bounds_of, window,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+):  # fmt: skip
+    """Units of a sequence's visible keys; one at least, so that every sequence's output is written."""
+    _, _, _, _, begin, end = _key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    return tl.maximum(tl.cdiv(end - begin, UNIT), 1)
+
+
+@triton.jit
+def _write(out, lse, row, target, v_dim: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Writes the finished rows of an item."""
+    out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads = target
+    head = kv_head * group + row // q_len
+    rows_in = row < group * q_len
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head, mask=rows_in, other=float("-inf")).to(tl.float32)
+        out, lse = add_sinks(out, lse, sinks)
+    head64 = head.to(tl.int64)
+    token = (row % q_len).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
+    rows = b64 * strides[0] + head64 * strides[1] + token * strides[2]
+    tl.store(
+        out_ptr + rows[:, None] + dv[None, :] * strides[3], out.to(out_ptr.dtype.element_ty),
+        mask=rows_in[:, None] & (dv[None, :] < v_dim),
+    )  # fmt: skip
+    tl.store(lse_ptr + (b64 * kv_heads * group + head64) * q_len + token, lse, mask=rows_in)

@@ -1,9 +1,12 @@
-"""The op `fdattn::decode`: a few query tokens against a preallocated cache.
+"""The ops `fdattn::decode` and `fdattn::paged_decode`: a few query tokens against a preallocated cache.
 
-    decode_forward(q, k_cache, v_cache, mask…) -> (out, lse)
-    decode(q, k_cache, v_cache, kv_lens, …)    -> (out, lse), autograd and autocast
+    decode_forward(q, k_cache, v_cache, mask…, …)                    -> (out, lse)
+    paged_decode_forward(q, k_cache, v_cache, page_table, mask…, …)  -> (out, lse)
+    decode_out, paged_decode_out(…, out, lse, workspace)             -> ()   into given tensors
+    decode(q, k_cache, v_cache, kv_lens, …)                          -> (out, lse), autograd and autocast
+    paged_decode(q, k_cache, v_cache, page_table, kv_lens, …)        -> (out, lse), autocast
 
-The gradient is attention's: the streaming backward from the saved lse.
+decode's gradient is attention's: the streaming backward from the saved lse.
 """
 
 from __future__ import annotations
@@ -11,75 +14,292 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.attention.op import (
     MASK_SCHEMA,
     OPTIONS_SCHEMA,
     attend,
-    check_inputs,
     copy_state,
     default_scale,
     empty_state,
     options_to_mask,
 )
-from torch_fdattn.ops.decode.reference import decode_reference
+from torch_fdattn.ops.decode.inputs import QUANTISED, check_decode, expanded_scale
+from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_reference
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 
-MAX_QUERY_TOKENS = 16
+_INPUTS = "Tensor q, Tensor k_cache, Tensor v_cache"
+_PAGED_INPUTS = f"{_INPUTS}, Tensor page_table"
+#: What decode takes besides the mask, in the order of `Extras`.
+_EXTRAS = (
+    "Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, bool batch_invariant=False"
+)
+_RAW = f"{MASK_SCHEMA}, ScalarType? out_dtype=None, {_EXTRAS}"
+_OUT = f"{MASK_SCHEMA}, {_EXTRAS}, *, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
+_MASKS = len(Mask._fields)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
-    check_inputs(q, k, v, mask, scale, ("q", "k_cache", "v_cache"))
-    if not 1 <= q.shape[2] <= MAX_QUERY_TOKENS:
-        raise ValueError(
-            f"q must have 1 to {MAX_QUERY_TOKENS} query tokens (dimension 2), got {q.shape[2]}; "
-            "use attention for longer queries"
-        )
+class _Call:
+    """A raw call's arguments by name, checked."""
 
+    def __init__(
+        self, q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
+        kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.v, self.page_table = q, k, v, page_table
+        self.mask = Mask(kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride)
+        self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
+        self.batch_invariant = batch_invariant
+        check_decode(q, k, v, page_table, self.mask, scale, self.options)
+        self.k_scale = expanded_scale("k_scale", k_scale, k, q)
+        self.v_scale = expanded_scale("v_scale", v_scale, v, q)
 
-def _forward(q, k, v, *rest):
-    *mask, scale, out_dtype = rest
-    mask = Mask(*mask)
-    _check(q, k, v, mask, scale)
-    out, lse = empty_state(q, out_dtype)
-    if library.use_triton(q):
-        from torch_fdattn.ops.decode.kernel import launch_decode
+    def empty(self, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Unwritten (out, lse): out in q's order of memory, lse contiguous."""
+        v_dim = self.v.shape[3]
+        if v_dim == self.q.shape[3]:
+            return empty_state(self.q, out_dtype)
+        order = sorted(range(3), key=lambda dim: -self.q.stride(dim))
+        out = torch.empty_permuted(
+            (*self.q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or self.q.dtype, device=self.q.device
+        )  # fmt: skip
+        return out, empty_state(self.q, out_dtype)[1]
 
-        launch_decode(q, k, v, mask, scale, out, lse)
-    else:
+    def run(self, out: Tensor, lse: Tensor, workspace: Tensor | None = None):
+        """Writes the result; the launch's plan, where there was one."""
+        if library.use_triton(self.q):
+            from torch_fdattn.ops.decode.launch import Cache, launch_decode
+
+            cache = Cache(self.k, self.v, self.page_table, self.k_scale, self.v_scale)
+            return launch_decode(
+                self.q, cache, self.mask, self.scale, out, lse, self.options, self.batch_invariant,
+                workspace,
+            )  # fmt: skip
+        rest = (self.mask, self.scale, self.k_scale, self.v_scale, self.options)
         library.launches["decode_forward/reference"] += 1
-        copy_state(out, lse, decode_reference(q, k, v, mask, scale))
+        if self.page_table is None:
+            found = decode_reference(self.q, self.k, self.v, *rest)
+        else:
+            found = paged_decode_reference(self.q, self.k, self.v, self.page_table, *rest)
+        copy_state(out, lse, found)
+        return None
+
+
+#: Plans by the metadata of their calls: what is equal there needs no checks and no decisions again.
+_plans: dict[tuple, object] = {}
+_MAX_PLANS = 4096
+
+
+def decode_eagerly(
+    q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
+    scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+):  # fmt: skip
+    """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first."""
+    others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
+        v.dtype, v.device, window_left, window_right, kv_block, kv_stride, scale, out_dtype, softcap,
+        batch_invariant, _metadata(kv_lens), None if others == _NONE else tuple(map(_metadata, others)),
+        # torch's own tf32 setting decides how float32 is multiplied.
+        dot_precision(q.dtype) if q.dtype == torch.float32 else None,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None or checks.CHECK_VALUES:
+        call = _Call(
+            q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
+            scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+        )  # fmt: skip
+        out, lse = call.empty(out_dtype)
+        plan = call.run(out, lse)
+        if plan is not None:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+            plan.out = out.shape, out.stride(), out.dtype
+            plan.like_q = out.stride() == q.stride() and out.dtype == q.dtype
+        return out, lse
+    if plan.like_q:
+        out = torch.empty_like(q)
+    else:
+        shape, strides, dtype = plan.out
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    plan.launch(
+        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks
+    )  # fmt: skip
     return out, lse
 
 
-def _forward_fake(q, k, v, *rest):
-    *mask, scale, out_dtype = rest
-    _check(q, k, v, Mask(*mask), scale)
-    return empty_state(q, out_dtype)
+_NONE = (None,) * 7
 
 
-library.define_raw(
-    f"decode_forward(Tensor q, Tensor k_cache, Tensor v_cache, {MASK_SCHEMA}, "
-    "ScalarType? out_dtype) -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-)
+def _metadata(tensor: Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+_NO_EXTRAS = (None, None, 0.0, None, None, False)
+
+
+def _arguments(paged: bool, rest: tuple, has_dtype: bool) -> tuple:
+    """(page_table, mask and scale, out_dtype, extras) of a raw op's positional arguments."""
+    page_table, rest = (rest[0], rest[1:]) if paged else (None, rest)
+    mask_and_scale, rest = rest[: _MASKS + 1], rest[_MASKS + 1 :]
+    out_dtype = None
+    if has_dtype:
+        out_dtype, rest = (rest[0] if rest else None), rest[1:]
+    return page_table, mask_and_scale, out_dtype, (*rest, *_NO_EXTRAS[len(rest) :])
+
+
+def _raw(paged: bool):
+    """The kernel and the fake of a raw op that returns (out, lse)."""
+
+    def forward(q, k, v, *rest):
+        page_table, mask_and_scale, out_dtype, extras = _arguments(paged, rest, True)
+        return decode_eagerly(q, k, v, page_table, *mask_and_scale, out_dtype, *extras)
+
+    def fake(q, k, v, *rest):
+        page_table, mask_and_scale, out_dtype, extras = _arguments(paged, rest, True)
+        return _Call(q, k, v, page_table, *mask_and_scale, *extras).empty(out_dtype)
+
+    return forward, fake
+
+
+def _raw_out(paged: bool):
+    """The kernel and the fake of a raw op that writes into given tensors."""
+
+    def checked(q, k, v, rest, out, lse, workspace) -> _Call:
+        page_table, mask_and_scale, _, extras = _arguments(paged, rest, False)
+        call = _Call(q, k, v, page_table, *mask_and_scale, *extras)
+        _check_out(call, out, lse, workspace)
+        return call
+
+    def forward(q, k, v, *rest, out, lse, workspace=None):
+        checked(q, k, v, rest, out, lse, workspace).run(out, lse, workspace)
+
+    def fake(q, k, v, *rest, out, lse, workspace=None):
+        checked(q, k, v, rest, out, lse, workspace)
+
+    return forward, fake
+
+
+def _check_out(call: _Call, out: Tensor, lse: Tensor, workspace: Tensor | None) -> None:
+    q, lse_dtype = call.q, torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    checks.expect_shape("out", out, (*q.shape[:3], call.v.shape[3]), "q and v_cache")
+    checks.expect_float("out", out)
+    checks.expect_shape("lse", lse, q.shape[:3], "q")
+    checks.expect_dtype("lse", lse, lse_dtype, "every lse of such inputs")
+    for name, tensor in (("out", out), ("lse", lse), ("workspace", workspace)):
+        if tensor is not None:
+            checks.expect_device(name, tensor, q.device, "q")
+    if not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
+    if workspace is None:
+        return
+    needed = workspace_size(q, call.k, call.v, call.page_table, call.batch_invariant)
+    if workspace.dtype != torch.int32 or workspace.dim() != 1 or not workspace.is_contiguous():
+        raise TypeError(
+            "workspace must be a contiguous int32 tensor of one dimension, as decode_workspace makes it, "
+            f"got {workspace.dtype} of shape {tuple(workspace.shape)}"
+        )
+    if workspace.numel() < needed:
+        raise ValueError(f"workspace must have at least {needed} elements, got {workspace.numel()}")
+
+
+def workspace_size(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, batch_invariant: bool
+) -> int:
+    """Elements of a workspace for such a call; none where the reference runs."""
+    if not library.use_triton(q) or not q.numel():
+        return 0
+    from torch_fdattn.ops.decode.launch import Cache, workspace_elements
+
+    return workspace_elements(q, Cache(k, v, page_table), batch_invariant)
+
+
+for _name, _inputs in (("decode", _INPUTS), ("paged_decode", _PAGED_INPUTS)):
+    _paged = _name == "paged_decode"
+    library.define_raw(
+        f"{_name}_forward({_inputs}, {_RAW}) -> (Tensor, Tensor)",
+        *_raw(_paged),
+    )
+    library.define_raw(
+        f"{_name}_out({_inputs}, {_OUT}) -> ()",
+        *_raw_out(_paged),
+    )
 
 
 def _decode(
     q, k_cache, v_cache, kv_lens=None, q_start=None, kv_start=None, *, causal=True, window_left=-1,
-    window_right=-1, kv_block=0, kv_stride=0, scale=None,
+    window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None, softcap=0.0,
+    alibi_slopes=None, sinks=None, batch_invariant=False,
 ):  # fmt: skip
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
+    scale = default_scale(q, scale)
     forward = torch.ops.fdattn.decode_forward
-    return attend(forward, q, k_cache, v_cache, mask, default_scale(q, scale))
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if library.runs_directly(q, k_cache, v_cache) and _no_gradients(extras):
+        return decode_eagerly(q, k_cache, v_cache, None, *mask, scale, None, *extras)
+    if not torch.is_grad_enabled() or not any(
+        library.requires_grad(x) for x in (q, k_cache, v_cache, *extras)
+    ):
+        library.meet(q)
+        return forward(q, k_cache, v_cache, *mask, scale, None, *extras)
+    _refuse_gradients(k_cache, v_cache, *extras[:-1])
+    return attend(forward, q, k_cache, v_cache, mask, scale)
 
 
-library.define_composite(
-    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, "
-    f"{OPTIONS_SCHEMA.format(causal='bool causal=True')}) -> (Tensor out, Tensor lse)",
-    _decode,
-    autocast_args=3,
-)
+def _no_gradients(extras: tuple) -> bool:
+    return extras == _NO_EXTRAS or not any(library.requires_grad(x) for x in extras)
+
+
+def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:
+    named = dict(k_scale=k_scale, v_scale=v_scale, alibi_slopes=slopes, sinks=sinks)
+    found = [name for name, tensor in named.items() if tensor is not None]
+    if softcap:
+        found.append("softcap")
+    if k.dtype in QUANTISED:
+        found.append("a quantised cache")
+    if k.dim() == 4 and v.dim() == 4 and k.shape[3] != v.shape[3]:
+        found.append("different head dims of k_cache and v_cache")
+    if found:
+        raise NotImplementedError(
+            f"decode has no gradient with {', '.join(found)}: call it under torch.no_grad()"
+        )
+
+
+def _paged_decode(
+    q, k_cache, v_cache, page_table, kv_lens=None, q_start=None, kv_start=None, *, causal=True,
+    window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
+):  # fmt: skip
+    mask = options_to_mask(
+        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    )
+    scale = default_scale(q, scale)
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if library.runs_directly(q, k_cache, v_cache, page_table) and _no_gradients(extras):
+        return decode_eagerly(q, k_cache, v_cache, page_table, *mask, scale, None, *extras)
+    library.meet(q)
+    return torch.ops.fdattn.paged_decode_forward(
+        q, k_cache, v_cache, page_table, *mask, scale, None, *extras
+    )
+
+
+for _name, _inputs, _function in (
+    ("decode", _INPUTS, _decode),
+    ("paged_decode", _PAGED_INPUTS, _paged_decode),
+):
+    library.define_composite(
+        f"{_name}({_inputs}, {OPTIONS_SCHEMA.format(causal='bool causal=True')}, {_EXTRAS}) "
+        "-> (Tensor out, Tensor lse)",
+        _function,
+        autocast_args=3,
+    )

@@ -1,22 +1,63 @@
 """Decode by explicit formulas: attention over the filled part of a preallocated cache.
 
-The definition is `attention_reference`; only the keys beyond the longest sequence are cut off first,
-so that a short sequence in a large cache costs what it holds.
+The definition is `attention_reference`, over keys and values times their scales. Only the keys beyond the
+longest sequence are cut off first, so that a short sequence in a large cache costs what it holds.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.reference import attention_reference
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 
 
 def decode_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out (B, H, T, D), lse (B, H, T)) in the accumulation dtype."""
-    if mask.kv_lens is not None and mask.kv_lens.numel():
-        longest = min(max(int(mask.kv_lens.max()), 0), k_cache.shape[2])
-        k_cache, v_cache = k_cache[:, :, :longest], v_cache[:, :, :longest]
-    return attention_reference(q, k_cache, v_cache, mask, scale)
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Mask, scale: float,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, options: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (B, H, T, DV), lse (B, H, T)) in the accumulation dtype; scales (B, H_kv, N)."""
+    longest = _longest(mask, k_cache.shape[2])
+    k, v = (
+        _dequantised(cache[:, :, :longest], None if x is None else x[:, :, :longest], q)
+        for cache, x in ((k_cache, k_scale), (v_cache, v_scale))
+    )
+    return attention_reference(q, k, v, mask, scale, options)
+
+
+def paged_decode_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, mask: Mask, scale: float,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, options: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As above over pages (P, H_kv, page, D); scales (P, H_kv, page). Keys on pages outside [0, P) are masked."""
+    pages, _, page = k_cache.shape[:3]
+    longest = _longest(mask, page_table.shape[1] * page)
+    ids = page_table[:, : -(-longest // page)].long()
+    keys_in = ((ids >= 0) & (ids < pages)).repeat_interleave(page, 1)[:, :longest]
+    ids = ids.clamp(0, max(pages - 1, 0))
+
+    def gathered(cache: Tensor, scales: Tensor | None) -> Tensor:
+        """(B, H_kv, longest, D)."""
+        if not pages:
+            return q.new_zeros(q.shape[0], cache.shape[1], longest, cache.shape[3])
+        x = _dequantised(cache[ids], None if scales is None else scales[ids], q)
+        return x.transpose(1, 2).flatten(2, 3)[:, :, :longest]
+
+    k, v = gathered(k_cache, k_scale), gathered(v_cache, v_scale)
+    v = v.masked_fill(~keys_in[:, None, :, None], 0.0)  # what stands there may be NaN
+    return attention_reference(q, k, v, mask, scale, options, keys_in)
+
+
+def _longest(mask: Mask, capacity: int) -> int:
+    if mask.kv_lens is None or not mask.kv_lens.numel():
+        return capacity
+    return min(max(int(mask.kv_lens.max()), 0), capacity)
+
+
+def _dequantised(cache: Tensor, scales: Tensor | None, q: Tensor) -> Tensor:
+    """The cache times its scales (…, N) in the accumulation dtype; unquantised caches as they are."""
+    if cache.dtype.itemsize == 1:
+        cache = cache.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return cache if scales is None else cache * scales[..., None]

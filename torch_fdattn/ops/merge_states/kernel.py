@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.launch import on_device, padded
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.online_softmax import LOG2E, finite_max, merge_update
+from torch_fdattn.ops.online_softmax import LOG2E, finite_max, merge_finish, merge_update
 
 
 @triton.jit
@@ -35,9 +35,9 @@ def _merge_kernel(
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
     lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    row_max = -float("inf")
-    row_sum = 0.0
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
     for start in tl.range(0, parts, BLOCK_PARTS):
         part = (start + n).to(tl.int64)
         lses = tl.load(lses_ptr + part * lses_strides[0], mask=part < parts, other=float("-inf"))
@@ -46,14 +46,13 @@ def _merge_kernel(
             mask=(part[:, None] < parts) & (d[None, :] < head_dim), other=0.0,
         )  # fmt: skip
         acc, row_max, row_sum = merge_update(
-            acc, row_max, row_sum, outs.to(tl.float32), lses.to(tl.float32)
+            acc, row_max, row_sum, outs.to(tl.float32)[:, None, :], lses.to(tl.float32)[:, None]
         )
-    empty = row_sum == 0.0
-    total = tl.where(empty, 1.0, row_sum)
+    out, lse = merge_finish(acc, row_max, row_sum)
     out_ptr += b * out_strides[0] + h * out_strides[1] + s * out_strides[2]
-    out = (acc / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + d * out_strides[3], out, mask=d < head_dim)
-    tl.store(lse_ptr + row, tl.where(empty, float("-inf"), row_max + tl.log(total)))
+    out_ptrs = out_ptr + d[None, :] * out_strides[3]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=d[None, :] < head_dim)
+    tl.store(lse_ptr + row + tl.arange(0, 1), lse)
 
 
 @triton.jit(do_not_specialize=["length", "rows"])

@@ -1,0 +1,40 @@
+"""Drawn calls of append_kv and paged_append_kv against plain loops: what is written, and what must not be."""
+
+import pytest
+import torch
+
+from tests.ops.append_kv.cases import Expected, draw
+from torch_fdattn.ops.append_kv.arguments import Append
+from torch_fdattn.ops.append_kv.reference import append_reference
+from torch_fdattn.testing import assert_launched, drawn_seeds, expected_path
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", drawn_seeds(400))
+def test_drawn(seed, device, record_drawn):
+    case = draw(seed, device)
+    record_drawn("append_kv", case.features)
+    expected = Expected(case)
+    ran = case.on(device)
+    with assert_launched(expected_path("append_kv", device, case.tensors["k"].dtype)):
+        ran.call()
+    expected.check(ran)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", range(2000, 2040))
+def test_the_kernel_and_the_reference_agree_bit_for_bit(seed, kernel_device):
+    """Where nothing is turned; on a GPU the turned elements may differ by a fused multiply-add."""
+    case = draw(seed, kernel_device)
+    if kernel_device == "cuda":
+        case.tensors |= dict.fromkeys(("cos", "sin", "positions", "q"))
+    ran, defined = case.on(kernel_device), case.on("cpu")
+    ran.call()
+    append_reference(Append(**defined.tensors))
+    for name in ("k_cache", "v_cache", "q"):
+        if (x := defined.tensors.get(name)) is not None:
+            assert torch.equal(_bits(ran.tensors[name].cpu()), _bits(x)), name
+
+
+def _bits(x):
+    return x.contiguous().view(torch.uint8)

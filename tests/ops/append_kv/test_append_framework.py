@@ -1,0 +1,143 @@
+"""What autograd, opcheck and inference mode must know of an op that writes."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.library import opcheck
+
+from tests.ops.append_kv.calls import append, arguments, positional, raw
+from torch_fdattn.testing import make_tensor
+
+PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+WRITTEN = ("k_cache", "v_cache", "q")
+
+
+@PAGED
+@pytest.mark.parametrize("options", [(), None], ids=["none", "all"])
+@pytest.mark.parametrize(
+    ("layout", "cache_dtype"),
+    [
+        ("bhsd", torch.float32),
+        ("bshd", torch.float32),
+        ("transposed", torch.bfloat16),
+        ("slice", torch.float32),
+        ("packed", torch.float16),
+        ("every_other", torch.float32),
+        ("bhsd", torch.float8_e4m3fn),
+        ("bshd", torch.float8_e5m2),
+        ("packed", torch.int8),
+    ],
+    ids=str,
+)
+def test_opcheck(paged, options, layout, cache_dtype, device):
+    given = arguments(
+        device, paged=paged, layout=layout, cache_dtype=cache_dtype, v_dim=24,
+        **({} if options is None else {"options": options}),
+    )  # fmt: skip
+    checks = [
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    ]
+    if cache_dtype.is_floating_point and cache_dtype.itemsize == 1:
+        checks.remove("test_schema")  # torch's comparison multiplies, and has no product of float8
+    opcheck(raw(paged), positional(given), test_utils=checks)
+
+
+@PAGED
+@pytest.mark.interpreter
+def test_autograd_sees_the_write(paged, device):
+    given = arguments(device, paged=paged)
+    versions = {name: given[name]._version for name in given}
+    append(given)
+    for name, version in versions.items():
+        assert (given[name]._version > version) == (name in WRITTEN), name
+
+
+@PAGED
+def test_a_cache_saved_for_backward_and_then_written_to_is_an_error(paged, device):
+    given = arguments(device, paged=paged)
+    weight = torch.randn(16, device=device, requires_grad=True)
+    loss = (given["k_cache"] * weight).sum()
+    append(given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_view_shares_its_bases_version(device):
+    """A layer of a model's whole cache: the write is one to the whole."""
+    given = arguments(device)
+    whole = torch.zeros(3, *given["k_cache"].shape, device=device)
+    version = whole._version
+    append(given | {"k_cache": whole[1]})
+    assert whole._version > version
+
+
+@PAGED
+def test_inference_mode(paged, device):
+    """Tensors of both kinds: those made outside still count their versions."""
+    outside = arguments(device, paged=paged)
+    versions = {name: outside[name]._version for name in WRITTEN}
+    with torch.inference_mode():
+        inside = {name: x.clone() for name, x in outside.items()}
+        append(inside | {"v_cache": outside["v_cache"].clone()})
+        append(outside)
+    for name in WRITTEN:
+        assert outside[name]._version > versions[name]
+    for name in ("k_cache", "q"):
+        assert torch.equal(inside[name], outside[name])
+
+
+@PAGED
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "k", "v", "q", "cos", "sin"])
+def test_refuses_gradients(paged, name, device):
+    given = arguments(device, paged=paged)
+    given[name].requires_grad_()
+    op = "paged_append_kv" if paged else "append_kv"
+    with pytest.raises(
+        NotImplementedError,
+        match=f"fdattn.{op} writes into its arguments and is not differentiable",
+    ):
+        append(given)
+    with torch.no_grad():
+        append(given)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_refuses_gradients_of_scales(name, device):
+    given = arguments(device, cache_dtype=torch.int8)
+    given[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match="writes into its arguments"):
+        append(given)
+
+
+@PAGED
+def test_refuses_forward_mode(paged, device):
+    given = arguments(device, paged=paged)
+    with forward_ad.dual_level():
+        append(given)
+        given["k"] = forward_ad.make_dual(given["k"], torch.ones_like(given["k"]))
+        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+            append(given)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("sizes", [(0, 2, 3), (2, 2, 0)], ids=["no sequence", "no token"])
+def test_nothing_to_write(sizes, device):
+    batch, heads, tokens = sizes
+    cache = torch.ones(batch, heads, 8, 16, device=device)
+    new = make_tensor((batch, heads, tokens, 16), device=device)
+    lens = torch.zeros(batch, dtype=torch.int32, device=device)
+    append(dict(k_cache=cache, v_cache=cache.clone(), k=new, v=new, kv_lens=lens))
+    assert (cache == 1).all()
+
+
+@pytest.mark.interpreter
+def test_a_cache_without_room_still_turns_q(device):
+    given = arguments(device, options=("q", "cos", "sin"))
+    expected = arguments(device, options=("q", "cos", "sin"))["q"].copy_(given["q"])
+    empty = given["k_cache"][:, :, :0]
+    append(given | {"q": expected, "k_cache": given["k_cache"].clone()})
+    append(given | {"k_cache": empty, "v_cache": empty.clone()})
+    assert torch.equal(given["q"], expected)

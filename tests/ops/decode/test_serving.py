@@ -1,0 +1,311 @@
+"""What serving relies on: batch invariance, pages, workspaces, plans; and wrong calls by message."""
+
+import re
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_fdattn
+from torch_fdattn.ops import library
+from torch_fdattn.testing import attention_oracle, make_tensor
+
+OPS = torch.ops.fdattn
+LENS = (130, 7, 0, 61)
+
+
+def int32(*values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def caches(device, dtype=torch.float32, lens=LENS, capacity=160):
+    q = make_tensor((len(lens), 6, 1, 32), device=device, dtype=dtype)
+    k, v = (make_tensor((len(lens), 2, capacity, 32), device=device, dtype=dtype) for _ in range(2))
+    return q, k, v, int32(*lens, device=device)
+
+
+def in_pages(x, page):
+    """Pages of x (B, H, N, D) in order, and their table."""
+    batch, heads, length, dim = x.shape
+    pages = x.view(batch, heads, length // page, page, dim).transpose(1, 2).flatten(0, 1)
+    table = torch.arange(pages.shape[0], dtype=torch.int32, device=x.device).view(batch, -1)
+    return pages.contiguous(), table
+
+
+@pytest.mark.interpreter
+def test_batch_invariant_bits(kernel_device):
+    """A sequence alone, among others, and in a larger cache: the same bits; by default they differ."""
+    lens = (3000, 40, 1500, 2999)
+    q, k, v, kv_lens = caches(kernel_device, lens=lens, capacity=3072)
+    together = torch_fdattn.decode(q, k, v, kv_lens, batch_invariant=True)
+    for b in range(len(lens)):
+        one = (x[b : b + 1] for x in (q, k[:, :, :3008], v[:, :, :3008], kv_lens))
+        alone = torch_fdattn.decode(*one, batch_invariant=True)
+        assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
+    balanced = [torch_fdattn.decode(*(x[:n] for x in (q, k, v, kv_lens)))[0][0] for n in (1, 4)]
+    assert not torch.equal(*balanced)
+
+
+@pytest.mark.interpreter
+def test_same_bits_on_every_run(kernel_device):
+    q, k, v, lens = caches(kernel_device)
+    first = torch_fdattn.decode(q, k, v, lens)
+    for _ in range(10):
+        again = torch_fdattn.decode(q, k, v, lens)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("wrong", [-1, 40, 2**31 - 1, -(2**31)])
+def test_keys_on_pages_that_do_not_exist_are_masked(wrong, device):
+    q, k, v, lens = caches(device)
+    (k_pages, table), (v_pages, _) = in_pages(k, 16), in_pages(v, 16)
+    assert k_pages.shape[0] == 40
+    table[0, 2] = wrong
+    out, lse = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    keep = [j for j in range(130) if not 32 <= j < 48]
+    exact, exact_lse = attention_oracle(
+        *(x.double() for x in (q[:1], k[:1, :, keep], v[:1, :, keep]))
+    )
+    torch.testing.assert_close(out[:1].double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[:1].double(), exact_lse, rtol=1e-5, atol=1e-5)
+    whole = torch_fdattn.decode(q, k, v, lens)[0]
+    torch.testing.assert_close(out[1:], whole[1:])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("page", [1, 16, 32])
+def test_pages_of_a_contiguous_cache(page, device):
+    """The same tiles, so the same bits."""
+    q, k, v, lens = caches(device)
+    (k_pages, table), (v_pages, _) = in_pages(k, page), in_pages(v, page)
+    paged = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    for x, y in zip(paged, torch_fdattn.decode(q, k, v, lens), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.interpreter
+def test_no_pages_at_all(device):
+    q, k, v, _ = caches(device)
+    table = torch.zeros(4, 0, dtype=torch.int32, device=device)
+    out, lse = torch_fdattn.paged_decode(q, k[:0], v[:0], table)
+    assert not out.any()
+    assert (lse == float("-inf")).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_given_outputs_and_workspace(paged, invariant, device):
+    q, k, v, lens = caches(device)
+    call, inputs = torch_fdattn.decode, (q, k, v)
+    if paged:
+        (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+        call, inputs = torch_fdattn.paged_decode, (q, k, v, table)
+    expected = call(*inputs, lens, batch_invariant=invariant)
+    workspace = torch_fdattn.decode_workspace(*inputs, batch_invariant=invariant)
+    assert (workspace.numel() > 0) == (device == "cuda" or library.INTERPRET)
+    given = tuple(torch.full_like(x, float("nan")) for x in expected)
+    for _ in range(2):  # a workspace is used again
+        found = call(*inputs, lens, batch_invariant=invariant, out=given, workspace=workspace)
+        assert found[0] is given[0]
+        assert found[1] is given[1]
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert not workspace[: 4 * 2].any()  # the counters, one an item
+    found = call(*inputs, lens, batch_invariant=invariant, workspace=workspace)
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.interpreter
+def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
+    """Counters that a launch has left in the middle are not used again."""
+    from torch_fdattn.ops.decode.launch import Plan
+
+    q, k, v, lens = caches(kernel_device)
+    expected = torch_fdattn.decode(q, k, v, lens)
+    whole_launch = Plan._launch
+
+    def abort(self, tensors):
+        whole_launch(self, tensors)
+        tensors[7].fill_(1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "_launch", abort)
+        with pytest.raises(KeyboardInterrupt):
+            torch_fdattn.decode(q, k, v, lens)
+    for x, y in zip(torch_fdattn.decode(q, k, v, lens), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("paged", [False, True])
+def test_more_sequences_than_a_launch_scans(paged, device, monkeypatch):
+    q, k, v, lens = caches(device)
+    options = dict(
+        alibi_slopes=torch.rand(4, 6, device=device), q_start=int32(9, 6, 3, 70, device=device)
+    )
+    call, inputs = torch_fdattn.decode, (q, k, v)
+    if paged:
+        (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+        call, inputs = torch_fdattn.paged_decode, (q, k, v, table)
+    expected = call(*inputs, lens, **options)
+    if device == "cuda" or library.INTERPRET:
+        from torch_fdattn.ops.decode import op, schedule
+
+        monkeypatch.setattr(schedule, "MAX_BATCH", 1)
+        op._plans.clear()
+    for x, y in zip(call(*inputs, lens, **options), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreter
+def test_a_plan_serves_calls_of_equal_metadata(device):
+    """Other values, other addresses, misaligned ones included."""
+    for shift in (0, 1, 0):
+        q, k, v, lens = caches(device)
+        q, k, v = (
+            torch.empty(x.numel() + 8, device=device)[shift : shift + x.numel()]
+            .view(x.shape)
+            .copy_(x)
+            for x in (q, k, v)
+        )
+        out, lse = torch_fdattn.decode(q, k, v, lens)
+        exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), LENS)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_modes_and_subclasses_see_the_op(device):
+    q, k, v, lens = caches(device)
+    assert library.runs_directly(q, k, v)
+    with FlopCounterMode(display=False) as counter:
+        assert not library.runs_directly(q, k, v)
+        torch_fdattn.decode(q, k, v, lens)
+    assert counter.get_total_flops() == 4 * 4 * 6 * 160 * 32
+    assert not library.runs_directly(torch.nn.Parameter(q), k, v)
+    torch.func.vmap(lambda x: (x, library.runs_directly(x)) and x)(q)
+    with torch.inference_mode():
+        assert library.runs_directly(q, k, v)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "slice", "transposed"])
+@pytest.mark.parametrize(
+    "op", ["decode_forward", "paged_decode_forward", "decode_out", "paged_decode_out"]
+)
+def test_opcheck(op, layout, given, device):
+    q = make_tensor((2, 4, 3, 16), layout, device=device)
+    k, v = (make_tensor((2, 2, 16, dim), layout, device=device) for dim in (16, 24))
+    inputs = (q, k, v)
+    scale = None
+    if given:
+        inputs = (q, *((x * 40).to(torch.int8) for x in (k, v)))  # opcheck compares, float8 cannot
+        scale = torch.rand(2, 1, device=device)
+    lens = int32(13, 3, device=device)
+    if op.startswith("paged"):
+        inputs += (int32(1, 0, device=device)[:, None],)
+    arguments = [*inputs, lens if given else None, None, None, 4 if given else -1, 0, 0, 0, 0.25]
+    extras = [
+        scale,
+        scale,
+        2.0,
+        torch.rand(4, device=device),
+        torch.rand(2 * 2, device=device),
+        True,
+    ]
+    options = {}
+    if op.endswith("out"):
+        options = dict(
+            out=torch.empty(2, 4, 3, 24, device=device), lse=torch.empty(2, 4, 3, device=device)
+        )
+    else:
+        arguments.append(torch.float32 if given else None)
+    opcheck(getattr(OPS, op), tuple(arguments + extras * given), options)
+
+
+def test_autocast_leaves_quantised_caches_alone(device):
+    q, k, v, lens = caches(device)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    with torch.autocast(device, dtype=torch.float16):
+        out, _ = torch_fdattn.decode(q, k, v, lens)
+    assert out.dtype == torch.float16
+    expected, _ = torch_fdattn.decode(q.half(), k, v, lens)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "k_scale"])
+def test_gradients_are_refused_where_there_are_none(name, device):
+    q, k, v, lens = caches(device)
+    value = dict(
+        softcap=2.0, alibi_slopes=torch.rand(6, device=device), sinks=torch.rand(6, device=device),
+        k_scale=torch.tensor(1.0, device=device),
+    )[name]  # fmt: skip
+    if name == "k_scale":
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match=f"decode has no gradient with .*{name}"):
+        torch_fdattn.decode(q.requires_grad_(), k, v, lens, **{name: value})
+    with torch.no_grad():
+        torch_fdattn.decode(q, k, v, lens, **{name: value})
+
+
+def test_pages_have_no_gradient(device):
+    q, k, v, lens = caches(device)
+    (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+    with pytest.raises(NotImplementedError, match="not differentiable"):
+        torch_fdattn.paged_decode(q.requires_grad_(), k, v, table, lens)
+
+
+WRONG = {
+    "table of rank 1": (dict(page_table=int32(1, 2)), ValueError, "page_table must have shape (4, pages a sequence)"),
+    "table of other batch": (dict(page_table=int32(1, 2)[:, None]), ValueError, "got (2, 1)"),
+    "int64 table": (dict(page_table=torch.zeros(4, 10, dtype=torch.int64)), TypeError, "page_table must be int32"),
+    "table a list": (dict(page_table=[[1]]), TypeError, "page_table must be a torch.Tensor, got list"),
+    "pages of no token": (
+        dict(k_cache=torch.ones(3, 2, 0, 32), v_cache=torch.ones(3, 2, 0, 32)), ValueError,
+        "pages must hold at least one token",
+    ),
+    "scale without quantised cache": (dict(k_scale=torch.ones(1)), ValueError, "k_scale must be None for an unquantised cache"),
+    "negative softcap": (dict(softcap=-1.0), ValueError, "softcap must be positive"),
+    "softcap NaN": (dict(softcap=float("nan")), ValueError, "softcap must be positive"),
+    "slopes of other heads": (dict(alibi_slopes=torch.ones(5)), ValueError, "alibi_slopes must have shape (6,)"),
+    "slopes of other batch": (dict(alibi_slopes=torch.ones(3, 6)), ValueError, "alibi_slopes must have shape (4, 6)"),
+    "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, "sinks must have shape (6,)"),
+    "integer sinks": (dict(sinks=torch.ones(6, dtype=torch.int32)), TypeError, "sinks must be bfloat16"),
+    "value pages of other size": (dict(v_cache=torch.ones(40, 2, 8, 32)), ValueError, "v_cache must have shape (40, 2, 16, 32)"),
+    "value head dim 7": (dict(v_cache=torch.ones(40, 2, 16, 7)), ValueError, "v_cache's head_dim must be"),
+    "one cache quantised": (dict(k_cache=torch.ones(40, 2, 16, 32).to(torch.int8)), TypeError, "v_cache must have dtype torch.int8"),
+    "uint8 cache": (dict(k_cache=torch.ones(40, 2, 16, 32, dtype=torch.uint8)), TypeError, "k_cache must have dtype torch.float32 like q"),
+    "out of other shape": (dict(out=(torch.ones(4, 6, 1, 8), torch.ones(4, 6, 1))), ValueError, "out must have shape (4, 6, 1, 32)"),
+    "half lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(4, 6, 1).half())), TypeError, "lse must have dtype torch.float32"),
+    "strided lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(6, 4, 1).transpose(0, 1))), ValueError, "lse must be contiguous"),
+    "one output": (dict(out=torch.ones(4, 6, 1, 32)), TypeError, "out must be a pair of tensors"),
+    "float workspace": (dict(workspace=torch.ones(9)), TypeError, "workspace must be a contiguous int32 tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_paged_calls(name):
+    changed, error, message = WRONG[name]
+    q, k, v, lens = caches("cpu")
+    (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+    call = dict(q=q, k_cache=k, v_cache=v, page_table=table, kv_lens=lens) | changed
+    with pytest.raises(error, match=re.escape(message)):
+        torch_fdattn.paged_decode(**call)
+
+
+def test_wrong_scales():
+    q, k, v, _ = (x.to(torch.int8) if i in (1, 2) else x for i, x in enumerate(caches("cpu")))
+    with pytest.raises(ValueError, match=r"k_scale must be broadcastable to \(4, 2, 160\)"):
+        torch_fdattn.decode(q, k, v, k_scale=torch.ones(3, 1))
+    with pytest.raises(TypeError, match=r"v_scale must be float32, got torch\.float16"):
+        torch_fdattn.decode(q, k, v, v_scale=torch.ones(1).half())
+
+
+@pytest.mark.interpreter
+def test_a_workspace_too_small(kernel_device):
+    q, k, v, _ = caches(kernel_device)
+    workspace = torch.zeros(10, dtype=torch.int32, device=kernel_device)
+    with pytest.raises(ValueError, match=r"workspace must have at least \d+ elements, got 10"):
+        torch_fdattn.decode(q, k, v, workspace=workspace)

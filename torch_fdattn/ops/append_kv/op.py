@@ -1,0 +1,52 @@
+"""The ops `fdattn::append_kv` and `fdattn::paged_append_kv`: new keys and values into a cache, in place.
+
+    append_kv(k_cache!, v_cache!, k, v, kv_lens, …)                    -> ()
+    paged_append_kv(k_cache!, v_cache!, page_table, k, v, kv_lens, …)  -> ()
+
+Raw ops without a composite: what is written has no gradient. A compiled graph writes in place too, since
+Inductor sees from the schema what is mutated.
+"""
+
+from __future__ import annotations
+
+from torch_fdattn.ops import library
+from torch_fdattn.ops.append_kv.arguments import Append, check
+from torch_fdattn.ops.append_kv.reference import append_reference
+
+_OPTIONS = (
+    "Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, "
+    "Tensor? cos=None, Tensor? sin=None, Tensor? positions=None"
+)
+
+
+def _run(call: Append) -> None:
+    check(call)
+    # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
+    if library.use_triton(call.k) and library.use_triton(call.k_cache):
+        from torch_fdattn.ops.append_kv.kernel import launch_append
+
+        launch_append(call)
+    else:
+        library.launches["append_kv/reference"] += 1
+        append_reference(call)
+
+
+def _append(k_cache, v_cache, k, v, kv_lens, *options):
+    _run(Append(k_cache, v_cache, None, k, v, kv_lens, *options))
+
+
+def _append_fake(k_cache, v_cache, k, v, kv_lens, *options):
+    check(Append(k_cache, v_cache, None, k, v, kv_lens, *options))
+
+
+library.define_raw(
+    f"append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor kv_lens, {_OPTIONS}) -> ()",
+    _append,
+    _append_fake,
+)
+library.define_raw(
+    "paged_append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor k, Tensor v, "
+    f"Tensor kv_lens, {_OPTIONS}) -> ()",
+    lambda *args: _run(Append(*args)),
+    lambda *args: check(Append(*args)),
+)

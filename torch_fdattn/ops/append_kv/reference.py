@@ -1,0 +1,72 @@
+"""Writing to a cache by explicit formulas in torch: the definition, and the CPU kernel.
+
+    slot(b, t)       = kv_lens_b + t,   written where 0 <= slot < capacity and t < new_lens_b
+    turned(x)        = (x₁ cos - x₂ sin, x₂ cos + x₁ sin, rest), halves x₁, x₂ of the first rotary_dim elements
+    stored(x)        = x in the cache's dtype; quantised: round(x / scale), ties to even, saturated
+
+The angle is that of positions_bt, by default the slot, clamped to the table. One rounding: what is turned in
+fp32 (fp64 for fp64 keys) goes to the cache without a stop in k's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops.append_kv.arguments import QUANTISED, Append
+from torch_fdattn.ops.attention.reference import accumulated
+from torch_fdattn.ops.rotary import rotate
+
+
+def append_reference(call: Append) -> None:
+    """Writes k and v to the caches, and turns q in place."""
+    token = torch.arange(call.k.shape[2], device=call.k.device)
+    slots = call.kv_lens.long()[:, None] + token
+    real = torch.ones_like(slots, dtype=torch.bool)
+    if call.new_lens is not None:
+        real = token < call.new_lens.long()[:, None]
+    k, v = accumulated(call.k), accumulated(call.v)
+    if call.cos is not None:
+        positions = slots if call.positions is None else call.positions.long()
+        angles = [
+            table[positions.clamp(0, table.shape[0] - 1)][:, None] for table in (call.cos, call.sin)
+        ]
+        k = _turned(k, *angles, call.rotary_dim)
+        if call.q is not None:
+            turned = _turned(accumulated(call.q), *angles, call.rotary_dim).to(call.q.dtype)
+            call.q.copy_(torch.where(real[:, None, :, None], turned, call.q))
+
+    inside = real & (slots >= 0) & (slots < call.capacity)
+    b, t = inside.nonzero(as_tuple=True)
+    row, slot = b, slots[b, t]
+    if call.page_table is not None:
+        page_size = call.k_cache.shape[2]
+        row, slot = call.page_table[b, slot // page_size].long(), slot % page_size
+        kept = (row >= 0) & (row < call.k_cache.shape[0])
+        b, t, row, slot = b[kept], t[kept], row[kept], slot[kept]
+    for cache, x, scale in (
+        (call.k_cache, k, call.k_scale), (call.v_cache, v, call.v_scale),
+    ):  # fmt: skip
+        scales = None if scale is None else scale.expand(cache.shape[:3])[row, :, slot]
+        _as_bits(cache)[row, :, slot] = _as_bits(stored(x[b, :, t], scales, cache.dtype))
+
+
+def stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x (…, D) as a cache of this dtype holds it under a scale (…); NaN is 0 in int8."""
+    if dtype not in QUANTISED:
+        return x.to(dtype)
+    if scale is not None:
+        x = x / scale[..., None]
+    x = x.clamp(-QUANTISED[dtype], QUANTISED[dtype])
+    if dtype == torch.int8:
+        x = torch.round(x.nan_to_num(0.0))
+    return x.to(dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
+
+
+def _as_bits(x: Tensor) -> Tensor:
+    """float8 as uint8, since torch does not index it."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

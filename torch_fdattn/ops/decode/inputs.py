@@ -1,0 +1,102 @@
+"""What decode and paged_decode ask of their inputs; metadata only, the same for real and fake tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+MAX_QUERY_TOKENS = 16
+#: Cache dtypes of one byte, which come with scales.
+QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def check_decode(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, mask: Mask, scale: float,
+    options: Scores,
+) -> None:  # fmt: skip
+    """q (B, H, T, D), k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages behind page_table."""
+    for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v)):
+        checks.expect_4d(name, tensor)
+    checks.expect_float("q", q)
+    batch, heads, q_len, head_dim = q.shape
+    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+        raise ValueError(
+            f"q must have 1 to {MAX_QUERY_TOKENS} query tokens (dimension 2), got {q_len}; "
+            "use attention for longer queries"
+        )
+    checks.expect_head_dim("q", head_dim)
+    checks.expect_head_dim("v_cache", v.shape[3])
+    rows, kv_heads, slots = k.shape[0] if page_table is not None else batch, k.shape[1], k.shape[2]
+    checks.expect_shape("k_cache", k, (rows, kv_heads, slots, head_dim), "q")
+    checks.expect_shape("v_cache", v, (rows, kv_heads, slots, v.shape[3]), "k_cache")
+    checks.expect_groups(heads, kv_heads, "q", "k_cache")
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        if cache.dtype not in QUANTISED:
+            checks.expect_dtype(name, cache, q.dtype, "q")
+        checks.expect_device(name, cache, q.device, "q")
+    checks.expect_dtype("v_cache", v, k.dtype, "k_cache")
+    if page_table is not None:
+        _check_page_table(page_table, q, slots)
+        slots *= page_table.shape[1]
+    checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots)
+    checks.check_window(mask.window_left, mask.window_right)
+    masked = mask.window_left >= 0 or mask.window_right >= 0 or options.alibi_slopes is not None
+    checks.check_positions(
+        mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, slots, masked
+    )
+    checks.check_scale(scale)
+    _check_scores(options, q)
+
+
+def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
+    checks.expect_tensor("page_table", page_table)
+    if page_table.dim() != 2 or page_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"page_table must have shape ({q.shape[0]}, pages a sequence) like q's batch, "
+            f"got {tuple(page_table.shape)}"
+        )
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"page_table must be int32, got {page_table.dtype}")
+    checks.expect_device("page_table", page_table, q.device, "q")
+    if page < 1:
+        raise ValueError(f"k_cache's pages must hold at least one token (dimension 2), got {page}")
+
+
+def _check_scores(options: Scores, q: Tensor) -> None:
+    if not 0.0 <= options.softcap <= 1e37:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {options.softcap}")
+    batch, heads = q.shape[:2]
+    slopes, sinks = options.alibi_slopes, options.sinks
+    if slopes is not None:
+        shape = (heads,) if slopes.dim() == 1 else (batch, heads)
+        checks.expect_shape("alibi_slopes", slopes, shape, "q's heads")
+        checks.expect_float("alibi_slopes", slopes)
+        checks.expect_device("alibi_slopes", slopes, q.device, "q")
+    if sinks is not None:
+        checks.expect_shape("sinks", sinks, (heads,), "q's heads")
+        checks.expect_float("sinks", sinks)
+        checks.expect_device("sinks", sinks, q.device, "q")
+
+
+def expanded_scale(name: str, scale: Tensor | None, cache: Tensor, q: Tensor) -> Tensor | None:
+    """A cache's scales as a view of shape cache.shape[:3]."""
+    if scale is None:
+        return None
+    if cache.dtype not in QUANTISED:
+        raise ValueError(
+            f"{name} must be None for an unquantised cache, got one for a cache of {cache.dtype}"
+        )
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {scale.dtype}")
+    checks.expect_device(name, scale, q.device, "q")
+    try:
+        return scale.expand(cache.shape[:3])
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be broadcastable to {tuple(cache.shape[:3])} like the cache, "
+            f"got shape {tuple(scale.shape)}"
+        ) from None

@@ -1,0 +1,80 @@
+"""Scratch memory of the decode kernel: partial results, and arrival counters that must be zero.
+
+The kernel leaves every counter at zero, so that it never has to be cleared; two calls that can run at the
+same time need counters of their own. Therefore
+
+    eager calls     share one workspace a stream, which grows as needed; a launch that fails drops it
+    captured calls  own counters, taken once and for all from an arena zeroed before any capture (a graph may
+                    be replayed on any stream, next to any other graph), and partial results from the graph's
+                    memory pool
+    callers         may bring a workspace (`decode_workspace`), and then see to it themselves
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Counters for captured calls, 4 MiB a device: a call with 64 sequences and 8 KV heads takes 512.
+ARENA = 1 << 20
+
+
+class Workspace(NamedTuple):
+    arrivals: Tensor  # int32, zero
+    parts: Tensor  # fp32, anything
+
+
+_by_stream: dict[tuple[torch.device, int], Workspace] = {}
+_arenas: dict[torch.device, list[Tensor]] = {}  # one tensor: what is left of the arena
+_lock = threading.Lock()
+
+
+def workspace_for(device: torch.device, arrivals: int, floats: int) -> Workspace:
+    """At least so many counters and floats, for one launch on the current stream."""
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return _captured(device, arrivals, floats)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    found = _by_stream.get((device, stream))
+    if found is None or found.arrivals.numel() < arrivals or found.parts.numel() < floats:
+        found = _by_stream[device, stream] = _grown(device, found, arrivals, floats)
+    return found
+
+
+def forget(device: torch.device) -> None:
+    """Drops the eager workspaces of a device: after a failed launch their counters are anyone's guess."""
+    for key in [key for key in _by_stream if key[0] == device]:
+        del _by_stream[key]
+
+
+def split(workspace: Tensor, arrivals: int) -> Workspace:
+    """A caller's flat int32 workspace."""
+    return Workspace(workspace[:arrivals], workspace[arrivals:].view(torch.float32))
+
+
+def _grown(device: torch.device, found: Workspace | None, arrivals: int, floats: int) -> Workspace:
+    if found is not None:
+        arrivals, floats = max(arrivals, found[0].numel()), max(floats, found[1].numel())
+    if device.type == "cuda" and device not in _arenas:
+        _arenas[device] = [torch.zeros(ARENA, dtype=torch.int32, device=device)]
+        torch.cuda.current_stream(device).synchronize()  # before any stream may count in it
+    with torch.inference_mode(False):
+        return Workspace(
+            torch.zeros(1 << (arrivals - 1).bit_length(), dtype=torch.int32, device=device),
+            torch.empty(1 << (floats - 1).bit_length(), dtype=torch.float32, device=device),
+        )
+
+
+def _captured(device: torch.device, arrivals: int, floats: int) -> Workspace:
+    parts = torch.empty(floats, dtype=torch.float32, device=device)
+    with _lock:
+        left = _arenas.get(device)
+        if left and left[0].numel() >= arrivals:
+            taken, left[0] = left[0][:arrivals], left[0][arrivals:]
+            return Workspace(taken, parts)
+    # No arena yet, or none left: the graph clears its own counters, which costs it a node.
+    return Workspace(torch.zeros(arrivals, dtype=torch.int32, device=device), parts)
