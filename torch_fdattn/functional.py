@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
-from torch_fdattn.ops.decode.op import workspace_size
+from torch_fdattn.ops.decode import op as decode_op
 from torch_fdattn.ops.positions import Mask
 
 
@@ -87,14 +88,17 @@ def decode(
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
-    left, right = window_bounds(window)
-    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
-    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+    left, right = (-1, -1) if window is None else window_bounds(window)
+    op = decode_op.decode
+    if not library.skips_dispatcher(q, k_cache, v_cache, kv_lens, q_start, kv_start):
+        tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
+        checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+        op = torch.ops.fdattn.decode
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
         return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
-    return torch.ops.fdattn.decode(
+    return op(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
         v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -125,14 +129,17 @@ def paged_decode(
 
     Source: PagedAttention, arXiv:2309.06180.
     """
-    left, right = window_bounds(window)
-    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
-    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+    left, right = (-1, -1) if window is None else window_bounds(window)
+    op = decode_op.paged_decode
+    if not library.skips_dispatcher(q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start):
+        tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
+        checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+        op = torch.ops.fdattn.paged_decode
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
         return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
-    return torch.ops.fdattn.paged_decode(
+    return op(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
         v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -149,7 +156,7 @@ def decode_workspace(
     Calls leave it ready for the next call. Calls that can run at the same time need one each, captured CUDA
     graphs included; without it the ops see to all that themselves.
     """
-    size = workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
+    size = decode_op.workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
     return torch.zeros(size, dtype=torch.int32, device=q.device)
 
 

@@ -35,6 +35,8 @@ ATTENTION = Tests(
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
+APPEND = Tests("append kernel", (f"{_OPS}/append_kv",), interpret=True)
+WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))
 REFERENCE = Tests(
     "references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py")
 )
@@ -125,6 +127,40 @@ FAULTS = (
         "inner = tl.sum(dout * (part_out - out), 0)", "inner = tl.sum(dout * part_out, 0)", MERGE,
     ),
     Fault(
+        "writes beyond the cache", f"{_KERNELS}/append_kv/kernel.py",
+        "inside = real & (slot >= 0) & (slot < capacity)", "inside = real & (slot >= 0)", APPEND,
+    ),
+    Fault(
+        "writes to pages that do not exist", f"{_KERNELS}/append_kv/kernel.py",
+        "inside = inside & (base >= 0) & (base < page_count)", "inside = inside & (base >= 0)", APPEND,
+    ),
+    Fault(
+        "padding stored", f"{_KERNELS}/append_kv/kernel.py",
+        "real = real & (t < tl.load(new_lens_ptr + b * new_lens_strides[0]))", "real = real & (t < tokens)", APPEND,
+    ),
+    Fault(
+        "32-bit offsets of caches", f"{_KERNELS}/append_kv/kernel.py",
+        "b = batch.to(tl.int64)", "b = batch", APPEND,
+    ),
+    Fault(
+        "ties away from even", f"{_KERNELS}/append_kv/rounding.py",
+        "normal = (magnitude + odd + ((1 << (drop - 1)) - 1)) >> drop",
+        "normal = (magnitude + (1 << (drop - 1))) >> drop", APPEND,
+    ),
+    Fault(
+        "K's scale taken for V", f"{_KERNELS}/append_kv/kernel.py",
+        "x, v_cache_ptr, v_cache_strides, v_scale_ptr, v_scale_strides,",
+        "x, v_cache_ptr, v_cache_strides, k_scale_ptr, k_scale_strides,", APPEND,
+    ),
+    Fault(
+        "rope interleaved", f"{_KERNELS}/append_kv/kernel.py",
+        "pair = (d % half).to(tl.int64)", "pair = (d // 2 % half).to(tl.int64)", APPEND,
+    ),
+    Fault(
+        "writes that autograd does not see", f"{_KERNELS}/library.py",
+        "torch.autograd.graph.increment_version([x for x in found if x is not None])", "list(found)", WRITES,
+    ),
+    Fault(
         "reference: right window ignored", f"{_KERNELS}/positions.py",
         "seen = seen & (k_pos <= q_pos + mask.window_right)", "seen = seen & (k_pos <= k_pos)", REFERENCE,
     ),
@@ -135,7 +171,7 @@ FAULTS = (
     ),
     Fault(
         "raw ops differentiate silently", f"{_KERNELS}/library.py",
-        "if torch.is_grad_enabled() and any(requires_grad(arg) for arg in args):", "if False:", FRAMEWORK,
+        "if torch.is_grad_enabled() and any(requires_grad(arg) for arg in given):", "if False:", FRAMEWORK,
     ),
     Fault(
         "fake outputs contiguous", f"{_KERNELS}/attention/op.py",

@@ -67,6 +67,23 @@ def runs_directly(*tensors: Tensor) -> bool:
     return True
 
 
+def skips_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a Python entry may call a composite's function in place of the op: nobody would see the op.
+
+    False also for what is no tensor, so that such a call meets the checks of its types.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES
+    ):
+        return False
+    for tensor in tensors:
+        if type(tensor) is not Tensor and tensor is not None:
+            return False
+    return tensors[0] is not None
+
+
 def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     """Defines a raw op: one kernel for CPU and CUDA, its fake, and an Autograd kernel that refuses.
 

@@ -22,7 +22,8 @@ from torch_fdattn.ops.launch import on_device, padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.tiles import program_coordinates
 
-#: Elements of a tile where there are many tokens: with the rotation's operands within 64 registers a thread.
+#: Elements of a tile where there are many tokens: 16 a thread, which with the rotation's operands take at most
+#: 72 registers on NVIDIA GPUs (more where strides are no multiples of 16 and nothing can be loaded at once).
 TILE = 2048
 
 _FORMATS = {

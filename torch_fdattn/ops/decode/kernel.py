@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.decode.schedule import CHUNK, MIN_SHARE, UNIT, line_ends, sequence_at
+from torch_fdattn.ops.decode.schedule import CHUNK, UNIT, line_ends, sequence_at
 from torch_fdattn.ops.online_softmax import (
     LOG2E,
     merge_finish,
@@ -36,7 +36,7 @@ from torch_fdattn.ops.tiles import key_position, key_range, sequence_bounds, vis
     ]
 )  # fmt: skip
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, arrivals_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, arrivals_ptr, parts_ptr, part_lses_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_stride,
     batch, q_len, kv_capacity, page_count, table_stride, window_left, window_right, kv_block, kv_stride,
@@ -45,6 +45,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
     program = tl.program_id(0)
@@ -61,6 +62,12 @@ def _decode_kernel(
         item_units = _units(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
         unit = program % pieces * CHUNK
         last = tl.minimum(unit + CHUNK, item_units)
+    elif BLOCK_B == 1:
+        one_units = _units(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        total = one_units * items
+        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)
+        unit = program * share
+        last = tl.minimum(unit + share, total)
     else:
         sequences = tl.arange(0, BLOCK_B)
         within = tl.minimum(sequences, batch - 1)
@@ -77,7 +84,10 @@ def _decode_kernel(
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
     while unit < last:
         if not INVARIANT:
-            sequence, line_begin, item_units = sequence_at(unit, ends, units)
+            if BLOCK_B == 1:
+                sequence, line_begin, item_units = program * 0, 0, one_units
+            else:
+                sequence, line_begin, item_units = sequence_at(unit, ends, units)
             item = (unit - line_begin) // item_units
             item_begin = line_begin + item * item_units
         _, q_start, kv_start, keys, begin, end = _key_bounds(
@@ -107,6 +117,14 @@ def _decode_kernel(
             )
         else:
             slopes = 0.0
+        # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
+        # rate. Rows of q scaled to below 2 by a power of two lose nothing in it that their sums would show.
+        narrow: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+        if narrow and q.dtype == tl.bfloat16:
+            q, row_factor = _to_half(q)
+            scale_rows_too: tl.constexpr = True
+        else:
+            scale_rows_too: tl.constexpr = False
         factor = scale
         if K_SCALES == 1:
             factor *= tl.load(
@@ -119,19 +137,24 @@ def _decode_kernel(
         for start in tl.range(first_key, stop_key, BLOCK_N):
             index = start + n
             inside = index < stop_key
-            slot = index.to(tl.int64)
             base = b64
+            slot = index
             if PAGE > 0:
                 page_ptrs = page_table_ptr + b64 * table_stride + index // PAGE
-                base = tl.load(page_ptrs, mask=inside, other=-1).to(tl.int64)
-                inside = inside & (base >= 0) & (base < page_count)
-                slot = slot % PAGE
+                page = tl.load(page_ptrs, mask=inside, other=-1)
+                # Unsigned, a negative page is beyond the last one.
+                inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)
+                base = page.to(tl.int64)
+                slot = index % PAGE
+            slot = slot.to(tl.int64)
             k_rows = base * k_strides[0] + kv_head64 * k_strides[1] + slot * k_strides[2]
             k_mask = inside[None, :]
             if head_dim < BLOCK_D:
                 k_mask = k_mask & (d[:, None] < head_dim)
             k = tl.load(k_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0)
             scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
+            if scale_rows_too:
+                scores *= row_factor[:, None]
             if K_SCALES == 2:
                 scale_rows = base * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
                 key_scales = tl.load(
@@ -232,14 +255,27 @@ def _decode_kernel(
 
 
 @triton.jit
+def _to_half(q):
+    """(q (M, D) with each row scaled to below 2, in float16; the powers of two taken out)."""
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), 1)
+    exponent = tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0)))
+    return (q * tl.exp2(-exponent)[:, None]).to(tl.float16), tl.exp2(exponent)
+
+
+@triton.jit
 def _unquantised(x, dtype: tl.constexpr):
-    """A tile of a cache in the queries' dtype; uint8 are the bytes of float8_e4m3fn."""
+    """A tile of a cache in the dtype of the dots; uint8 are the bytes of float8_e4m3fn."""
     if x.dtype == tl.uint8:
         # Its exponent and mantissa at float16's place are its value, subnormals included, times 2**-8.
         wide = x.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = bits.to(tl.float16, bitcast=True) * 256.0
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    elif x.dtype == tl.int8 and dtype == tl.float16:
+        # 1024 + n is float16's bits 0x6400 + n for n below 1024: no conversion, which is slow for integers.
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
     else:
         return x.to(dtype)
 

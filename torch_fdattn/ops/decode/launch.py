@@ -127,7 +127,7 @@ class Plan:
             k.shape[2] if paged else 0, *mask_flags(mask).values(), options.softcap > 0,
             _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, dot_precision(q.dtype),
             scan_width(batch), config.block_m, config.block_n, padded(head_dim), block_dv, merge_rows,
-            max(1, min(16, MERGE_ELEMENTS // (merge_rows * block_dv))),
+            max(1, min(16, MERGE_ELEMENTS // (merge_rows * block_dv))), schedule.MIN_SHARE,
         )  # fmt: skip
         self._options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         self._compiled = None
@@ -150,42 +150,51 @@ class Plan:
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         tensors = (
-            q, k, v, out, lse, parts, parts[self.lse_offset :], arrivals, kv_lens, q_start, kv_start,
-            page_table, k_scale, v_scale, alibi_slopes, sinks,
+            q, k, v, out, lse, arrivals, parts, kv_lens, q_start, kv_start, page_table, k_scale, v_scale,
+            alibi_slopes, sinks,
         )  # fmt: skip
         try:
-            with on_device(q):
-                self._launch(tensors)
+            self._launch(tensors)
         except BaseException:
             if workspace is None:
                 forget(self.device)
             raise
 
     def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        misaligned = 0
-        for pointer in pointers:
-            misaligned |= pointer & 15
-        hooks = triton.knobs.runtime
-        if (
-            self._compiled is None
-            or misaligned
-            or hooks.launch_enter_hook
-            or hooks.launch_exit_hook
-        ):
-            compiled = _decode_kernel[(self.grid.programs,)](
-                *tensors, *self._numbers, **self._options
-            )
-            # What was compiled for addresses that are multiples of 16 is right for those alone.
-            if not INTERPRET and not misaligned and isinstance(self._index, int):
-                self._compiled = compiled
+        pointers = [None if x is None else x.data_ptr() for x in tensors]
+        if self._is_direct(pointers):
+            compiled = self._compiled
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            compiled.run(
+                self.grid.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None,
+                None, *pointers[:7], pointers[6] + 4 * self.lse_offset, *pointers[7:], *self._numbers,
+            )  # fmt: skip
             return
-        compiled = self._compiled
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        compiled.run(
-            self.grid.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *self._numbers,
-        )  # fmt: skip
+        part_lses = tensors[6][self.lse_offset :]
+        with on_device(tensors[0]):
+            compiled = _decode_kernel[(self.grid.programs,)](
+                *tensors[:7], part_lses, *tensors[7:], *self._numbers, **self._options
+            )
+        # What was compiled for addresses that are multiples of 16 is right for those alone.
+        if not INTERPRET and isinstance(self._index, int) and _aligned(pointers):
+            self._compiled = compiled
+
+    def _is_direct(self, pointers: list[int | None]) -> bool:
+        """Whether the compiled kernel can be handed these addresses without asking Triton."""
+        return (
+            self._compiled is not None
+            and _aligned(pointers)
+            and torch._C._cuda_getDevice() == self._index
+            and not _somebody_watches()
+        )
+
+
+def _aligned(pointers: list[int | None]) -> bool:
+    bits = 0
+    for pointer in pointers:
+        if pointer is not None:
+            bits |= pointer
+    return bits & 15 == 0
 
 
 def launch_decode(
@@ -215,6 +224,15 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
     """int32 elements of a caller's workspace."""
     plan = Plan(q, cache, Mask(), 1.0, q, Scores(), batch_invariant)
     return plan.grid.arrivals + plan.floats
+
+
+def _somebody_watches() -> bool:
+    """Whether a profiler has hooked into Triton's launches."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def simplified(mask: Mask, q_len: int) -> Mask:

@@ -28,7 +28,7 @@ from torch_fdattn.ops.attention.op import (
 )
 from torch_fdattn.ops.decode.inputs import QUANTISED, check_decode, expanded_scale
 from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_reference
-from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import Scores
 
 _INPUTS = "Tensor q, Tensor k_cache, Tensor v_cache"
@@ -51,7 +51,8 @@ class _Call:
         kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.page_table = q, k, v, page_table
-        self.mask = Mask(kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride)
+        window = min(window_left, FAR), min(window_right, FAR)
+        self.mask = Mask(kv_lens, q_start, kv_start, *window, kv_block, kv_stride)
         self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
         self.batch_invariant = batch_invariant
         check_decode(q, k, v, page_table, self.mask, scale, self.options)
@@ -98,20 +99,24 @@ def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
     scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
 ):  # fmt: skip
-    """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first."""
+    """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None."""
     others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
-    key = (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(),
-        v.dtype, v.device, window_left, window_right, kv_block, kv_stride, scale, out_dtype, softcap,
-        batch_invariant, _metadata(kv_lens), None if others == _NONE else tuple(map(_metadata, others)),
-        # torch's own tf32 setting decides how float32 is multiplied.
-        dot_precision(q.dtype) if q.dtype == torch.float32 else None,
-    )  # fmt: skip
-    plan = _plans.get(key)
+    plain = others == _NONE
+    try:
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
+            v.stride(), v.dtype, v.device, window_left, window_right, kv_block, kv_stride, scale, out_dtype,
+            softcap, batch_invariant, _metadata(kv_lens), None if plain else tuple(map(_metadata, others)),
+            # torch's own tf32 setting decides how float32 is multiplied.
+            dot_precision(q.dtype) if q.dtype == torch.float32 else None,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except AttributeError:  # something that is no tensor: the checks say what
+        plan = None
     if plan is None or checks.CHECK_VALUES:
         call = _Call(
             q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
-            scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+            default_scale(q, scale), k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
         )  # fmt: skip
         out, lse = call.empty(out_dtype)
         plan = call.run(out, lse)
@@ -119,15 +124,17 @@ def decode_eagerly(
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-            plan.out = out.shape, out.stride(), out.dtype
-            plan.like_q = out.stride() == q.stride() and out.dtype == q.dtype
+            plan.out = None
+            if out.stride() != q.stride() or out.dtype != q.dtype:
+                plan.out = out.shape, out.stride(), out.dtype
+            plan.lse_shape = tuple(lse.shape)
         return out, lse
-    if plan.like_q:
+    if plan.out is None:
         out = torch.empty_like(q)
     else:
         shape, strides, dtype = plan.out
         out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     plan.launch(
         q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks
     )  # fmt: skip
@@ -234,19 +241,25 @@ for _name, _inputs in (("decode", _INPUTS), ("paged_decode", _PAGED_INPUTS)):
     )
 
 
-def _decode(
+def decode(
     q, k_cache, v_cache, kv_lens=None, q_start=None, kv_start=None, *, causal=True, window_left=-1,
     window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, batch_invariant=False,
 ):  # fmt: skip
+    """The composite op."""
+    if causal:
+        window_right = 0
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if library.runs_directly(q, k_cache, v_cache) and _no_gradients(extras):
+        return decode_eagerly(
+            q, k_cache, v_cache, None, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
+            kv_stride, scale, None, *extras,
+        )  # fmt: skip
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     scale = default_scale(q, scale)
     forward = torch.ops.fdattn.decode_forward
-    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache) and _no_gradients(extras):
-        return decode_eagerly(q, k_cache, v_cache, None, *mask, scale, None, *extras)
     if not torch.is_grad_enabled() or not any(
         library.requires_grad(x) for x in (q, k_cache, v_cache, *extras)
     ):
@@ -254,6 +267,29 @@ def _decode(
         return forward(q, k_cache, v_cache, *mask, scale, None, *extras)
     _refuse_gradients(k_cache, v_cache, *extras[:-1])
     return attend(forward, q, k_cache, v_cache, mask, scale)
+
+
+def paged_decode(
+    q, k_cache, v_cache, page_table, kv_lens=None, q_start=None, kv_start=None, *, causal=True,
+    window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
+):  # fmt: skip
+    """The composite op."""
+    if causal:
+        window_right = 0
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if library.runs_directly(q, k_cache, v_cache, page_table) and _no_gradients(extras):
+        return decode_eagerly(
+            q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
+            kv_stride, scale, None, *extras,
+        )  # fmt: skip
+    mask = options_to_mask(
+        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    )
+    library.meet(q)
+    return torch.ops.fdattn.paged_decode_forward(
+        q, k_cache, v_cache, page_table, *mask, default_scale(q, scale), None, *extras
+    )
 
 
 def _no_gradients(extras: tuple) -> bool:
@@ -275,27 +311,9 @@ def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, s
         )
 
 
-def _paged_decode(
-    q, k_cache, v_cache, page_table, kv_lens=None, q_start=None, kv_start=None, *, causal=True,
-    window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None,
-    softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
-):  # fmt: skip
-    mask = options_to_mask(
-        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
-    )
-    scale = default_scale(q, scale)
-    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache, page_table) and _no_gradients(extras):
-        return decode_eagerly(q, k_cache, v_cache, page_table, *mask, scale, None, *extras)
-    library.meet(q)
-    return torch.ops.fdattn.paged_decode_forward(
-        q, k_cache, v_cache, page_table, *mask, scale, None, *extras
-    )
-
-
 for _name, _inputs, _function in (
-    ("decode", _INPUTS, _decode),
-    ("paged_decode", _PAGED_INPUTS, _paged_decode),
+    ("decode", _INPUTS, decode),
+    ("paged_decode", _PAGED_INPUTS, paged_decode),
 ):
     library.define_composite(
         f"{_name}({_inputs}, {OPTIONS_SCHEMA.format(causal='bool causal=True')}, {_EXTRAS}) "

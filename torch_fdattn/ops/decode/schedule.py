@@ -23,7 +23,7 @@ import triton.language as tl
 #: Keys a unit: the grain of the balance, and the alignment of a share's first key.
 UNIT = tl.constexpr(16)
 #: Units a program takes at least: less is not worth its part of the merge.
-MIN_SHARE = tl.constexpr(4)
+MIN_SHARE = 4
 #: Units a piece in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
 #: Programs a streaming multiprocessor: while one merges or starts, the other keeps requests in flight.
@@ -42,7 +42,7 @@ def processors(device: torch.device) -> int:
 
 def balanced_programs(items: int, kv_capacity: int, device: torch.device) -> int:
     """The grid of the balanced schedule."""
-    most = items * triton.cdiv(max(kv_capacity, 1), UNIT.value * MIN_SHARE.value)
+    most = items * triton.cdiv(max(kv_capacity, 1), UNIT.value * MIN_SHARE)
     return min(PROGRAMS_PER_PROCESSOR * processors(device), most)
 
 
