@@ -1,10 +1,10 @@
-"""Where the host time of one eager decode call goes: entry, composite, dispatcher, checks, launch.
+"""Where the host time of one eager decode call goes: entry, plan, outputs, workspace, launch.
 
-Each stage is timed alone with the arguments that it gets inside a real call: the Python entry holds
-the composite op, which holds the raw op, which holds checks, allocation and launch; what the nested
-stages leave over is the outer one's own. An op that does nothing, defined as ours are, is the floor of
-torch's dispatcher with a Python kernel, and an empty kernel is that of Triton's launch. On a CPU the
-reference computes in place of a launch, so only the other stages mean anything there.
+Each stage is timed alone with the arguments that it gets inside a real call: the Python entry holds the
+eager kernel, which finds the plan of the call's metadata, allocates and launches; what the nested stages
+leave over is the outer one's own. For comparison the same call through torch's dispatcher (a composite over
+Python kernels), an op that does nothing, and an empty kernel through Triton's own launcher. On a CPU the
+reference computes in place of a launch and every call is checked, so only the other stages mean anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .decode import HOST_CALLS
 from .decode_inputs import make_inputs
@@ -27,29 +26,41 @@ from .tables import failures, heading, markdown_table, spread_lines, values_of
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
-# Where the stages inside the raw op are found: the function of ours that the call runs.
-_INSIDE = {"checks": (_OP, "check_decode"), "allocation": (_OP, "empty_state")}
-_INSIDE_CPU = {**_INSIDE, "launch": (_OP, "decode_reference")}
+# Where the stages inside the entry are found: the function of ours that the call runs.
+_INSIDE_CPU = {
+    "kernel": (_OP, "decode_eagerly"),
+    "checks": (_OP, "check_decode"),
+    "allocation": (_OP, "empty_state"),
+    "launch": (_OP, "decode_reference"),
+}
 _INSIDE_CUDA = {
-    **_INSIDE,
-    "launch": (_LAUNCH, "launch_decode"),
+    "kernel": (_OP, "decode_eagerly"),
+    "launch": (_LAUNCH, "Plan.launch"),
     "workspace": (_LAUNCH, "workspace_for"),
+    "submission": (_LAUNCH, "Plan._launch"),
 }
 # Each line of the table: its title, the stage, and the stages inside it, which are taken off.
-_OUTER = (
-    ("Python entry", ENTRY, ("composite",)),
-    ("composite op: options, mask, autograd or not", "composite", ("raw_op",)),
-    ("dispatcher: an op that does nothing", "empty_op", ()),
-    ("rest of the raw op", "raw_op", ("empty_op", "checks", "allocation", "launch")),
+_ENTRY_LINE = ("Python entry: keywords, and whether anybody must see the op", ENTRY, ("kernel",))
+_BESIDE = (
+    ("beside: the same call as torch.ops.fdattn.decode", "composite", ()),
+    ("beside: an op that does nothing", "empty_op", ()),
+)
+_PARTS_CPU = (
+    _ENTRY_LINE,
+    ("key of the metadata, decisions", "kernel", ("checks", "allocation", "launch")),
     ("checks", "checks", ()),
     ("allocation of out and lse", "allocation", ()),
+    ("the reference in place of a launch", "launch", ()),
+    *_BESIDE,
 )
-_PARTS_CPU = (*_OUTER, ("the reference in place of a launch", "launch", ()))
 _PARTS_CUDA = (
-    *_OUTER,
+    _ENTRY_LINE,
+    ("plan of the metadata, allocation of out and lse", "kernel", ("launch",)),
     ("workspace", "workspace", ()),
-    ("launch: grid, masks, arguments", "launch", ("workspace", "empty_kernel")),
-    ("Triton: a launch that does nothing", "empty_kernel", ()),
+    ("arguments of the launch", "launch", ("workspace", "submission")),
+    ("addresses, Triton's compiled launcher, the driver", "submission", ()),
+    *_BESIDE,
+    ("beside: an empty kernel through Triton's own launch", "empty_kernel", ()),
 )
 
 
@@ -111,12 +122,8 @@ def _empty_op() -> Callable[..., object]:
 def _inner_stages(
     entry: Callable[[], object], inside: dict[str, tuple[str, str]]
 ) -> dict[str, Callable[[], object] | str]:
-    """The raw op and what runs inside it, with the arguments of this call, or why it is not seen."""
-    with _RawOp() as raw:
-        entry()
-    found: dict[str, Callable[[], object] | str] = {
-        "raw_op": raw.call or "not seen: the entry calls no op of fdattn"
-    }
+    """What runs inside the entry, with the arguments of this call, or why it is not seen."""
+    found: dict[str, Callable[[], object] | str] = {}
     for name, (module, function) in inside.items():
         with _watched(module, function) as calls:
             entry()
@@ -124,25 +131,15 @@ def _inner_stages(
     return found
 
 
-class _RawOp(TorchDispatchMode):
-    """Keeps the first op of ours that comes through, with its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.call: Callable[[], object] | None = None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.call is None and func.namespace == "fdattn":
-            self.call = functools.partial(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _watched(module_name: str, function: str) -> Iterator[list[Callable[[], object]]]:
-    """The calls of a module's function while entered; none where there is no such function."""
+    """The calls of a module's function or method while entered; none where there is none."""
     calls: list[Callable[[], object]] = []
     try:
         module = importlib.import_module(module_name)
+        *classes, function = function.split(".")
+        for name in classes:
+            module = getattr(module, name)
         original = getattr(module, function)
     except (ImportError, AttributeError):
         yield calls

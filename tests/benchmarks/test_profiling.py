@@ -43,7 +43,7 @@ def test_a_trace_has_every_call_in_its_ranges(tmp_path: Path) -> None:
     assert "host_name" not in document
     assert document["otherData"]["commit"] == "abc1234"
     ops = {event["name"] for event in document["traceEvents"]}
-    assert "fdattn::decode_forward" in ops
+    assert "fdattn::decode" in ops
 
 
 def test_an_implementation_that_fails_is_left_out_of_the_trace(tmp_path: Path, capsys) -> None:
@@ -95,9 +95,9 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with()
     host.measure(run, CASES[:1])
     found = {row.impl: row.value for row in rows_of(run, "host_us")}
-    stages = {"composite", "raw_op", "empty_op", "checks", "allocation", "launch"}
+    stages = {"composite", "kernel", "empty_op", "checks", "allocation", "launch"}
     assert set(found) == {"fdattn", *(f"stage/{name}" for name in stages)}
-    assert found["stage/empty_op"] < found["stage/raw_op"]
+    assert found["stage/empty_op"] < found["stage/kernel"]
     assert all(value > 0 for value in found.values())
     assert not rows(run, "fdattn", "error")
     text = host.render(run.recorder.results)
@@ -121,7 +121,7 @@ def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_host_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["host", "--device", "cpu", "--repeats", "2"]) == 0
-    assert "| Python entry |" in capsys.readouterr().out
+    assert "| Python entry: keywords" in capsys.readouterr().out
 
 
 def rows_of(run, metric: str) -> list:

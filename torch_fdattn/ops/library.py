@@ -75,6 +75,7 @@ def skips_dispatcher(*tensors: Tensor | None) -> bool:
     if (
         torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled()
+        or torch._C._autograd._profiler_enabled()
         or torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES
     ):
         return False

@@ -85,11 +85,12 @@ def decode_grid(
     batch, heads, q_len, _ = q.shape
     kv_heads = cache.k.shape[1]
     items = batch * kv_heads * triton.cdiv(heads // kv_heads * q_len, block_m)
+    arrivals = -(-items // 32) * 32  # what follows them in a caller's workspace stays aligned
     if batch_invariant:
         pieces = schedule.invariant_pieces(cache.capacity)
-        return Grid(items * pieces, pieces, items, items * pieces)
+        return Grid(items * pieces, pieces, arrivals, items * pieces)
     programs = programs or schedule.balanced_programs(items, cache.capacity, q.device)
-    return Grid(programs, 0, items, 2 * programs)
+    return Grid(programs, 0, arrivals, 2 * programs)
 
 
 class Plan:

@@ -4,15 +4,16 @@ The kernel leaves every counter at zero, so that it never has to be cleared; two
 same time need counters of their own. Therefore
 
     eager calls     share one workspace a stream, which grows as needed; a launch that fails drops it
-    captured calls  own counters, taken once and for all from an arena zeroed before any capture (a graph may
-                    be replayed on any stream, next to any other graph), and partial results from the graph's
-                    memory pool
+    captured calls  share counters with their graph's other calls on the same stream, taken once and for all
+                    from an arena zeroed before any capture: a graph may be replayed on any stream, next to any
+                    other graph. Partial results come from the graph's memory pool
     callers         may bring a workspace (`decode_workspace`), and then see to it themselves
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Workspace(NamedTuple):
 
 _by_stream: dict[tuple[torch.device, int], Workspace] = {}
 _arenas: dict[torch.device, list[Tensor]] = {}  # one tensor: what is left of the arena
+_by_graph: weakref.WeakKeyDictionary[object, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -71,10 +73,21 @@ def _grown(device: torch.device, found: Workspace | None, arrivals: int, floats:
 
 def _captured(device: torch.device, arrivals: int, floats: int) -> Workspace:
     parts = torch.empty(floats, dtype=torch.float32, device=device)
+    # Where torch does not tell which graph it captures, every call gets counters of its own.
+    capturing = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", dict)()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     with _lock:
-        left = _arenas.get(device)
-        if left and left[0].numel() >= arrivals:
-            taken, left[0] = left[0][:arrivals], left[0][arrivals:]
-            return Workspace(taken, parts)
-    # No arena yet, or none left: the graph clears its own counters, which costs it a node.
-    return Workspace(torch.zeros(arrivals, dtype=torch.int32, device=device), parts)
+        held = _by_graph.setdefault(capturing, {}) if capturing else {}
+        counters = held.get(stream)
+        if counters is None or counters.numel() < arrivals:
+            counters = held[stream] = _taken(device, arrivals)
+    return Workspace(counters, parts)
+
+
+def _taken(device: torch.device, arrivals: int) -> Tensor:
+    left = _arenas.get(device)
+    if left and left[0].numel() >= arrivals:
+        taken, left[0] = left[0][:arrivals], left[0][arrivals:]
+        return taken
+    # No arena yet, or none left: the graph clears these counters at every replay, which costs it a node.
+    return torch.zeros(arrivals, dtype=torch.int32, device=device)
