@@ -106,21 +106,57 @@ FAULTS = (
         "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
     ),
     Fault(
-        "the last split drops its tail", f"{_KERNELS}/decode/kernel.py",
-        "share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N",
-        "share = ((end - begin) // BLOCK_N // splits) * BLOCK_N", DECODE,
+        "shares rounded down", f"{_KERNELS}/decode/kernel.py",
+        "total = tl.max(ends, 0)\n        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)",
+        "total = tl.max(ends, 0)\n        share = tl.maximum(total // tl.num_programs(0), MIN_SHARE)", DECODE,
     ),
     Fault(
         "packed rows in the other order", f"{_KERNELS}/decode/kernel.py",
-        "token = (row % q_len).to(tl.int64)", "token = ((row + 1) % q_len).to(tl.int64)", DECODE,
+        "q_pos = q_start + row % q_len", "q_pos = q_start + row // group", DECODE,
+    ),
+    Fault(
+        "one part is not merged", f"{_KERNELS}/decode/kernel.py",
+        "== pieces_here - 1", "== tl.maximum(pieces_here - 2, 1)", DECODE,
+    ),
+    Fault(
+        "counters left behind", f"{_KERNELS}/decode/kernel.py",
+        "tl.store(arrival_ptr, 0)", "tl.store(arrival_ptr, pieces_here * 0 + 1)", DECODE,
+    ),
+    Fault(
+        "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
+        "inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)",
+        "page = tl.minimum(tl.maximum(page, 0), page_count - 1)", DECODE,
+    ),
+    Fault(
+        "value scales forgotten in the sum's place", f"{_KERNELS}/decode/kernel.py",
+        "p *= value_scales[None, :]", "p *= 1.0 + 0.0 * value_scales[None, :]", DECODE,
+    ),
+    Fault(
+        "a sink in every part", f"{_KERNELS}/score_tiles.py",
+        "return out * weight[:, None], tl.where(", "return out, tl.where(", DECODE,
+    ),
+    Fault(
+        "the bias before the cap", f"{_KERNELS}/score_tiles.py",
+        "scores = softcap * tanh(scores / softcap)", "scores = softcap * tanh(scores / softcap * 1.01)", DECODE,
+    ),
+    Fault(
+        "batch-invariant only within a batch", f"{_KERNELS}/decode/kernel.py",
+        "last = tl.minimum(unit + CHUNK, item_units)",
+        "last = tl.minimum(unit + CHUNK, item_units)\n        share = CHUNK + batch - batch % 2", DECODE,
+    ),
+    Fault(
+        "a plan for every scale", f"{_KERNELS}/decode/op.py",
+        "window_left, window_right, kv_block, kv_stride, scale, out_dtype,",
+        "window_left, window_right, kv_block, kv_stride, out_dtype,", DECODE,
     ),
     Fault(
         "merge without weights", f"{_KERNELS}/online_softmax.py",
-        "acc = acc * alpha + tl.sum(weights[:, None] * outs, 0)", "acc = acc * alpha + tl.sum(outs, 0)", MERGE,
+        "acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * outs, 0)",
+        "acc = acc * alpha[:, None] + tl.sum(outs, 0)", MERGE,
     ),
     Fault(
         "garbage of empty parts merged", f"{_KERNELS}/online_softmax.py",
-        'outs = tl.where((lses == float("-inf"))[:, None], 0.0, outs)', "outs = outs + 0.0", MERGE,
+        'outs = tl.where((lses == float("-inf"))[:, :, None], 0.0, outs)', "outs = outs + 0.0", MERGE,
     ),
     Fault(
         "merge's gradient without the merged output", f"{_KERNELS}/merge_states/kernel.py",

@@ -177,6 +177,35 @@ def test_a_plan_serves_calls_of_equal_metadata(device):
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.interpreter
+def test_a_plan_for_each_set_of_options(device, monkeypatch):
+    """Calls that differ in one option alone, one after the other, and each without plans of others."""
+    from torch_fdattn.ops.decode import op
+
+    q = make_tensor((2, 6, 3, 32), device=device)
+    k, v = (make_tensor((2, 2, 160, 32), device=device) for _ in range(2))
+    lens = int32(150, 70, device=device)
+    starts = int32(100, 40, device=device)
+    variations = [
+        {}, dict(scale=0.5), dict(causal=False), dict(window=(20, 0)), dict(window=(40, 0)), dict(softcap=1.0),
+        dict(softcap=2.0), dict(batch_invariant=True), dict(q_start=starts), dict(kv_start=starts),
+        dict(q_start=starts, kv_block=4, kv_stride=8), dict(q_start=starts, kv_block=4, kv_stride=12),
+        dict(sinks=torch.ones(6, device=device)), dict(alibi_slopes=torch.ones(6, device=device)),
+        dict(alibi_slopes=torch.ones(2, 6, device=device)),
+    ]  # fmt: skip
+    expected = []
+    for options in variations:
+        op._plans.clear()
+        expected.append(torch_fdattn.decode(q, k, v, lens, **options))
+    op._plans.clear()
+    for _ in range(2):
+        for options, right in zip(variations, expected, strict=True):
+            found = torch_fdattn.decode(q, k, v, lens, **options)
+            assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True)), options
+    different = {tuple(x.flatten().tolist()) for x, _ in expected}
+    assert len(different) >= len(variations) - 2  # batch invariance, and slopes said twice
+
+
 def test_modes_and_subclasses_see_the_op(device):
     q, k, v, lens = caches(device)
     assert library.runs_directly(q, k, v)
