@@ -222,35 +222,10 @@ def _decode_kernel(
             arrival_ptr = arrivals_ptr + sequence * items + item
             if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == pieces_here - 1:
                 tl.store(arrival_ptr, 0)
-                for merge_row in tl.range(
-                    0, tl.minimum(group * q_len - first_row, BLOCK_M), MERGE_ROWS
-                ):
-                    row_here = merge_row + tl.arange(0, MERGE_ROWS)
-                    row_in = first_row + row_here < group * q_len
-                    total_out = tl.zeros([MERGE_ROWS, BLOCK_DV], tl.float32)
-                    total_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-                    total_sum = tl.zeros([MERGE_ROWS], tl.float32)
-                    for chunk in tl.range(0, pieces_here, MERGE_PARTS):
-                        part = chunk + tl.arange(0, MERGE_PARTS)
-                        if INVARIANT:
-                            slots = first_slot + part
-                        else:
-                            slots = (first + part) * 2 + (part == 0).to(tl.int32)
-                        rows = slots.to(tl.int64)[:, None] * BLOCK_M + row_here[None, :]
-                        inside_parts = (part < pieces_here)[:, None] & row_in[None, :]
-                        lses = tl.load(
-                            part_lses_ptr + rows, mask=inside_parts, other=float("-inf"),
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        outs = tl.load(
-                            parts_ptr + rows[:, :, None] * BLOCK_DV + dv[None, None, :],
-                            mask=inside_parts[:, :, None], other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
-                        total_out, total_max, total_sum = merge_update(
-                            total_out, total_max, total_sum, outs, lses
-                        )
-                    merged, merged_lse = merge_finish(total_out, total_max, total_sum)
-                    _write(merged, merged_lse, first_row + row_here, target, v_dim, BLOCK_DV)
+                _merge_parts(
+                    parts_ptr, part_lses_ptr, first_slot if INVARIANT else first, pieces_here, first_row, target,
+                    v_dim, INVARIANT, BLOCK_M, BLOCK_DV, MERGE_ROWS, MERGE_PARTS,
+                )  # fmt: skip
         unit = item_begin + stop_unit
 
 
@@ -305,6 +280,42 @@ def _units(
     """Units of a sequence's visible keys; one at least, so that every sequence's output is written."""
     _, _, _, _, begin, end = _key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
     return tl.maximum(tl.cdiv(end - begin, UNIT), 1)
+
+
+@triton.jit
+def _merge_parts(
+    parts_ptr, part_lses_ptr, first, pieces, first_row, target, v_dim: tl.constexpr,
+    INVARIANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merges an item's parts in order and writes its rows; `first` is its first program, or slot."""
+    rows_in_all = target[6] * target[7]
+    dv = tl.arange(0, BLOCK_DV)
+    for start in tl.range(0, tl.minimum(rows_in_all - first_row, BLOCK_M), MERGE_ROWS):
+        row = start + tl.arange(0, MERGE_ROWS)
+        row_in = first_row + row < rows_in_all
+        acc = tl.zeros([MERGE_ROWS, BLOCK_DV], tl.float32)
+        row_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([MERGE_ROWS], tl.float32)
+        for chunk in tl.range(0, pieces, MERGE_PARTS):
+            part = chunk + tl.arange(0, MERGE_PARTS)
+            if INVARIANT:
+                slot = first + part
+            else:
+                slot = (first + part) * 2 + (part == 0).to(tl.int32)
+            inside = (part < pieces)[:, None] & row_in[None, :]
+            rows = slot.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
+            # Past the L1 cache, which does not see what other multiprocessors write.
+            lses = tl.load(
+                part_lses_ptr + rows, mask=inside, other=float("-inf"), cache_modifier=".cg"
+            )
+            outs = tl.load(
+                parts_ptr + rows[:, :, None] * BLOCK_DV + dv[None, None, :],
+                mask=inside[:, :, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            acc, row_max, row_sum = merge_update(acc, row_max, row_sum, outs, lses)
+        out, lse = merge_finish(acc, row_max, row_sum)
+        _write(out, lse, first_row + row, target, v_dim, BLOCK_DV)
 
 
 @triton.jit
