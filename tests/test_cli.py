@@ -156,6 +156,58 @@ def test_bfloat16_halves_the_cache(tiny):
     assert held == 16 * POSITION / 2
 
 
+@pytest.mark.parametrize("page_size", [None, 1, 5])
+def test_a_paged_cache_writes_the_same_text(page_size, tiny):
+    options = [] if page_size is None else ["--page-size", str(page_size)]
+    result = invoke(*tiny_options(tiny, "--kv-cache", "paged", *options))
+    assert result.stdout == invoke(*tiny_options(tiny)).stdout != ""
+    size = page_size or 16
+    pages, used = -(-16 // size), -(-15 // size)  # the last token is not stored
+    nbytes = f"{pages * size * POSITION:,}"
+    assert (
+        f"rank 0: KV cache of {nbytes} bytes in {pages} pages of {size} positions, {used} in use\n"
+        in result.stderr
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_a_quantised_cache_takes_a_quarter(kv_dtype, tiny):
+    result = invoke(*tiny_options(tiny, "--kv-dtype", kv_dtype))
+    assert cache_bytes(result.stderr) == [16 * POSITION / 4]
+    assert "100.0% of 2,048 in all" in result.stderr
+    both = invoke(*tiny_options(tiny, "--kv-dtype", kv_dtype, "--kv-cache", "paged"))
+    assert cache_bytes(both.stderr) == [16 * POSITION / 4]
+    assert both.stdout == result.stdout != ""
+
+
+def test_cache_options_that_do_not_go_together(tiny):
+    refused("--page-size needs --kv-cache paged", *tiny_options(tiny, "--page-size", "8"))
+    for option, value in (("--kv-cache", "ring"), ("--kv-dtype", "fp4"), ("--page-size", "0")):
+        result = invoke(*tiny_options(tiny, option, value))
+        assert result.exit_code == 2
+        assert option in result.stderr
+
+
+@pytest.mark.parametrize("option", [("--kv-cache", "paged"), ("--kv-dtype", "int8")])
+def test_ranks_that_share_positions_share_no_such_cache(option, tiny):
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *tiny_options(tiny, *option))
+    assert result.returncode != 0
+    assert (
+        f"{' '.join(option)} needs the whole cache on each rank: one process, or --tensor-parallel 2 "
+        "on these 2 ranks, got --tensor-parallel 1"
+    ) in result.stderr
+
+
+def test_ranks_that_split_the_model_may_page_the_cache(tiny):
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    options = tiny_options(tiny, "--tensor-parallel", "2", "--kv-cache", "paged")
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == invoke(*tiny_options(tiny)).stdout
+    assert f"each rank: KV cache of {16 * POSITION // 2:,} bytes in 1 pages of 16" in result.stderr
+
+
 def test_prefill_chunk_is_respected(tiny, monkeypatch):
     widths, forward = [], Transformer.forward
 
@@ -173,7 +225,7 @@ def test_a_cache_that_does_not_fit_is_one_line(tiny, monkeypatch):
     def no_memory(*arguments, **options):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")
 
-    monkeypatch.setattr("torch_fdattn.engine.engine.ShardedKVCache", no_memory)
+    monkeypatch.setattr("torch_fdattn.engine.caches.ShardedKVCache", no_memory)
     refused(r"no memory on cpu for a KV cache of 16 positions, 8,192 bytes", *tiny_options(tiny))
 
 

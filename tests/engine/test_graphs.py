@@ -104,3 +104,64 @@ def test_a_closed_engine_steps_eagerly():
     passes = count_passes(engine)
     assert list(engine.generate(PROMPTS, 5)) == expected
     assert passes == [20, 1, 1, 1, 1]
+
+
+CACHES = [
+    {"kv_cache": "paged"},
+    {"kv_cache": "paged", "page_size": 5},
+    {"kv_dtype": "fp8_e4m3"},
+    {"kv_cache": "paged", "kv_dtype": "fp8_e4m3"},
+    {"kv_cache": "paged", "kv_dtype": "int8", "page_size": 1},
+]
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps_over_pages_and_bytes_equal_eager_ones(options, dtype):
+    """Pages come between replays, in a table that stays where it is; scales come after the capture."""
+    captured, eager = engines(dtype, **options)
+    for _ in range(2):  # the second time over pages and scales that stand already
+        torch.testing.assert_close(captured.prefill(PROMPTS), eager.prefill(PROMPTS))
+        for step in range(7):
+            tokens = torch.randint(64, (4, 1), device="cuda")
+            active = [step != 2, True, step < 2, True]
+            found, expected = captured.step(tokens, active), eager.step(tokens, active)
+            torch.testing.assert_close(found[active], expected[active])
+            assert captured.cache.held == captured.cache.lengths.tolist() == eager.cache.held
+        captured.truncate(13), eager.truncate(13)
+    for layer in range(2):
+        for ours, theirs in zip(captured.cache.layer(layer), eager.cache.layer(layer), strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
+def test_the_capture_leaves_no_trace_in_pages_and_scales(options):
+    engine, _ = engines(**options)
+    assert not any(view.float().any() for view in engine.cache.layer(1))
+    assert engine.cache.held == engine.cache.lengths.tolist() == [0] * 4
+    if engine.cache.scales is not None:
+        assert not engine.cache.calibrated
+        assert (engine.cache.scales.k == 1).all()
+
+
+def test_a_first_token_without_a_prompt_sets_the_scales():
+    """That step runs eagerly; the graph reads the scales from the next one on."""
+    captured, eager = engines(kv_dtype="int8")
+    passes = count_passes(captured)
+    for _ in range(3):
+        tokens = torch.randint(64, (4, 1), device="cuda")
+        torch.testing.assert_close(captured.step(tokens).clone(), eager.step(tokens))
+    assert torch.equal(captured.cache.scales.k, eager.cache.scales.k)
+    # The eager engine runs on the same model: its three passes, and one of ours.
+    assert passes == [1] * 4
+
+
+def test_pages_run_out_before_the_replay():
+    captured, _ = engines(kv_cache="paged", page_size=4, pages=5)
+    captured.prefill([[1] * 8, [1], [1], [1]])
+    tokens = torch.ones(4, 1, dtype=torch.int64, device="cuda")
+    with pytest.raises(ValueError, match="pages must be at least 6 for sequences of 9, 2, 2, 2"):
+        captured.step(tokens)
+    assert captured.cache.held == captured.cache.lengths.tolist() == [8, 1, 1, 1]
+    captured.truncate(4)
+    assert captured.step(tokens).isfinite().all()

@@ -15,7 +15,10 @@ import typer
 
 from torch_fdattn.cli.errors import UsageError, one_line_errors
 from torch_fdattn.cli.setup import (
+    CacheOptions,
     DType,
+    KVCache,
+    KVDType,
     TPStrategy,
     check_ranks,
     load,
@@ -46,6 +49,11 @@ DTypeOption = Annotated[DType, typer.Option(help="auto: the checkpoint's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
 KVBlock = Annotated[
     int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
+]
+KVCacheOption = Annotated[KVCache, typer.Option(help="One run of memory, or pages as they fill.")]
+PageSize = Annotated[int | None, typer.Option(min=1, help="Positions of a page; default 16.")]
+KVDTypeOption = Annotated[
+    KVDType, typer.Option(help="How K and V are stored; auto: in the model's dtype.")
 ]
 PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
 TensorParallel = Annotated[
@@ -83,6 +91,9 @@ def generate(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     kv_block: KVBlock = 16,
+    kv_cache: KVCacheOption = KVCache.contiguous,
+    page_size: PageSize = None,
+    kv_dtype: KVDTypeOption = KVDType.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
@@ -90,6 +101,8 @@ def generate(
     """Write text that continues a prompt, streaming to the terminal."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
+        cache = CacheOptions(kv_cache, page_size, kv_dtype)
+        cache.check(tensor_parallel, world)
         sampling = make_sampling(temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
@@ -105,7 +118,7 @@ def generate(
             )
         engine = make_engine(
             network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
-            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy, cache=cache,
         )  # fmt: skip
         with closing(engine):
             stats = Stats()
@@ -134,6 +147,9 @@ def chat(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     kv_block: KVBlock = 16,
+    kv_cache: KVCacheOption = KVCache.contiguous,
+    page_size: PageSize = None,
+    kv_dtype: KVDTypeOption = KVDType.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
@@ -141,6 +157,8 @@ def chat(
     """Talk with a model: a line is a turn; /reset forgets the conversation, /exit or the input's end ends it."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
+        cache = CacheOptions(kv_cache, page_size, kv_dtype)
+        cache.check(tensor_parallel, world)
         sampling = make_sampling(temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
@@ -154,7 +172,7 @@ def chat(
             )
         engine = make_engine(
             network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
-            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy, cache=cache,
         )  # fmt: skip
         with closing(engine):
             conversation = Chat(

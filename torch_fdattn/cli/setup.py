@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.cli.terminal import position_bytes, stderr
 from torch_fdattn.cli.world import World
+from torch_fdattn.dist.kv_scales import kv_format
 from torch_fdattn.engine import Engine, Sampling
 from torch_fdattn.models import Transformer, load_model
 
@@ -25,6 +27,45 @@ class DType(str, Enum):
 class TPStrategy(str, Enum):
     all_reduce = "all_reduce"
     ag_rs = "ag_rs"
+
+
+class KVCache(str, Enum):
+    contiguous = "contiguous"
+    paged = "paged"
+
+
+class KVDType(str, Enum):
+    auto = "auto"
+    fp8_e4m3 = "fp8_e4m3"
+    fp8_e5m2 = "fp8_e5m2"
+    int8 = "int8"
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """--kv-cache, --page-size, --kv-dtype."""
+
+    kind: KVCache
+    page_size: int | None
+    dtype: KVDType
+
+    def check(self, tensor_parallel: int, world: World) -> None:
+        """Before the model is loaded, which may take minutes."""
+        paged = self.kind is KVCache.paged
+        if self.page_size is not None and not paged:
+            raise UsageError("--page-size needs --kv-cache paged")
+        if world.size == tensor_parallel or not (paged or self.stored):
+            return
+        name = "--kv-cache paged" if paged else f"--kv-dtype {self.stored}"
+        raise UsageError(
+            f"{name} needs the whole cache on each rank: one process, or --tensor-parallel "
+            f"{world.size} on these {world.size} ranks, got --tensor-parallel {tensor_parallel}"
+        )
+
+    @property
+    def stored(self) -> str | None:
+        """The engine's kv_dtype."""
+        return None if self.dtype is KVDType.auto else self.dtype.value
 
 
 def make_sampling(temperature: float, top_p: float, seed: int | None) -> Sampling:
@@ -60,7 +101,7 @@ def check_ranks(tensor_parallel: int, world: World) -> None:
 
 def make_engine(
     model: Transformer, world: World, *, capacity: int, kv_block: int, prefill_chunk: int,
-    tensor_parallel: int, tp_strategy: TPStrategy,
+    tensor_parallel: int, tp_strategy: TPStrategy, cache: CacheOptions,
 ) -> Engine:  # fmt: skip
     """Ranks r and r + 1 of `tensor_parallel` share the model, and such groups the cache's positions."""
     kv_group = tp_group = None
@@ -76,13 +117,18 @@ def make_engine(
             kv_block=kv_block or None,
             tp_group=tp_group,
             prefill_chunk=prefill_chunk,
+            kv_cache=cache.kind.value,
+            page_size=cache.page_size or 16,
+            kv_dtype=cache.stored,
         )
     except RuntimeError as error:  # out of memory; on a CPU torch has no class of its own for it
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
+        form = kv_format(cache.stored)
+        dtype = model.norm.weight.dtype if form is None else form.dtype
         raise UsageError(
             f"no memory on {world.device} for a KV cache of {capacity} positions, "
-            f"{capacity * position_bytes(model):,} bytes in all"
+            f"{capacity * position_bytes(model, dtype):,} bytes in all"
         ) from None
 
 

@@ -7,12 +7,13 @@ import select
 import sys
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from torch_fdattn.cli.errors import OutputError
 from torch_fdattn.cli.world import TIMEOUT, World
-from torch_fdattn.engine import Engine, Stats
+from torch_fdattn.engine import Engine, PagedKVCache, Stats
 from torch_fdattn.models import Tokenizer, Transformer
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -125,7 +126,10 @@ def report(stats: Stats, engine: Engine, world: World) -> None:
         f"{stats.tokens_per_s:.1f} tokens/s, {stats.gb_per_s:.2f} GB/s of weights and KV cache "
         f"read{' by rank 0' if world.size > 1 else ''}"
     )
-    total = cache.capacity * position_bytes(engine.model)
+    if isinstance(cache, PagedKVCache):
+        _report_pages(cache, world)
+        return
+    total = cache.capacity * position_bytes(engine.model, cache.stored_dtype)
     for rank, (nbytes, _) in enumerate(held):
         stderr.print(
             f"rank {rank}: KV cache of {nbytes:,} bytes, {nbytes / total:.1%} of {total:,} in all"
@@ -134,8 +138,17 @@ def report(stats: Stats, engine: Engine, world: World) -> None:
     stderr.print(f"+ one spare position of {spare:,} bytes on each rank")
 
 
-def position_bytes(model: Transformer) -> int:
-    """What the K and V of one position take, on all ranks together."""
+def _report_pages(cache: PagedKVCache, world: World) -> None:
+    """The same on every rank: they split heads alone."""
+    table = cache.table
+    stderr.print(
+        f"{'rank 0' if world.size == 1 else 'each rank'}: KV cache of {cache.nbytes:,} bytes in "
+        f"{table.pages} pages of {table.page_size} positions, {table.pages - len(table.free)} in use"
+    )
+
+
+def position_bytes(model: Transformer, dtype: torch.dtype) -> int:
+    """What the K and V of one position take in a cache of this dtype, on all ranks together."""
     config = model.config
     elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return elements * model.norm.weight.itemsize
+    return elements * dtype.itemsize

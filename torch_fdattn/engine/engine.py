@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.checks import expect_shape
-from torch_fdattn.dist import ShardedKVCache
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
 from torch_fdattn.engine.prompts import check_prompts
 from torch_fdattn.engine.sampling import GREEDY, Sampling
 from torch_fdattn.engine.stats import Stats
 from torch_fdattn.models import Transformer
-from torch_fdattn.models.parallelize import local_kv_heads
 
 
 class _Output(NamedTuple):
@@ -51,18 +50,25 @@ class Engine:
             the default group where both are.
         prefill_chunk: columns of prompt a pass.
         cuda_graph: whether decode steps are captured in a CUDA graph, here and once. None: on CUDA.
+        kv_cache: "contiguous", or "paged": not with kv_group.
+        page_size, pages: of a paged cache; see PagedKVCache.
+        kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8": not with kv_group. The first chunk of the first
+            prompt sets the scales; see torch_fdattn.dist.kv_scales.
 
     Attributes:
-        cache: the ShardedKVCache; `cache.held` says how many tokens each sequence has stored.
+        cache: a ShardedKVCache or PagedKVCache; `cache.held` says how many tokens each sequence has stored.
 
     Raises:
-        ValueError: a size below 1, a group that is not known, cuda_graph without a CUDA device.
+        ValueError: a size below 1, a group or a name that is not known, cuda_graph without a CUDA device.
+        NotImplementedError: a cache that is sharded, and paged or quantised.
     """
 
     def __init__(
         self, model: Transformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
         kv_block: int | None = None, tp_group: str | None = None, sync_group: str | None = None,
         prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "all_gather",
+        kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
+        kv_dtype: str | None = None,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
         if prefill_chunk < 1:
@@ -74,10 +80,9 @@ class Engine:
         self.model, self.batch, self.capacity = model, batch, capacity
         self.prefill_chunk, self.device = prefill_chunk, weight.device
         self._sync_group = _group_of_all(kv_group, tp_group, sync_group)
-        self.cache = ShardedKVCache(
-            model.config.num_layers, batch, local_kv_heads(model), capacity, model.config.head_dim,
-            dtype=weight.dtype, device=weight.device, group_name=kv_group, kv_block=kv_block,
-            strategy=strategy,
+        self.cache = make_cache(
+            model, batch, capacity, kv_cache, kv_group=kv_group, kv_block=kv_block,
+            strategy=strategy, page_size=page_size, pages=pages, kv_dtype=kv_dtype,
         )  # fmt: skip
         # What the captured step reads. With counts of 0 its warm-up leaves the cache as it is.
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
@@ -192,7 +197,9 @@ class Engine:
         start, step = 0, min(self.prefill_chunk, width)
         for chunk in tokens.split(step, dim=1):
             end = start + chunk.shape[1]
-            output = self._forward(chunk, end - begins.clamp(start, end))
+            stored = zip(self.cache.held, lengths, strict=True)
+            longest = max(held - min(length, width - end) for held, length in stored)
+            output = self._forward(chunk, end - begins.clamp(start, end), longest)
             start = end
         return output
 
@@ -204,15 +211,17 @@ class Engine:
             self._counts.copy_(torch.tensor(counts))
             self._counts_on_host = counts
         self._tokens.copy_(tokens)
-        return self._captured() if self._captured else self._decode()
+        # A first step without a prompt before it sets a quantised cache's scales: no part of the graph.
+        replays = self._captured is not None and self.cache.calibrated
+        return self._captured() if replays else self._decode()
 
     @torch.inference_mode()
     def _decode(self) -> _Output:
         return self._forward(self._tokens, self._counts)
 
-    def _forward(self, tokens: Tensor, counts: Tensor) -> _Output:
+    def _forward(self, tokens: Tensor, counts: Tensor, longest: int | None = None) -> _Output:
         """A pass over the last counts[b] of the columns of tokens (B, T), for each sequence b."""
-        step = self.cache.ragged_step(counts, tokens.shape[1])
+        step = self.cache.ragged_step(counts, tokens.shape[1], longest)
         logits = self.model(tokens, step, last_only=True)[:, -1]
         return _Output(logits, logits.argmax(-1, keepdim=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.engine.caches import Cache
 
 
 class PromptError(ValueError):
@@ -12,7 +12,7 @@ class PromptError(ValueError):
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], new_tokens: int, vocab_size: int, cache: ShardedKVCache
+    prompts: Sequence[Sequence[int]], new_tokens: int, vocab_size: int, cache: Cache
 ) -> None:
     """One prompt for each sequence of the cache, of known tokens, that fits with what is to follow.
 
@@ -42,3 +42,9 @@ def check_prompts(
                 f"{name} of {len(prompt)} tokens{more}, after {held} held, need {needed} places, "
                 f"the cache has {cache.capacity}"
             )
+    lengths = [
+        held + len(prompt) + max(new_tokens - 1, 0)
+        for prompt, held in zip(prompts, cache.held, strict=True)
+    ]
+    if shortage := cache.shortage(lengths):
+        raise PromptError(shortage)

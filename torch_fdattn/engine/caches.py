@@ -1,0 +1,34 @@
+"""From the engine's options to its cache."""
+
+from __future__ import annotations
+
+from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.engine.paged_kv_cache import PagedKVCache
+from torch_fdattn.models import Transformer
+from torch_fdattn.models.parallelize import local_kv_heads
+
+KV_CACHES = ("contiguous", "paged")
+Cache = ShardedKVCache | PagedKVCache
+
+
+def make_cache(
+    model: Transformer, batch: int, capacity: int, kind: str, *, kv_group: str | None,
+    kv_block: int | None, strategy: str, page_size: int, pages: int | None, kv_dtype: str | None,
+) -> Cache:  # fmt: skip
+    """The cache of `Engine`'s arguments of these names; kind is its kv_cache."""
+    if kind not in KV_CACHES:
+        raise ValueError(f"kv_cache must be one of {KV_CACHES}, got {kind!r}")
+    config, weight = model.config, model.norm.weight
+    sizes = config.num_layers, batch, local_kv_heads(model), capacity, config.head_dim
+    common = dict(dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype)
+    if kind == "contiguous":
+        if pages is not None:
+            raise ValueError(f"pages must be None for a contiguous cache, got {pages}")
+        return ShardedKVCache(
+            *sizes, **common, group_name=kv_group, kv_block=kv_block, strategy=strategy
+        )
+    if kv_group is not None:
+        raise NotImplementedError(
+            f"kv_cache must be 'contiguous' where a group shares the cache, got {kind!r}"
+        )
+    return PagedKVCache(*sizes, **common, page_size=page_size, pages=pages)

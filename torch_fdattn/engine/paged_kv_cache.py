@@ -1,0 +1,98 @@
+"""A KV cache in pages, on one device: memory follows what sequences hold, not what they might.
+
+It stands in the engine's room, beside the free list, because handing out pages is a decision of whoever
+serves the sequences; the model takes it as it takes `ShardedKVCache`, by what it can do. `dist` knows
+nothing of it: a cache that is both paged and sharded is not supported.
+
+K and V of a layer are pages (P, page, H_kv, D) in memory, (P, H_kv, page, D) as the ops see them: the
+tokens of a page are written in runs of H_kv · D elements. New tokens go through `paged_append_kv`, up to
+16 queries a sequence through `paged_decode`, both straight over the page table.
+
+Longer prompts (prefill) attend over K and V gathered from their pages, one layer at a time. The other way,
+16 queries a call through `paged_decode`, copies nothing but reads every stored key once for each 16 queries:
+with chunks of 512 queries 32 times, where gathering reads and writes it once. The gathered copy is of what
+is stored up to the chunk's end; of a prompt that is one chunk, each key is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.batch_cache import BatchKVCache, Columns, aligned, expect_at_least_one
+from torch_fdattn.engine.pages import PageTable
+from torch_fdattn.functional import paged_append_kv, paged_decode
+
+
+class PagedKVCache(BatchKVCache):
+    """K and V of all layers for `batch` sequences of up to `capacity` tokens, in pages given as they grow.
+
+    Steps are those of `BatchKVCache`. Pages are allocated on the host, by `append` and by `reserve`, before
+    the step runs; nothing is allocated within a captured one.
+
+    Args:
+        num_layers, batch, kv_heads, head_dim: the model's shape.
+        capacity: tokens a sequence; it sets the table's width and takes no memory.
+        page_size: tokens a page.
+        pages: in all, shared by the sequences; default: enough for all of them at full capacity.
+        dtype, device, kv_dtype: as `ShardedKVCache`.
+
+    Attributes:
+        lengths: int32 (batch,) on the device, tokens stored before the current step.
+        held: the same numbers on the host.
+        table: the `PageTable`.
+        scales: the `KVScales` of a quantised cache, else None.
+
+    Raises:
+        ValueError: from `append` and `reserve` also where pages run out, naming how many would do.
+    """
+
+    def __init__(
+        self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
+        dtype: torch.dtype, device: torch.device | str, page_size: int = 16,
+        pages: int | None = None, kv_dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+        expect_at_least_one("page_size", page_size)
+        pages = batch * -(-capacity // page_size) if pages is None else pages
+        expect_at_least_one("pages", pages)
+        self.table = PageTable(batch, capacity, page_size, pages, device)
+        shape = (num_layers, pages, page_size, kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)
+        self._v = torch.zeros(shape, dtype=self.stored_dtype, device=device)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, (pages, kv_heads, page_size, head_dim), not copied."""
+        return self._k[layer].transpose(1, 2), self._v[layer].transpose(1, 2)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens of every sequence, and all of a shorter one; the rest's pages are free."""
+        super().truncate(length)
+        self.table.shrink(self.held)
+
+    def shortage(self, lengths: Sequence[int]) -> str | None:
+        return self.table.shortage(lengths)
+
+    def _make_room(self, lengths: Sequence[int]) -> None:
+        self.table.grow(lengths)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:
+        paged_append_kv(
+            *self.layer(layer), self.table.on_device, *aligned(columns, k, v), self.lengths,
+            columns.counts, **self._scales_of(layer),
+        )  # fmt: skip
+
+    def _decode(self, layer: int, q: Tensor, lengths: Tensor, **options) -> Tensor:
+        return paged_decode(q, *self.layer(layer), self.table.on_device, lengths, **options)[0]
+
+    def _contiguous(self, layer: int, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gathered pages. A sequence that has fewer gets any page in their place, beyond its length."""
+        pages = -(-longest // self.table.page_size)
+        ids = self.table.on_device[:, :pages].clamp(min=0)
+        k, v = (x[layer][ids].flatten(1, 2).transpose(1, 2) for x in (self._k, self._v))
+        return self._dequantised(layer, k, v, dtype)
