@@ -118,6 +118,11 @@ def expect_tensor(name: str, tensor: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
+def expect_number(name: str, value: object) -> None:
+    if isinstance(value, (Tensor, str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
 def expect_4d(name: str, tensor: object) -> None:
     expect_tensor(name, tensor)
     if tensor.dim() != 4:

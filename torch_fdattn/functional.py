@@ -165,7 +165,9 @@ def _decode_out(inputs: tuple[Tensor, ...], mask: Mask, scale, extras, out, work
     if out is None:
         out = (
             q.new_empty((*q.shape[:3], v_cache.shape[3])),
-            q.new_empty(q.shape[:3], dtype=torch.float32),
+            q.new_empty(
+                q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+            ),
         )
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")

@@ -140,9 +140,8 @@ FAULTS = (
         "scores = softcap * tanh(scores / softcap)", "scores = softcap * tanh(scores / softcap * 1.01)", DECODE,
     ),
     Fault(
-        "batch-invariant only within a batch", f"{_KERNELS}/decode/kernel.py",
-        "last = tl.minimum(unit + CHUNK, item_units)",
-        "last = tl.minimum(unit + CHUNK, item_units)\n        share = CHUNK + batch - batch % 2", DECODE,
+        "batch invariance forgotten", f"{_KERNELS}/decode/op.py",
+        "self.batch_invariant = batch_invariant", "self.batch_invariant = False", DECODE,
     ),
     Fault(
         "a plan for every scale", f"{_KERNELS}/decode/op.py",

@@ -51,20 +51,28 @@ for _key in ("PythonDispatcher", "PythonTLSSnapshot", "FuncTorchDynamicLayerFron
 _MODES = _MODES.raw_repr() & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
 
 
+def _watched() -> bool:
+    """Whether a mode, a functorch transform or a tracer is active."""
+    return bool(
+        torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def runs_directly(*tensors: Tensor) -> bool:
     """Whether nobody is between a caller and the kernel: no tracing, mode, subclass or derivative.
 
     Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES:
-        return False
-    if forward_ad._current_level >= 0:
+    if _watched() or forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if type(tensor) is not Tensor or (grad and tensor.requires_grad):
+        # Negative: a lazy minus sign, which the dispatcher carries out.
+        if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():
             return False
-    return True
+    return tensors[0].is_cuda or tensors[0].is_cpu
 
 
 def skips_dispatcher(*tensors: Tensor | None) -> bool:
@@ -76,7 +84,7 @@ def skips_dispatcher(*tensors: Tensor | None) -> bool:
         torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
-        or torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES
+        or _watched()
     ):
         return False
     for tensor in tensors:

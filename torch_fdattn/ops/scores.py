@@ -45,4 +45,5 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     if sinks is None:
         return out, lse
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-    return out * torch.exp(lse - joined)[..., None], joined
+    finite = joined.masked_fill(joined == float("-inf"), 0.0)
+    return out * torch.exp(lse - finite)[..., None], joined

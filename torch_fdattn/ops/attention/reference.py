@@ -36,6 +36,10 @@ def attention_reference(
     seen = visible(mask, q_len, kv_len, q.device)
     if keys_in is not None:
         seen = seen & keys_in[:, None, :]
+    if (
+        mask.window_left >= 0
+    ):  # keys that every query has left behind may hold anything: 0 · NaN is NaN
+        v = v.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
     q_pos, k_pos, _ = query_key_positions(mask, q_len, kv_len, q.device)
     distance = k_pos[:, None, :] - q_pos[:, :, None]
     outs, lses = [], []

@@ -48,6 +48,7 @@ def check_decode(
     checks.check_positions(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, slots, masked
     )
+    checks.expect_number("scale", scale)
     checks.check_scale(scale)
     _check_scores(options, q)
 
@@ -67,6 +68,10 @@ def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
 
 
 def _check_scores(options: Scores, q: Tensor) -> None:
+    checks.expect_number("softcap", options.softcap)
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(options, name) is not None:
+            checks.expect_tensor(name, getattr(options, name))
     if not 0.0 <= options.softcap <= 1e37:
         raise ValueError(f"softcap must be positive, or 0 for none, got {options.softcap}")
     batch, heads = q.shape[:2]
@@ -86,6 +91,7 @@ def expanded_scale(name: str, scale: Tensor | None, cache: Tensor, q: Tensor) ->
     """A cache's scales as a view of shape cache.shape[:3]."""
     if scale is None:
         return None
+    checks.expect_tensor(name, scale)
     if cache.dtype not in QUANTISED:
         raise ValueError(
             f"{name} must be None for an unquantised cache, got one for a cache of {cache.dtype}"

@@ -26,20 +26,29 @@ from torch_fdattn.ops.online_softmax import (
     softmax_update,
 )
 from torch_fdattn.ops.score_tiles import add_sinks, modify_scores
-from torch_fdattn.ops.tiles import key_position, key_range, sequence_bounds, visible
+from torch_fdattn.ops.tiles import (
+    key_position,
+    key_range,
+    keys_before,
+    sequence_bounds,
+    visible,
+)
+
+#: Quantised caches are multiplied in float16, whose smallest number is 6e-8: probabilities are made larger.
+PROBABILITY_SCALE = tl.constexpr(16384.0)
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "kv_capacity", "page_count", "table_stride", "window_left", "window_right", "kv_block",
+        "batch", "kv_capacity", "page_count", "table_stride", "table_step", "window_left", "window_right", "kv_block",
         "kv_stride", "pieces",
     ]
 )  # fmt: skip
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, arrivals_ptr, parts_ptr, part_lses_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_stride,
-    batch, q_len, kv_capacity, page_count, table_stride, window_left, window_right, kv_block, kv_stride,
+    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
+    batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
     scale, softcap, pieces, kv_heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
@@ -112,9 +121,11 @@ def _decode_kernel(
             mask=rows_in[:, None] & (d[None, :] < head_dim), other=0.0,
         )  # fmt: skip
         if ALIBI:
-            slopes = tl.load(slopes_ptr + b64 * slope_stride + head, mask=rows_in, other=0.0).to(
-                tl.float32
-            )
+            slopes = tl.load(
+                slopes_ptr + b64 * slope_strides[0] + head * slope_strides[1],
+                mask=rows_in,
+                other=0.0,
+            ).to(tl.float32)
         else:
             slopes = 0.0
         # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
@@ -125,11 +136,13 @@ def _decode_kernel(
             scale_rows_too: tl.constexpr = True
         else:
             scale_rows_too: tl.constexpr = False
-        factor = scale
+        head_scale = 1.0
         if K_SCALES == 1:
-            factor *= tl.load(
+            head_scale = tl.load(
                 k_scale_ptr + b64 * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
             )
+        if HAS_LEFT:
+            oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
 
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -137,10 +150,13 @@ def _decode_kernel(
         for start in tl.range(first_key, stop_key, BLOCK_N):
             index = start + n
             inside = index < stop_key
+            if HAS_LEFT:  # not even read: a window that has moved on may have freed its pages
+                inside = inside & (index >= oldest)
             base = b64
             slot = index
             if PAGE > 0:
-                page_ptrs = page_table_ptr + b64 * table_stride + index // PAGE
+                entry = (index // PAGE).to(tl.int64) * table_step
+                page_ptrs = page_table_ptr + b64 * table_stride + entry
                 page = tl.load(page_ptrs, mask=inside, other=-1)
                 # Unsigned, a negative page is beyond the last one.
                 inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)
@@ -155,18 +171,20 @@ def _decode_kernel(
             scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
             if scale_rows_too:
                 scores *= row_factor[:, None]
+            if K_SCALES == 1:  # before the mask, not in the softmax's scale: it may be 0
+                scores *= head_scale
             if K_SCALES == 2:
                 scale_rows = base * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
                 key_scales = tl.load(
                     k_scale_ptr + scale_rows + slot * k_scale_strides[2], mask=inside, other=0.0
                 )
                 scores *= key_scales[None, :]
-            units_of_score = factor * LOG2E
+            units_of_score = scale * LOG2E
             if SOFTCAP or ALIBI:
                 units_of_score = LOG2E
                 position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
                 scores = modify_scores(
-                    scores * factor, position[None, :] - q_pos[:, None], softcap, slopes, SOFTCAP, ALIBI
+                    scores * scale, position[None, :] - q_pos[:, None], softcap, slopes, SOFTCAP, ALIBI
                 )  # fmt: skip
             seen = inside[None, :]
             if HAS_LEFT or HAS_RIGHT:
@@ -177,12 +195,17 @@ def _decode_kernel(
             p, row_max, row_sum, alpha = softmax_update(
                 scores, row_max, row_sum, units_of_score, True
             )
+            weight = PROBABILITY_SCALE if narrow else 1.0
             if V_SCALES == 2:
                 scale_rows = base * v_scale_strides[0] + kv_head64 * v_scale_strides[1]
                 value_scales = tl.load(
                     v_scale_ptr + scale_rows + slot * v_scale_strides[2], mask=inside, other=0.0
                 )
-                p *= value_scales[None, :]
+                # Only their ratios within the tile go through the dots' dtype.
+                largest = _power_of_two(tl.max(tl.abs(value_scales), 0))
+                p *= (value_scales * (weight / largest))[None, :]
+            elif narrow:
+                p *= weight
             v_rows = base * v_strides[0] + kv_head64 * v_strides[1] + slot * v_strides[2]
             v_mask = inside[:, None]
             if v_dim < BLOCK_DV:
@@ -190,18 +213,23 @@ def _decode_kernel(
             v = tl.load(
                 v_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
             )
-            acc = tl.dot(
-                p.to(q.dtype),
-                _unquantised(v, q.dtype),
-                acc * alpha[:, None],
-                input_precision=PRECISION,
-            )
+            v = _unquantised(v, q.dtype)
+            if V_SCALES == 2:
+                products = tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
+                acc = acc * alpha[:, None] + products * largest
+            else:
+                acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if narrow:
+            acc *= 1.0 / PROBABILITY_SCALE
         out, lse = softmax_finish(acc, row_max, row_sum)
         if V_SCALES == 1:
             out *= tl.load(v_scale_ptr + b64 * v_scale_strides[0] + kv_head64 * v_scale_strides[1])
+            out = tl.where((lse == float("-inf"))[:, None], 0.0, out)  # whatever the scale is
 
         first_row = item // kv_heads * BLOCK_M
-        target = (out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads)
+        target = (
+            out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads, sink_stride
+        )  # fmt: skip
         first = item_begin // share
         pieces_here = (item_begin + item_units - 1) // share - first + 1
         if pieces_here == 1:
@@ -230,12 +258,18 @@ def _decode_kernel(
 
 
 @triton.jit
+def _power_of_two(x):
+    """The power of two below positive x, within what fp32 can invert; for 0 the smallest."""
+    exponent = tl.floor(tl.log2(tl.maximum(x, 1.1754944e-38)))
+    return tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 126.0))
+
+
+@triton.jit
 def _to_half(q):
     """(q (M, D) with each row scaled to below 2, in float16; the powers of two taken out)."""
     q = q.to(tl.float32)
-    largest = tl.max(tl.abs(q), 1)
-    exponent = tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0)))
-    return (q * tl.exp2(-exponent)[:, None]).to(tl.float16), tl.exp2(exponent)
+    factor = _power_of_two(tl.max(tl.abs(q), 1))
+    return (q * (1.0 / factor)[:, None]).to(tl.float16), factor
 
 
 @triton.jit
@@ -321,11 +355,13 @@ def _merge_parts(
 @triton.jit
 def _write(out, lse, row, target, v_dim: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Writes the finished rows of an item."""
-    out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads = target
+    out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads, sink_stride = target
     head = kv_head * group + row // q_len
     rows_in = row < group * q_len
     if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + head, mask=rows_in, other=float("-inf")).to(tl.float32)
+        sinks = tl.load(sinks_ptr + head * sink_stride, mask=rows_in, other=float("-inf")).to(
+            tl.float32
+        )
         out, lse = add_sinks(out, lse, sinks)
     head64 = head.to(tl.int64)
     token = (row % q_len).to(tl.int64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.kernel import _decode_kernel
-from torch_fdattn.ops.decode.workspace import forget, split, workspace_for
+from torch_fdattn.ops.decode.workspace import elements, forget, split, workspace_for
 from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.positions import Mask
@@ -122,8 +122,8 @@ class Plan:
         slopes = options.alibi_slopes
         self._numbers = (
             q.stride(), k.stride(), v.stride(), out.stride(), _scale_strides(k_scale), _scale_strides(v_scale),
-            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            batch, q_len, cache.capacity, k.shape[0], page_table.stride(0) if paged else 0,
+            _slope_strides(slopes), 0 if options.sinks is None else options.sinks.stride(0),
+            batch, q_len, cache.capacity, k.shape[0], *(page_table.stride() if paged else (0, 0)),
             *mask_numbers(mask), scale, options.softcap, self.grid.pieces, kv_heads, group, head_dim, v_dim,
             k.shape[2] if paged else 0, *mask_flags(mask).values(), options.softcap > 0,
             _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, dot_precision(q.dtype),
@@ -145,7 +145,7 @@ class Plan:
         if workspace is None:
             arrivals, parts = workspace_for(self.device, self.grid.arrivals, self.floats)
         else:
-            arrivals, parts = split(workspace, self.grid.arrivals)
+            arrivals, parts = split(workspace)
         if self._strided_lengths:
             kv_lens, q_start, kv_start = contiguous_mask(Mask(kv_lens, q_start, kv_start))[:3]
         if self._as_bytes:
@@ -211,8 +211,8 @@ def launch_decode(
     if out.numel() == 0:
         return None
     options = options or Scores()
-    if q.shape[0] > schedule.MAX_BATCH:
-        _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant)
+    if _too_long(q, cache):
+        _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace)
         return None
     plan = Plan(q, cache, mask, scale, out, options, batch_invariant, config, programs, capability)
     plan.launch(
@@ -223,8 +223,23 @@ def launch_decode(
 
 def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
     """int32 elements of a caller's workspace."""
+    while _too_long(q, cache):
+        q, cache = q[: -(-q.shape[0] // 2)], cache  # the larger half
     plan = Plan(q, cache, Mask(), 1.0, q, Scores(), batch_invariant)
-    return plan.grid.arrivals + plan.floats
+    return elements(plan.grid.arrivals, plan.floats)
+
+
+def _too_long(q: Tensor, cache: Cache) -> bool:
+    """Whether one launch cannot scan the lengths, or number the units of all sequences in int32."""
+    rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
+    items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
+    units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)
+    if units >= 1 << 31 and q.shape[0] == 1:
+        raise ValueError(
+            f"one sequence's keys times KV heads must be below 2**35, got capacity {cache.capacity} and "
+            f"{cache.k.shape[1]} heads"
+        )
+    return q.shape[0] > schedule.MAX_BATCH or units >= 1 << 31
 
 
 def _somebody_watches() -> bool:
@@ -248,6 +263,12 @@ def scan_width(batch: int) -> int:
     return next(width for width in (1, 32, 128, 512, schedule.MAX_BATCH) if width >= batch)
 
 
+def _slope_strides(slopes: Tensor | None) -> tuple[int, int]:
+    if slopes is None:
+        return 0, 0
+    return slopes.stride() if slopes.dim() == 2 else (0, slopes.stride(0))
+
+
 def _scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if scales is None else scales.stride()
 
@@ -259,7 +280,7 @@ def _scale_kind(scales: Tensor | None, paged: bool) -> int:
     return 2 if scales.stride(2) or (paged and scales.stride(0)) else 1
 
 
-def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant) -> None:
+def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace) -> None:
     half = q.shape[0] // 2
     for part in (slice(None, half), slice(half, None)):
 
@@ -275,5 +296,13 @@ def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant)
             here_options = options._replace(alibi_slopes=options.alibi_slopes[part])
         here_mask = Mask(*(of_part(x) for x in mask[:3]), *mask[3:])
         launch_decode(
-            q[part], here, here_mask, scale, out[part], lse[part], here_options, batch_invariant
+            q[part],
+            here,
+            here_mask,
+            scale,
+            out[part],
+            lse[part],
+            here_options,
+            batch_invariant,
+            workspace,
         )

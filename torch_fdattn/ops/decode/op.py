@@ -11,6 +11,8 @@ decode's gradient is attention's: the streaming backward from the saved lse.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -101,7 +103,10 @@ def decode_eagerly(
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None."""
     others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
-    plain = others == _NONE
+    plain = (
+        q_start is None and kv_start is None and page_table is None and k_scale is None
+        and v_scale is None and alibi_slopes is None and sinks is None
+    )  # fmt: skip
     try:
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
@@ -111,7 +116,7 @@ def decode_eagerly(
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
         )  # fmt: skip
         plan = _plans.get(key)
-    except AttributeError:  # something that is no tensor: the checks say what
+    except (AttributeError, TypeError):  # something that is no tensor: the checks say what
         plan = None
     if plan is None or checks.CHECK_VALUES:
         call = _Call(
@@ -139,9 +144,6 @@ def decode_eagerly(
         q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks
     )  # fmt: skip
     return out, lse
-
-
-_NONE = (None,) * 7
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:
@@ -266,6 +268,8 @@ def decode(
         library.meet(q)
         return forward(q, k_cache, v_cache, *mask, scale, None, *extras)
     _refuse_gradients(k_cache, v_cache, *extras[:-1])
+    if batch_invariant:
+        forward = functools.partial(forward, batch_invariant=True)
     return attend(forward, q, k_cache, v_cache, mask, scale)
 
 
@@ -293,7 +297,7 @@ def paged_decode(
 
 
 def _no_gradients(extras: tuple) -> bool:
-    return extras == _NO_EXTRAS or not any(library.requires_grad(x) for x in extras)
+    return not torch.is_grad_enabled() or not any(library.requires_grad(x) for x in extras)
 
 
 def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:

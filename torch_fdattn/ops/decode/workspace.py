@@ -12,6 +12,7 @@ same time need counters of their own. Therefore
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import NamedTuple
@@ -53,22 +54,46 @@ def forget(device: torch.device) -> None:
         del _by_stream[key]
 
 
-def split(workspace: Tensor, arrivals: int) -> Workspace:
-    """A caller's flat int32 workspace."""
-    return Workspace(workspace[:arrivals], workspace[arrivals:].view(torch.float32))
+def elements(arrivals: int, floats: int) -> int:
+    """The size of a caller's workspace: a sixteenth for the counters, whatever call it serves."""
+    return max(16 * arrivals, -(-floats // 480) * 512)
+
+
+def split(workspace: Tensor) -> Workspace:
+    """A caller's flat int32 workspace: its counters stand where no call's partial results come."""
+    rows = workspace.numel() // 512
+    return Workspace(
+        workspace[rows * 480 : rows * 512], workspace[: rows * 480].view(torch.float32)
+    )
 
 
 def _grown(device: torch.device, found: Workspace | None, arrivals: int, floats: int) -> Workspace:
     if found is not None:
         arrivals, floats = max(arrivals, found[0].numel()), max(floats, found[1].numel())
-    if device.type == "cuda" and device not in _arenas:
-        _arenas[device] = [torch.zeros(ARENA, dtype=torch.int32, device=device)]
-        torch.cuda.current_stream(device).synchronize()  # before any stream may count in it
+    if device.type != "cuda":
+        return _fresh(device, arrivals, floats)
+    # On a stream of our own, and waited for: the current stream may be one that allocates from a graph's
+    # pool (the warm-up of torch.compile's cudagraphs), and what lies there must not outlive the graph.
+    torch.cuda.current_stream(device).synchronize()
+    with torch.cuda.stream(_own_stream(device)):
+        if device not in _arenas:
+            _arenas[device] = [torch.zeros(ARENA, dtype=torch.int32, device=device)]
+        made = _fresh(device, arrivals, floats)
+    _own_stream(device).synchronize()
+    return made
+
+
+def _fresh(device: torch.device, arrivals: int, floats: int) -> Workspace:
     with torch.inference_mode(False):
         return Workspace(
             torch.zeros(1 << (arrivals - 1).bit_length(), dtype=torch.int32, device=device),
-            torch.empty(1 << (floats - 1).bit_length(), dtype=torch.float32, device=device),
+            torch.empty(floats, dtype=torch.float32, device=device),
         )
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _captured(device: torch.device, arrivals: int, floats: int) -> Workspace:
@@ -80,14 +105,11 @@ def _captured(device: torch.device, arrivals: int, floats: int) -> Workspace:
         held = _by_graph.setdefault(capturing, {}) if capturing else {}
         counters = held.get(stream)
         if counters is None or counters.numel() < arrivals:
-            counters = held[stream] = _taken(device, arrivals)
+            left = _arenas.get(device)
+            if not left or left[0].numel() < arrivals:
+                # The graph clears these counters at every replay, which costs it a node.
+                counters = torch.zeros(arrivals, dtype=torch.int32, device=device)
+                return Workspace(counters, parts)
+            counters, left[0] = left[0][:arrivals], left[0][arrivals:]
+            held[stream] = counters
     return Workspace(counters, parts)
-
-
-def _taken(device: torch.device, arrivals: int) -> Tensor:
-    left = _arenas.get(device)
-    if left and left[0].numel() >= arrivals:
-        taken, left[0] = left[0][:arrivals], left[0][arrivals:]
-        return taken
-    # No arena yet, or none left: the graph clears these counters at every replay, which costs it a node.
-    return torch.zeros(arrivals, dtype=torch.int32, device=device)
