@@ -29,7 +29,7 @@ SPILLS = {
     ("decode", "sm_80", "half"): (200, 32),
     ("decode", "sm_80", "fp32"): (32, 32),
     ("decode", "sm_90", "half"): (200, 32),
-    ("decode", "sm_100", "half"): (200, 48),
+    ("decode", "sm_100", "half"): (200, 64),
     ("decode", "gfx942", "half"): (200, 200),
     ("decode", "gfx950", "half"): (200, 128),
     ("dkdv", "sm_80", "half"): (256, 128),
