@@ -71,7 +71,8 @@ def decode(
         k_cache, v_cache: (B, H_kv, capacity, D) and (B, H_kv, capacity, DV), taken as they are: slices and
             permuted views of a larger buffer are not copied. In q's dtype, or quantised: float8_e4m3fn,
             float8_e5m2 or int8.
-        kv_lens: int32 (B,) on q's device: valid keys of each sequence, the T new ones included.
+        kv_lens: int32 (B,) on q's device: valid keys of each sequence, the T new ones included. Not to be
+            overwritten by another stream while the call runs: its programs share out the work by it.
         k_scale, v_scale: float32, broadcastable to (B, H_kv, capacity), positive: a quantised key is
             k_cache · k_scale. Default 1. One a head costs nothing, one a key a little.
         softcap: scores become ``softcap · tanh(score / softcap)``; 0: none.
