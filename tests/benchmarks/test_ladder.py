@@ -328,7 +328,7 @@ def test_make_runs_the_command() -> None:
         ("debug-v2", "--kernel v2 --debug --contiguous"),
     ):
         done = subprocess.run(
-            ["make", "-n", target, "PYTHON=python3", "LADDER=--contiguous"],
+            ["make", "--no-print-directory", "-n", target, "PYTHON=python3", "LADDER=--contiguous"],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.strip() == f"python3 -m benchmarks ladder {words}"

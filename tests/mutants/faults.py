@@ -129,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "value scales forgotten in the sum's place", f"{_KERNELS}/decode/kernel.py",
-        "p *= value_scales[None, :]", "p *= 1.0 + 0.0 * value_scales[None, :]", DECODE,
+        "p *= (value_scales * (weight / largest))[None, :]", "p *= weight / largest", DECODE,
     ),
     Fault(
         "a sink in every part", f"{_KERNELS}/score_tiles.py",
