@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def test_a_dead_rank_ends_the_others_with_an_error(name: str) -> None:
     assert all("first call done" in output for output in outputs), outputs
     assert ranks[1].returncode == 3
     for rank in (0, 2):
-        assert ranks[rank].returncode == 1, outputs[rank]
+        # After the error torch 2.13 now and then aborts in the teardown of its gloo threads.
+        aborted = "terminate called without an active exception"
+        assert ranks[rank].returncode in (1, -signal.SIGABRT), outputs[rank]
         assert "survived" not in outputs[rank]
-        assert "Error" in outputs[rank].strip().splitlines()[-1], outputs[rank]
+        said = outputs[rank].replace(aborted, "").strip().splitlines()
+        assert "Error" in said[-1], outputs[rank]
