@@ -259,9 +259,9 @@ def _decode_kernel(
 
 @triton.jit
 def _power_of_two(x):
-    """The power of two below positive x, within what fp32 can invert; for 0 the smallest."""
+    """The power of two below x >= 0, kept within 2**±100 so that it and what it divides stay finite."""
     exponent = tl.floor(tl.log2(tl.maximum(x, 1.1754944e-38)))
-    return tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 126.0))
+    return tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
 
 
 @triton.jit
