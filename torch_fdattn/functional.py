@@ -73,14 +73,14 @@ def decode(
             float8_e5m2 or int8.
         kv_lens: int32 (B,) on q's device: valid keys of each sequence, the T new ones included. Not to be
             overwritten by another stream while the call runs: its programs share out the work by it.
-        k_scale, v_scale: float32, broadcastable to (B, H_kv, capacity), positive: a quantised key is
-            k_cache · k_scale. Default 1. One a head costs nothing, one a key a little.
+        k_scale, v_scale: float32, broadcastable to (B, H_kv, capacity): a quantised key is
+            k_cache · k_scale. Default 1.
         softcap: scores become ``softcap · tanh(score / softcap)``; 0: none.
         alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
         sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
             returned includes it, so that ``exp(score - lse)`` are the weights.
         batch_invariant: every sequence is cut into pieces of 1024 keys, so that its results are the same
-            bits whatever else is in the batch; README.md has the cost.
+            bits whatever else is in the batch; `ops/decode/README.md` says what that costs.
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
