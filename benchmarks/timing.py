@@ -156,6 +156,7 @@ class RotatedGraph:
 
     def __init__(self, timer: Timer, calls: Sequence[Call], target_us: float = 20e3) -> None:
         self._timer = timer
+        self._calls = calls  # what they hold besides their inputs is the graph's as well
         stream = torch.cuda.Stream(timer.device)
         stream.wait_stream(torch.cuda.current_stream(timer.device))
         with torch.cuda.stream(stream):  # compiles, and allocates workspaces outside the capture

@@ -111,6 +111,7 @@ class Case:
     mask: str = "causal"
     rows: int = 4  # decode's group, append's tokens
     cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
+    v_dim: int | None = None  # append's, where it is not head_dim
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
 
     def __str__(self) -> str:
@@ -162,10 +163,12 @@ def _append_call(case: Case) -> Append:
     """Everything at once: ragged lengths, rope of K and q at given positions, scales."""
     dim, dtype, tokens = case.head_dim, DTYPES[case.dtype], case.rows
     q, k = (_meta(2, tokens, heads, dim, dtype=dtype).transpose(1, 2) for heads in (32, 8))
-    cache = _cache(case.cache, dim, dtype)
+    cache, v = _cache(case.cache, dim, dtype), k.clone()
+    if case.v_dim:
+        cache, v = cache._replace(v=_cache(case.cache, case.v_dim, dtype).v), v[..., : case.v_dim]
     angles, positions = _meta(65536, dim // 2), _meta(2, tokens, dtype=torch.int64)
     return Append(
-        cache.k, cache.v, cache.page_table, k, k.clone(), **_APPENDED, k_scale=cache.k_scale,
+        cache.k, cache.v, cache.page_table, k, v, **_APPENDED, k_scale=cache.k_scale,
         v_scale=cache.v_scale, q=q, cos=angles, sin=angles.clone(), positions=positions,
     )  # fmt: skip
 
@@ -179,7 +182,7 @@ def record(case: Case) -> list[Launch]:
             q = _meta(2, 8 * case.rows, 1, dim, dtype=dtype)
             lse, cache = _meta(*q.shape[:-1]), _cache(case.cache, dim, dtype)
             launch_decode(
-                q, cache, mask, scale, torch.empty_like(q), lse, config=case.tile, programs=64,
+                q, cache, mask, scale, torch.empty_like(q), lse, config=case.tile, wanted=64,
                 capability=arch.capability,
             )  # fmt: skip
         elif case.op == "append":
@@ -307,7 +310,7 @@ def main() -> None:
     options = parser.parse_args()
     tile = TileConfig(*map(int, options.tile.split(","))) if options.tile else None
     cases = [
-        Case(op, arch, dtype, dim, mask, rows, cache, tile)
+        Case(op, arch, dtype, dim, mask, rows, cache, tile=tile)
         for op, arch, dtype, dim, mask, rows, cache in itertools.product(
             options.op,
             options.arch,

@@ -75,11 +75,14 @@ def decode_cases():
             configs = {}
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
-                    config = decode_config(dim, DTYPES[dtype], rows, paged, arch.capability)
-                    configs[config] = (dim, rows)
-            for dim, rows in configs.values():
+                    for crowded in (False, True):
+                        config = decode_config(
+                            dim, DTYPES[dtype], rows, paged, arch.capability, crowded
+                        )
+                        configs[config] = (dim, rows)
+            for config, (dim, rows) in configs.items():
                 cache = "same-paged" if paged else "same"
-                yield Case("decode", arch.name, dtype, dim, "padded", rows, cache)
+                yield Case("decode", arch.name, dtype, dim, "padded", rows, cache, tile=config)
         for cache in ("e4m3-paged", "e5m2", "int8"):
             yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
@@ -93,6 +96,7 @@ def append_cases():
             yield Case("append", arch, "bf16", 128, "full", 1, cache)
             yield Case("append", arch, "bf16", 200, "full", 4096, cache)
         yield Case("append", arch, "fp32", 256, "full", 4096, "int8-paged")
+        yield Case("append", arch, "bf16", 32, "full", 64, "same-paged", v_dim=16)
 
 
 def merge_cases():

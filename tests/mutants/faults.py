@@ -106,21 +106,21 @@ FAULTS = (
         "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
     ),
     Fault(
-        "shares rounded down", f"{_KERNELS}/decode/kernel.py",
-        "total = tl.max(ends, 0)\n        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)",
-        "total = tl.max(ends, 0)\n        share = tl.maximum(total // tl.num_programs(0), MIN_SHARE)", DECODE,
+        "pieces rounded down", f"{_KERNELS}/decode/kernel.py",
+        "length = CHUNK if INVARIANT else tl.cdiv(units, pieces)",
+        "length = CHUNK if INVARIANT else tl.maximum(units // pieces, 1)", DECODE,
     ),
     Fault(
         "packed rows in the other order", f"{_KERNELS}/decode/kernel.py",
         "q_pos = q_start + row % q_len", "q_pos = q_start + row // group", DECODE,
     ),
     Fault(
-        "one part is not merged", f"{_KERNELS}/decode/kernel.py",
-        "== pieces_here - 1", "== tl.maximum(pieces_here - 2, 1)", DECODE,
+        "one part is not merged", f"{_KERNELS}/decode/merge.py",
+        "inside = (part < pieces)[:, None]", "inside = (part < tl.maximum(pieces - 1, 2))[:, None]", DECODE,
     ),
     Fault(
-        "counters left behind", f"{_KERNELS}/decode/kernel.py",
-        "tl.store(arrival_ptr, 0)", "tl.store(arrival_ptr, pieces_here * 0 + 1)", DECODE,
+        "the next sequence's parts", f"{_KERNELS}/decode/merge.py",
+        "- (items - item) * pieces", "- (items - item - 1) * pieces", DECODE,
     ),
     Fault(
         "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
@@ -184,8 +184,8 @@ FAULTS = (
     ),
     Fault(
         "K's scale taken for V", f"{_KERNELS}/append_kv/kernel.py",
-        "x, v_cache_ptr, v_cache_strides, v_scale_ptr, v_scale_strides,",
-        "x, v_cache_ptr, v_cache_strides, k_scale_ptr, k_scale_strides,", APPEND,
+        "values, v_cache_ptr, v_cache_strides, v_scale_ptr, v_scale_strides,",
+        "values, v_cache_ptr, v_cache_strides, k_scale_ptr, k_scale_strides,", APPEND,
     ),
     Fault(
         "rope interleaved", f"{_KERNELS}/append_kv/kernel.py",

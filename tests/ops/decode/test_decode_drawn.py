@@ -39,10 +39,10 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("seed", range(2000, 2008))
-def test_any_number_of_programs(seed, programs, kernel_device):
-    """Shares that end within items, that hold several items, and more programs than work."""
+def test_any_number_of_pieces(seed, wanted, kernel_device):
+    """Fewer than items, several an item, and more than there are keys."""
     from torch_fdattn.ops.decode.launch import Cache, launch_decode
     from torch_fdattn.ops.positions import Mask
 
@@ -57,5 +57,5 @@ def test_any_number_of_programs(seed, programs, kernel_device):
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
     scale = case.scale or case.head_dim**-0.5
     with assert_launched(f"{PATH}/triton"):
-        launch_decode(q, Cache(k, v), mask, scale, out, lse, programs=programs)
+        launch_decode(q, Cache(k, v), mask, scale, out, lse, wanted=wanted)
     expected_attention(case, kernel_device, backward=False).check(lse, out=out)

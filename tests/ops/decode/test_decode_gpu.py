@@ -66,10 +66,11 @@ def test_a_graph_replayed_with_other_lengths(page, invariant):
 
 def test_graphs_at_the_same_time():
     """Each has counters of its own."""
-    graphs = []
+    graphs, kept = [], []
     for seed in range(4):
         torch.manual_seed(seed)
         inputs, kv_lens = caches()
+        kept.append((inputs, kv_lens))  # what a graph reads must outlive it
         expected = run(inputs, kv_lens)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

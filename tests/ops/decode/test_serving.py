@@ -43,7 +43,8 @@ def test_batch_invariant_bits(kernel_device):
         one = (x[b : b + 1] for x in (q, k[:, :, :3008], v[:, :, :3008], kv_lens))
         alone = torch_fdattn.decode(*one, batch_invariant=True)
         assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
-    balanced = [torch_fdattn.decode(*(x[:n] for x in (q, k, v, kv_lens)))[0][0] for n in (1, 4)]
+    among = [0] * 64 if kernel_device == "cuda" else [0, 1, 2, 3]  # as many as one device cuts differently
+    balanced = [torch_fdattn.decode(*(x[b] for x in (q, k, v, kv_lens)))[0][0] for b in ([0], among)]
     assert not torch.equal(*balanced)
 
 
@@ -112,7 +113,6 @@ def test_given_outputs_and_workspace(paged, invariant, device):
         assert found[0] is given[0]
         assert found[1] is given[1]
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    assert not workspace[workspace.numel() // 512 * 480 :].any()  # the counters
     found = call(*inputs, lens, batch_invariant=invariant, workspace=workspace)
     assert torch.equal(found[0], expected[0])
 
@@ -120,7 +120,7 @@ def test_given_outputs_and_workspace(paged, invariant, device):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_workspace_for_calls_of_several_sizes(invariant, device):
-    """Made for the largest, used by small ones in between: no counter lies in another call's results."""
+    """Made for the largest, used by small ones in between."""
     lens = tuple(1100 if b % 9 == 0 else 30 - b for b in range(20))
     q, k, v, kv_lens = caches(device, lens=lens, capacity=2048)
     workspace = torch_fdattn.decode_workspace(q, k, v, batch_invariant=invariant)
@@ -176,11 +176,12 @@ def test_scales_of_heads_that_hold_nothing(device):
     k_scale[:, 1] = 0
     v_scale[2] = float("nan")  # LENS[2] is 0
     out, lse = torch_fdattn.decode(q, k, v, lens, k_scale=k_scale, v_scale=v_scale)
+    inputs = (x.cpu() for x in (q.double(), k, v, lens))
     exact, exact_lse = torch_fdattn.decode(
-        q.double(), k, v, lens, k_scale=k_scale, v_scale=v_scale.nan_to_num(1.0)
+        *inputs, k_scale=k_scale.cpu(), v_scale=v_scale.nan_to_num(1.0).cpu()
     )
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreter
@@ -193,8 +194,9 @@ def test_small_scales_a_key_do_not_vanish(device):
     k_scale, v_scale = torch.tensor(1 / 30, device=device), torch.full((160,), 1e-6, device=device)
     q[:] = 3 * k[:, :, 7].repeat_interleave(3, 1)[:, :, None]
     out, _ = torch_fdattn.decode(q, k8, v, k_scale=k_scale, v_scale=v_scale)
-    exact, _ = torch_fdattn.decode(q.double(), k8, v, k_scale=k_scale, v_scale=v_scale)
-    error = (out.float() * 1e6 - exact.float() * 1e6).abs().max()
+    inputs = (x.cpu() for x in (q.double(), k8, v))
+    exact, _ = torch_fdattn.decode(*inputs, k_scale=k_scale.cpu(), v_scale=v_scale.cpu())
+    error = (out.cpu().float() * 1e6 - exact.float() * 1e6).abs().max()
     assert (
         error <= 0.06 * 1e6 * exact.abs().max()
     )  # the output's own float16, which is subnormal here

@@ -59,15 +59,16 @@ def _append_kernel(
     position = tl.minimum(tl.maximum(position, 0), table_positions - 1)
     angles = (cos_ptr, sin_ptr, cos_strides, sin_strides, position)
 
+    # Names of their own in each branch: Triton merges equal ones, and their shapes and dtypes may differ.
     if job < heads:
         if q_ptr is not None:
-            rows = q_ptr + b * q_strides[0] + job.to(tl.int64) * q_strides[1] + t * q_strides[2]
-            x = _load_rows(rows, q_strides[3], real, angles, k_dim, rotary_dim, BLOCK_K)
+            q_rows = q_ptr + b * q_strides[0] + job.to(tl.int64) * q_strides[1] + t * q_strides[2]
+            q = _load_rows(q_rows, q_strides[3], real, angles, k_dim, rotary_dim, BLOCK_K)
             # Every element is read by two threads: both must have read it before it is written.
             tl.debug_barrier()
             d = tl.arange(0, BLOCK_K).to(tl.int64)
             tl.store(
-                rows[:, None] + d[None, :] * q_strides[3], x.to(q_ptr.dtype.element_ty),
+                q_rows[:, None] + d[None, :] * q_strides[3], q.to(q_ptr.dtype.element_ty),
                 mask=real[:, None] & (d[None, :] < k_dim),
             )  # fmt: skip
     else:
@@ -80,19 +81,19 @@ def _append_kernel(
             inside = inside & (base >= 0) & (base < page_count)
             slot = slot % page_size
         if job < heads + kv_heads:
-            head = (job - heads).to(tl.int64)
-            rows = k_ptr + b * k_strides[0] + head * k_strides[1] + t * k_strides[2]
-            x = _load_rows(rows, k_strides[3], inside, angles, k_dim, rotary_dim, BLOCK_K)
+            k_head = (job - heads).to(tl.int64)
+            k_rows = k_ptr + b * k_strides[0] + k_head * k_strides[1] + t * k_strides[2]
+            keys = _load_rows(k_rows, k_strides[3], inside, angles, k_dim, rotary_dim, BLOCK_K)
             _store_rows(
-                x, k_cache_ptr, k_cache_strides, k_scale_ptr, k_scale_strides, base, head, slot, inside,
+                keys, k_cache_ptr, k_cache_strides, k_scale_ptr, k_scale_strides, base, k_head, slot, inside,
                 k_dim, FORMAT, BLOCK_K,
             )  # fmt: skip
         else:
-            head = (job - heads - kv_heads).to(tl.int64)
-            rows = v_ptr + b * v_strides[0] + head * v_strides[1] + t * v_strides[2]
-            x = _load_rows(rows, v_strides[3], inside, angles, v_dim, 0, BLOCK_V)
+            v_head = (job - heads - kv_heads).to(tl.int64)
+            v_rows = v_ptr + b * v_strides[0] + v_head * v_strides[1] + t * v_strides[2]
+            values = _load_rows(v_rows, v_strides[3], inside, angles, v_dim, 0, BLOCK_V)
             _store_rows(
-                x, v_cache_ptr, v_cache_strides, v_scale_ptr, v_scale_strides, base, head, slot, inside,
+                values, v_cache_ptr, v_cache_strides, v_scale_ptr, v_scale_strides, base, v_head, slot, inside,
                 v_dim, FORMAT, BLOCK_V,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""From a decode call to its launch: tiles, schedule, workspace; prepared once for calls of equal metadata.
+"""From a decode call to its launches: tiles and schedule, prepared once for calls of equal metadata.
 
 Everything that follows from shapes, strides, dtypes and options is a `Plan`. The first launch of a plan goes
-through Triton's own launcher, which compiles; the later ones hand the compiled kernel its pointers directly,
-because binding 50 arguments anew in Python costs more than a short decode takes (README.md).
+through Triton's own launcher, which compiles; the later ones hand the compiled kernels their pointers
+directly, because binding 50 arguments anew in Python costs more than a short decode takes (README.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.kernel import _decode_kernel
-from torch_fdattn.ops.decode.workspace import elements, forget, split, workspace_for
+from torch_fdattn.ops.decode.merge import _merge_kernel
 from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.positions import Mask
@@ -25,8 +25,10 @@ from torch_fdattn.ops.scores import Scores
 MAX_ROWS = 64
 #: From here on float8_e4m3fn has conversion instructions; elsewhere the kernel takes its bytes apart.
 E4M3_CAPABILITY = (8, 9)
-#: fp32 elements of partial results that the last arriver holds at once: 64 registers a thread.
-MERGE_ELEMENTS = 8192
+#: From here on the merge kernel can start before the pieces are finished.
+PDL_CAPABILITY = (9, 0)
+#: fp32 elements of partial results that a program of the merge holds at once, and their share a warp.
+MERGE_ELEMENTS, MERGE_ELEMENTS_A_WARP = 4096, 1024
 
 
 class Cache(NamedTuple):
@@ -46,20 +48,14 @@ class Cache(NamedTuple):
         return self.page_table.shape[1] * self.k.shape[2]
 
 
-class Grid(NamedTuple):
-    """Programs of a launch, and what they leave behind on their way."""
-
-    programs: int
-    pieces: int  # programs an item; 0: the balanced schedule
-    arrivals: int
-    slots: int
-
-
 def decode_config(
     head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False,
-    capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int] = (9, 0), crowded: bool = False,
 ) -> TileConfig:  # fmt: skip
-    """Tiles of the kernel; rows is the number of packed query rows of one KV head."""
+    """Tiles of the kernel, measured (README.md).
+
+    rows is the number of packed query rows of one KV head; crowded: several programs a processor.
+    """
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
         return TileConfig(block_m, 16, 1, 1)
@@ -75,64 +71,95 @@ def decode_config(
     stages = 3 if block_m <= 32 else 2
     if paged and capability >= (8, 0):
         stages = 2 * stages - 1  # the loads of page numbers take every other stage
+    if crowded and block_m == 16:
+        return TileConfig(block_m, 32, 1, stages)
     return TileConfig(block_m, 64, 4, stages)
 
 
-def decode_grid(
-    q: Tensor, cache: Cache, block_m: int, batch_invariant: bool, programs: int | None = None
-) -> Grid:
-    """From shapes alone; `programs` in place of as many as fill the device."""
-    batch, heads, q_len, _ = q.shape
-    kv_heads = cache.k.shape[1]
-    items = batch * kv_heads * triton.cdiv(heads // kv_heads * q_len, block_m)
-    arrivals = -(-items // 32) * 32  # what follows them in a caller's workspace stays aligned
-    if batch_invariant:
-        pieces = schedule.invariant_pieces(cache.capacity)
-        return Grid(items * pieces, pieces, arrivals, items * pieces)
-    programs = programs or schedule.balanced_programs(items, cache.capacity, q.device)
-    return Grid(programs, 0, arrivals, 2 * programs)
+class MergeConfig(NamedTuple):
+    """What a program of the merge kernel takes at a time."""
+
+    rows: int
+    parts: int
+    dims: int
+    warps: int
+
+
+def merge_config(all_rows: int, rows: int, pieces: int, block_dv: int, wide: int) -> MergeConfig:
+    """all_rows of all items, rows of one; `wide` programs are enough to fill the device."""
+    dims = block_dv if all_rows * block_dv >= 32 * wide else 32
+    dims = min(dims, block_dv)
+    tile_rows = 1
+    while tile_rows < rows and all_rows * block_dv > 16 * wide * tile_rows * dims:
+        tile_rows *= 2
+    parts = min(triton.next_power_of_2(pieces), max(1, MERGE_ELEMENTS // (tile_rows * dims)))
+    warps = min(4, max(1, tile_rows * parts * dims // MERGE_ELEMENTS_A_WARP))
+    return MergeConfig(tile_rows, parts, dims, warps)
 
 
 class Plan:
-    """A launch with all but its tensors' addresses decided."""
+    """A call's launches with all but its tensors' addresses decided."""
 
     def __init__(
         self, q: Tensor, cache: Cache, mask: Mask, scale: float, out: Tensor, options: Scores,
-        batch_invariant: bool, config: TileConfig | None = None, programs: int | None = None,
+        batch_invariant: bool, config: TileConfig | None = None, wanted: int | None = None,
         capability: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         k, v, page_table, k_scale, v_scale = cache
         batch, heads, q_len, head_dim = q.shape
         kv_heads, v_dim = k.shape[1], v.shape[3]
         group, paged = heads // kv_heads, page_table is not None
-        rows = group * q_len
+        rows, block_dv = group * q_len, padded(v_dim)
         capability = capability or device_capability(q.device)
         self._as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
-        config = config or decode_config(max(head_dim, v_dim), q.dtype, rows, paged, capability)
-        block_dv = padded(v_dim)
-        merge_rows = min(
-            triton.next_power_of_2(min(rows, config.block_m)), MERGE_ELEMENTS // 2 // block_dv
+
+        processors = schedule.processors(q.device)
+        many = batch * kv_heads >= 1.5 * processors
+        config = config or decode_config(
+            max(head_dim, v_dim), q.dtype, rows, paged, capability, many
         )
-        self.device = q.device
-        self.grid = decode_grid(q, cache, config.block_m, batch_invariant, programs)
-        self.lse_offset = self.grid.slots * config.block_m * block_dv
-        self.floats = self.lse_offset + self.grid.slots * config.block_m
+        items = kv_heads * triton.cdiv(rows, config.block_m)
+        wanted = wanted or schedule.wanted_pieces(batch * items, processors)
+        even = batch == 1 or all(x is None for x in mask[:3])
+        programs, pieces = schedule.most_pieces(
+            batch, items, cache.capacity, wanted, even, batch_invariant
+        )
+        split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
+        slots = programs if split else 0
+        self.lse_offset = slots * config.block_m * block_dv
+        self.floats = self.lse_offset + slots * config.block_m
+
+        self.device, self._index = q.device, q.device.index
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
         mask = simplified(mask, q_len)
         slopes = options.alibi_slopes
-        self._numbers = (
-            q.stride(), k.stride(), v.stride(), out.stride(), _scale_strides(k_scale), _scale_strides(v_scale),
-            _slope_strides(slopes), 0 if options.sinks is None else options.sinks.stride(0),
-            batch, q_len, cache.capacity, k.shape[0], *(page_table.stride() if paged else (0, 0)),
-            *mask_numbers(mask), scale, options.softcap, self.grid.pieces, kv_heads, group, head_dim, v_dim,
-            k.shape[2] if paged else 0, *mask_flags(mask).values(), options.softcap > 0,
-            _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, dot_precision(q.dtype),
-            scan_width(batch), config.block_m, config.block_n, padded(head_dim), block_dv, merge_rows,
-            max(1, min(16, MERGE_ELEMENTS // (merge_rows * block_dv))), schedule.MIN_SHARE,
+        strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
+        flags = tuple(mask_flags(mask).values())
+        block_b = 1 if even else scan_width(batch)
+        self._decode = _Kernel(
+            _decode_kernel, programs, (
+                q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
+                _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
+                *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
+                wanted * schedule.FINER, kv_heads, group, head_dim, v_dim, k.shape[2] if paged else 0, *flags, options.softcap > 0,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, split, pdl,
+                dot_precision(q.dtype), block_b, config.block_m, config.block_n, padded(head_dim), block_dv,
+            ),
+            dict(num_warps=config.num_warps, num_stages=config.num_stages),
         )  # fmt: skip
-        self._options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        self._compiled = None
-        self._index = q.device.index
+        self._merge = None
+        if split:
+            merge = merge_config(batch * heads * q_len, min(rows, config.block_m), pieces, block_dv, 2 * processors)
+            blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
+            self._merge = _Kernel(
+                _merge_kernel, batch * kv_heads * blocks, (
+                    *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, wanted * schedule.FINER,
+                    kv_heads, group, v_dim,
+                    *flags, batch_invariant, pdl, block_b, config.block_m, block_dv, merge.rows, merge.parts,
+                    merge.dims,
+                ),
+                dict(num_warps=merge.warps) | (dict(launch_pdl=True) if pdl else {}),
+            )  # fmt: skip
 
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lens: Tensor | None,
@@ -142,50 +169,56 @@ class Plan:
     ) -> None:  # fmt: skip
         """Launches on tensors of the plan's metadata."""
         launches["decode_forward/triton"] += 1
-        if workspace is None:
-            arrivals, parts = workspace_for(self.device, self.grid.arrivals, self.floats)
-        else:
-            arrivals, parts = split(workspace)
+        parts = part_lses = None
+        if self._merge is not None:
+            if workspace is None:
+                parts = torch.empty(self.floats, dtype=torch.float32, device=self.device)
+            else:
+                parts = workspace.view(torch.float32)
+            part_lses = parts[self.lse_offset :]
         if self._strided_lengths:
             kv_lens, q_start, kv_start = contiguous_mask(Mask(kv_lens, q_start, kv_start))[:3]
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        tensors = (
-            q, k, v, out, lse, arrivals, parts, kv_lens, q_start, kv_start, page_table, k_scale, v_scale,
-            alibi_slopes, sinks,
+        bounds = kv_lens, q_start, kv_start
+        self._decode.launch(
+            self._index, q, k, v, out, lse, parts, part_lses, *bounds, page_table, k_scale, v_scale, alibi_slopes,
+            sinks,
         )  # fmt: skip
-        try:
-            self._launch(tensors)
-        except BaseException:
-            if workspace is None:
-                forget(self.device)
-            raise
+        if self._merge is not None:
+            self._merge.launch(self._index, out, lse, parts, part_lses, *bounds, sinks)
 
-    def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
+
+class _Kernel:
+    """One launch: a kernel, its grid, and its arguments after the tensors."""
+
+    def __init__(self, kernel, programs: int, numbers: tuple, options: dict) -> None:
+        self._kernel, self._programs, self._numbers, self._options = kernel, programs, numbers, options
+        self._compiled = None
+
+    def launch(self, index: int | None, *tensors: Tensor | None) -> None:
+        """On the current stream of the CUDA device `index`; the first tensor is none that may be missing."""
         pointers = [None if x is None else x.data_ptr() for x in tensors]
-        if self._is_direct(pointers):
+        if self._is_direct(index, pointers):
             compiled = self._compiled
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            stream = torch._C._cuda_getCurrentRawStream(index)
             compiled.run(
-                self.grid.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None,
-                None, *pointers[:7], pointers[6] + 4 * self.lse_offset, *pointers[7:], *self._numbers,
+                self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *pointers, *self._numbers,
             )  # fmt: skip
             return
-        part_lses = tensors[6][self.lse_offset :]
         with on_device(tensors[0]):
-            compiled = _decode_kernel[(self.grid.programs,)](
-                *tensors[:7], part_lses, *tensors[7:], *self._numbers, **self._options
-            )
+            compiled = self._kernel[(self._programs,)](*tensors, *self._numbers, **self._options)
         # What was compiled for addresses that are multiples of 16 is right for those alone.
-        if not INTERPRET and isinstance(self._index, int) and _aligned(pointers):
+        if not INTERPRET and isinstance(index, int) and _aligned(pointers):
             self._compiled = compiled
 
-    def _is_direct(self, pointers: list[int | None]) -> bool:
+    def _is_direct(self, index: int | None, pointers: list[int | None]) -> bool:
         """Whether the compiled kernel can be handed these addresses without asking Triton."""
         return (
             self._compiled is not None
             and _aligned(pointers)
-            and torch._C._cuda_getDevice() == self._index
+            and torch._C._cuda_getDevice() == index
             and not _somebody_watches()
         )
 
@@ -201,7 +234,7 @@ def _aligned(pointers: list[int | None]) -> bool:
 def launch_decode(
     q: Tensor, cache: Cache, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     options: Scores | None = None, batch_invariant: bool = False, workspace: Tensor | None = None,
-    config: TileConfig | None = None, programs: int | None = None,
+    config: TileConfig | None = None, wanted: int | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Plan | None:  # fmt: skip
     """Writes attention of q over the cache into out (B, H, T, DV), any float dtype, and lse (fp32).
@@ -214,7 +247,7 @@ def launch_decode(
     if _too_long(q, cache):
         _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace)
         return None
-    plan = Plan(q, cache, mask, scale, out, options, batch_invariant, config, programs, capability)
+    plan = Plan(q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability)
     plan.launch(
         q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace
     )  # fmt: skip
@@ -222,11 +255,12 @@ def launch_decode(
 
 
 def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
-    """int32 elements of a caller's workspace."""
+    """int32 elements of a caller's workspace: partial results, whatever the lengths."""
     while _too_long(q, cache):
         q, cache = q[: -(-q.shape[0] // 2)], cache  # the larger half
-    plan = Plan(q, cache, Mask(), 1.0, q, Scores(), batch_invariant)
-    return elements(plan.grid.arrivals, plan.floats)
+    lens = torch.empty(q.shape[0], dtype=torch.int32, device="meta")
+    plans = (Plan(q, cache, Mask(x), 1.0, q, Scores(), batch_invariant) for x in (None, lens))
+    return max(plan.floats for plan in plans)
 
 
 def _too_long(q: Tensor, cache: Cache) -> bool:

@@ -1,0 +1,102 @@
+"""The second kernel of a split decode: merges the parts of each item, in order, and writes its rows.
+
+It is launched as a dependent of the first (programmatic dependent launch, from capability 9.0): its programs
+start while the last pieces are still being read, and wait for them on the device. A program takes a few
+rows of an item and MERGE_D of their dims, so that even one sequence's merge is spread over the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_fdattn.ops.decode.schedule import at, cut, cut_evenly, piece_ends, units_of
+from torch_fdattn.ops.online_softmax import merge_finish, merge_update
+from torch_fdattn.ops.score_tiles import add_sinks
+
+
+@triton.jit
+def pdl_trigger(PDL: tl.constexpr):
+    """Lets the dependent kernel start as soon as every program of this one runs."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["batch", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride", "wanted", "wanted_ragged"])
+def _merge_kernel(
+    out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
+    out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, wanted,
+    wanted_ragged, kv_heads, group, v_dim: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    INVARIANT: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_D: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = BLOCK_DV // MERGE_D
+    blocks = tl.cdiv(group * q_len, MERGE_ROWS)
+    chunk = tl.program_id(0) % CHUNKS
+    first_row = tl.program_id(0) // CHUNKS % blocks * MERGE_ROWS
+    kv_head = tl.program_id(0) // (CHUNKS * blocks) % kv_heads
+    sequence = tl.program_id(0) // (CHUNKS * blocks * kv_heads)
+
+    items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
+    item = first_row // BLOCK_M * kv_heads + kv_head
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
+    window = (window_left, window_right, kv_block, kv_stride)
+    if BLOCK_B == 1:
+        units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        pieces = cut_evenly(units, batch * items, wanted, INVARIANT)
+        first = (sequence * items + item) * pieces
+    else:
+        sequences = tl.arange(0, BLOCK_B)
+        within = tl.minimum(sequences, batch - 1)
+        units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        all_pieces = cut(tl.where(sequences < batch, units, 0), items, wanted, wanted_ragged, INVARIANT)
+        pieces = at(all_pieces, sequence)
+        first = at(piece_ends(all_pieces, items), sequence) - (items - item) * pieces
+    if PDL:  # by every program: the next kernel of the stream waits for this one alone
+        gdc_wait()
+    if pieces == 1:  # written by its one program
+        return
+
+    row = first_row + tl.arange(0, MERGE_ROWS)
+    row_in = row < group * q_len
+    d = chunk * MERGE_D + tl.arange(0, MERGE_D)
+    acc = tl.zeros([MERGE_ROWS, MERGE_D], tl.float32)
+    row_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([MERGE_ROWS], tl.float32)
+    for start in tl.range(0, pieces, MERGE_PARTS):
+        part = start + tl.arange(0, MERGE_PARTS)
+        inside = (part < pieces)[:, None] & row_in[None, :]
+        rows = (first + part).to(tl.int64)[:, None] * BLOCK_M + (row % BLOCK_M)[None, :]
+        lses = tl.load(part_lses_ptr + rows, mask=inside, other=float("-inf"))
+        outs = tl.load(
+            parts_ptr + rows[:, :, None] * BLOCK_DV + d[None, None, :], mask=inside[:, :, None], other=0.0
+        )  # fmt: skip
+        acc, row_max, row_sum = merge_update(acc, row_max, row_sum, outs, lses)
+    out, lse = merge_finish(acc, row_max, row_sum)
+    target = (
+        out_ptr, lse_ptr, sinks_ptr, out_strides, sequence.to(tl.int64), kv_head, group, q_len, kv_heads, sink_stride
+    )  # fmt: skip
+    write_rows(out, lse, row, d, chunk == 0, target, v_dim)
+
+
+@triton.jit
+def write_rows(out, lse, row, d, writes_lse, target, v_dim: tl.constexpr):
+    """Writes finished rows (M,) of an item: their dims d, and their lse."""
+    out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads, sink_stride = target
+    head = kv_head * group + row // q_len
+    rows_in = row < group * q_len
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head * sink_stride, mask=rows_in, other=float("-inf")).to(
+            tl.float32
+        )
+        out, lse = add_sinks(out, lse, sinks)
+    head64 = head.to(tl.int64)
+    token = (row % q_len).to(tl.int64)
+    rows = b64 * strides[0] + head64 * strides[1] + token * strides[2]
+    tl.store(
+        out_ptr + rows[:, None] + d.to(tl.int64)[None, :] * strides[3], out.to(out_ptr.dtype.element_ty),
+        mask=rows_in[:, None] & (d[None, :] < v_dim),
+    )  # fmt: skip
+    lse_ptrs = lse_ptr + (b64 * kv_heads * group + head64) * q_len + token
+    tl.store(lse_ptrs, lse, mask=rows_in & writes_lse)
