@@ -38,7 +38,7 @@ PROBABILITY_SCALE = tl.constexpr(16384.0)
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "kv_capacity", "page_count", "table_stride", "table_step", "window_left", "window_right", "kv_block",
+        "batch", "kv_capacity", "page_count", "table_stride", "window_left", "window_right", "kv_block",
         "kv_stride", "wanted", "wanted_ragged",
     ]
 )  # fmt: skip
@@ -48,7 +48,7 @@ def _decode_kernel(
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
     scale, softcap, wanted, wanted_ragged, kv_heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
-    PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -63,7 +63,7 @@ def _decode_kernel(
         units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
         pieces = 1
         if SPLIT:
-            pieces = cut_evenly(units, batch * items, wanted, INVARIANT)
+            pieces = cut_evenly(units, wanted, INVARIANT)
         sequence = program // (pieces * items)
         place = program % (pieces * items)
     else:
@@ -125,33 +125,46 @@ def _decode_kernel(
         head_scale = tl.load(
             k_scale_ptr + b64 * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
         )
-    if HAS_LEFT:
-        oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    oldest = first_key
+    if HAS_LEFT:  # older keys are not even read: a window that has moved on may have freed their pages
+        oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
+    k_head_ptr = k_ptr + kv_head64 * k_strides[1]
+    v_head_ptr = v_ptr + kv_head64 * v_strides[1]
+    if PAGE > 0:
+        pages_ptr = page_table_ptr + b64 * table_stride
+        # One tile ahead, so that the loads of keys do not wait for the numbers of their pages.
+        next_page = _pages(pages_ptr, first_key + n, oldest, stop_key, table_step, HAS_LEFT, PAGE)
+    else:
+        k_head_ptr += b64 * k_strides[0]
+        v_head_ptr += b64 * v_strides[0]
     for start in tl.range(first_key, stop_key, BLOCK_N):
         index = start + n
-        inside = index < stop_key
-        if HAS_LEFT:  # not even read: a window that has moved on may have freed its pages
-            inside = inside & (index >= oldest)
-        base = b64
-        slot = index
         if PAGE > 0:
-            entry = (index // PAGE).to(tl.int64) * table_step
-            page_ptrs = page_table_ptr + b64 * table_stride + entry
-            page = tl.load(page_ptrs, mask=inside, other=-1)
-            # Unsigned, a negative page is beyond the last one.
+            page = next_page
+            next_page = _pages(pages_ptr, index + BLOCK_N, oldest, stop_key, table_step, HAS_LEFT, PAGE)
+            # Unsigned, a negative page is beyond the last one; so is the -1 of keys that do not count.
             inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)
             base = page.to(tl.int64)
-            slot = index % PAGE
-        slot = slot.to(tl.int64)
-        k_rows = base * k_strides[0] + kv_head64 * k_strides[1] + slot * k_strides[2]
+            # Tiles begin at multiples of UNIT: in small pages a tile's rows have the same slots every time.
+            slot = ((n if UNIT % PAGE == 0 else index) % PAGE).to(tl.int64)
+            k_rows = base * k_strides[0] + slot * K_ROW
+            v_rows = base * v_strides[0] + slot * V_ROW
+        else:
+            inside = index < stop_key
+            if HAS_LEFT:
+                inside = inside & (index >= oldest)
+            base = b64
+            slot = index.to(tl.int64)
+            k_rows = slot * K_ROW
+            v_rows = slot * V_ROW
         k_mask = inside[None, :]
         if head_dim < BLOCK_D:
             k_mask = k_mask & (d[:, None] < head_dim)
-        k = tl.load(k_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0)
+        k = tl.load(k_head_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0)
         scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
@@ -190,12 +203,11 @@ def _decode_kernel(
             p *= (value_scales * (weight / largest))[None, :]
         elif narrow:
             p *= weight
-        v_rows = base * v_strides[0] + kv_head64 * v_strides[1] + slot * v_strides[2]
         v_mask = inside[:, None]
         if v_dim < BLOCK_DV:
             v_mask = v_mask & (dv[None, :] < v_dim)
         v = tl.load(
-            v_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
+            v_head_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
         )
         v = _unquantised(v, q.dtype)
         if V_SCALES == 2:
@@ -223,6 +235,15 @@ def _decode_kernel(
         slots = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part_lses_ptr + slots, lse, mask=rows_in)
         tl.store(parts_ptr + slots[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None])
+
+
+@triton.jit
+def _pages(ptr, index, oldest, stop, step, HAS_LEFT: tl.constexpr, PAGE: tl.constexpr):
+    """The pages of keys (N,); -1 for keys that do not count, whose table entries are not read."""
+    inside = index < stop
+    if HAS_LEFT:
+        inside = inside & (index >= oldest)
+    return tl.load(ptr + (index // PAGE).to(tl.int64) * step, mask=inside, other=-1)
 
 
 @triton.jit

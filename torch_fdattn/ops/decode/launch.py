@@ -124,6 +124,7 @@ class Plan:
         programs, pieces = schedule.most_pieces(
             batch, items, cache.capacity, wanted, even, batch_invariant
         )
+        wanted, ragged = (pieces, 0) if even else (wanted, wanted * schedule.FINER)
         split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
         slots = programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -141,7 +142,7 @@ class Plan:
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
-                wanted * schedule.FINER, kv_heads, group, head_dim, v_dim, k.shape[2] if paged else 0, *flags, options.softcap > 0,
+                ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0, *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, split, pdl,
                 dot_precision(q.dtype), block_b, config.block_m, config.block_n, padded(head_dim), block_dv,
             ),
@@ -153,7 +154,7 @@ class Plan:
             blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
                 _merge_kernel, batch * kv_heads * blocks, (
-                    *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, wanted * schedule.FINER,
+                    *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, ragged,
                     kv_heads, group, v_dim,
                     *flags, batch_invariant, pdl, block_b, config.block_m, block_dv, merge.rows, merge.parts,
                     merge.dims,
@@ -268,12 +269,12 @@ def _too_long(q: Tensor, cache: Cache) -> bool:
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
     items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
     units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)
-    if units >= 1 << 31 and q.shape[0] == 1:
+    if units >= 1 << 30 and q.shape[0] == 1:
         raise ValueError(
-            f"one sequence's keys times KV heads must be below 2**35, got capacity {cache.capacity} and "
+            f"one sequence's keys times KV heads must be below 2**34, got capacity {cache.capacity} and "
             f"{cache.k.shape[1]} heads"
         )
-    return q.shape[0] > schedule.MAX_BATCH or units >= 1 << 31
+    return q.shape[0] > schedule.MAX_BATCH or units >= 1 << 30
 
 
 def _somebody_watches() -> bool:

@@ -44,7 +44,7 @@ def _merge_kernel(
     window = (window_left, window_right, kv_block, kv_stride)
     if BLOCK_B == 1:
         units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        pieces = cut_evenly(units, batch * items, wanted, INVARIANT)
+        pieces = cut_evenly(units, wanted, INVARIANT)
         first = (sequence * items + item) * pieces
     else:
         sequences = tl.arange(0, BLOCK_B)

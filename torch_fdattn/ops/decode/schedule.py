@@ -52,18 +52,17 @@ def most_pieces(
     batch: int, items: int, kv_capacity: int, wanted: int, even: bool, batch_invariant: bool
 ) -> tuple[int, int]:
     """(the programs of a launch, the most pieces of an item), items a sequence; even: equal lengths."""
-    all_items = batch * items
     units = max(1, triton.cdiv(kv_capacity, UNIT.value))
+    longest = triton.cdiv(units, MIN_SHARE.value)
     if batch_invariant:
         pieces = triton.cdiv(units, CHUNK.value)
-        return all_items * pieces, pieces
-    longest = triton.cdiv(units, MIN_SHARE.value)
-    if even:  # as `cut_evenly` has it
-        pieces = min(longest, max(1, (5 * wanted + 2 * all_items) // (5 * all_items)))
-        return all_items * pieces, pieces
-    # An item has at most one piece more than whole shares.
-    pieces = min(longest, wanted * FINER // items + 1)
-    return min(all_items * pieces, wanted * FINER + all_items), pieces
+    elif even:
+        pieces = min(longest, max(1, int(wanted / (batch * items) + 0.4)))
+    else:
+        # An item has at most one piece more than whole shares.
+        pieces = min(longest, wanted * FINER // items + 1)
+        return min(batch * items * pieces, wanted * FINER + batch * items), pieces
+    return batch * items * pieces, pieces
 
 
 @triton.jit
@@ -99,33 +98,22 @@ def cut(units, items, wanted, wanted_ragged, INVARIANT: tl.constexpr):
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
-        each = units.to(tl.int64)
-        total = tl.sum(each, 0) * items
-        sequences = tl.sum((units > 0).to(tl.int32), 0)
-        ragged = tl.max(each, 0) * sequences * items * 4 > total * 5
-        share = _share(total, tl.where(ragged, wanted_ragged, wanted))
-        return tl.where(units > 0, _pieces(each, share), 0).to(tl.int32)
+        total = tl.sum(units, 0) * items
+        mean = total.to(tl.float32) / tl.sum((units > 0).to(tl.int32), 0)
+        ragged = (tl.max(units, 0) * items).to(tl.float32) > 1.25 * mean
+        share = tl.maximum(tl.cdiv(total, tl.where(ragged, wanted_ragged, wanted)), MIN_SHARE)
+        # To the nearest, a little downwards: rather longer pieces than a second wave of them.
+        pieces = tl.maximum((units + share * 2 // 5) // share, 1)
+        return tl.where(units > 0, pieces, 0)
 
 
 @triton.jit
-def cut_evenly(units, all_items, wanted, INVARIANT: tl.constexpr):
-    """Pieces of each item where all of them have as many units."""
+def cut_evenly(units, most, INVARIANT: tl.constexpr):
+    """Pieces of each item where all of them have as many units; `most` are the host's."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
-        total = tl.cast(units, tl.int64) * all_items
-        return _pieces(tl.cast(units, tl.int64), _share(total, wanted)).to(tl.int32)
-
-
-@triton.jit
-def _share(total, programs):
-    return tl.maximum(tl.cdiv(total, programs), MIN_SHARE)
-
-
-@triton.jit
-def _pieces(units, share):
-    """units / share to the nearest, a little downwards: rather longer pieces than a second wave of them."""
-    return tl.maximum((units * 5 + share * 2) // (share * 5), 1)
+        return tl.minimum(tl.cdiv(units, MIN_SHARE), most)
 
 
 @triton.jit
