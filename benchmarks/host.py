@@ -1,4 +1,4 @@
-"""Where the host time of one eager decode call goes: entry, plan, outputs, workspace, launch.
+"""Where the host time of one eager decode call goes: entry, plan, outputs, the two launches.
 
 Each stage is timed alone with the arguments that it gets inside a real call: the Python entry holds the
 eager kernel, which finds the plan of the call's metadata, allocates and launches; what the nested stages
@@ -26,18 +26,18 @@ from .tables import failures, heading, markdown_table, spread_lines, values_of
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
-# Where the stages inside the entry are found: the function of ours that the call runs.
+# Where the stages inside the entry are found: the function of ours that the call runs, and which run of it.
 _INSIDE_CPU = {
-    "kernel": (_OP, "decode_eagerly"),
-    "checks": (_OP, "check_decode"),
-    "allocation": (_OP, "empty_state"),
-    "launch": (_OP, "decode_reference"),
+    "kernel": (_OP, "decode_eagerly", 0),
+    "checks": (_OP, "check_decode", 0),
+    "allocation": (_OP, "empty_state", 0),
+    "launch": (_OP, "decode_reference", 0),
 }
 _INSIDE_CUDA = {
-    "kernel": (_OP, "decode_eagerly"),
-    "launch": (_LAUNCH, "Plan.launch"),
-    "workspace": (_LAUNCH, "workspace_for"),
-    "submission": (_LAUNCH, "Plan._launch"),
+    "kernel": (_OP, "decode_eagerly", 0),
+    "launch": (_LAUNCH, "Plan.launch", 0),
+    "submission": (_LAUNCH, "_Kernel.launch", 0),
+    "merge": (_LAUNCH, "_Kernel.launch", 1),
 }
 # Each line of the table: its title, the stage, and the stages inside it, which are taken off.
 _ENTRY_LINE = ("Python entry: keywords, and whether anybody must see the op", ENTRY, ("kernel",))
@@ -56,9 +56,9 @@ _PARTS_CPU = (
 _PARTS_CUDA = (
     _ENTRY_LINE,
     ("plan of the metadata, allocation of out and lse", "kernel", ("launch",)),
-    ("workspace", "workspace", ()),
-    ("arguments of the launch", "launch", ("workspace", "submission")),
-    ("addresses, Triton's compiled launcher, the driver", "submission", ()),
+    ("room for partial results, arguments", "launch", ("submission", "merge")),
+    ("first kernel: addresses, Triton's compiled launcher, the driver", "submission", ()),
+    ("merge kernel: the same", "merge", ()),
     *_BESIDE,
     ("beside: an empty kernel through Triton's own launch", "empty_kernel", ()),
 )
@@ -120,14 +120,17 @@ def _empty_op() -> Callable[..., object]:
 
 
 def _inner_stages(
-    entry: Callable[[], object], inside: dict[str, tuple[str, str]]
+    entry: Callable[[], object], inside: dict[str, tuple[str, str, int]]
 ) -> dict[str, Callable[[], object] | str]:
     """What runs inside the entry, with the arguments of this call, or why it is not seen."""
     found: dict[str, Callable[[], object] | str] = {}
-    for name, (module, function) in inside.items():
+    for name, (module, function, which) in inside.items():
         with _watched(module, function) as calls:
             entry()
-        found[name] = calls[0] if calls else f"not seen: the call runs no {module}.{function}"
+        if len(calls) > which:
+            found[name] = calls[which]
+        else:
+            found[name] = f"not seen: the call runs no {'other ' * which}{module}.{function}"
     return found
 
 

@@ -7,6 +7,7 @@ the largest multiple of 16 that is padded to it. Spills are allowed only where S
 import os
 
 import pytest
+import torch
 import triton
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -75,16 +76,16 @@ def decode_cases():
             configs = {}
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
-                    for crowded in (False, True):
-                        config = decode_config(
-                            dim, DTYPES[dtype], rows, paged, arch.capability, crowded
-                        )
+                    for load in (1, 2, 4):
+                        config = decode_config(dim, DTYPES[dtype], rows, paged, load=load)
                         configs[config] = (dim, rows)
             for config, (dim, rows) in configs.items():
                 cache = "same-paged" if paged else "same"
                 yield Case("decode", arch.name, dtype, dim, "padded", rows, cache, tile=config)
         for cache in ("e4m3-paged", "e5m2", "int8"):
-            yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache)
+            for load in (1, 4):
+                tile = decode_config(128, torch.bfloat16, 4, "paged" in cache, True, load)
+                yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache, tile=tile)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
 
 

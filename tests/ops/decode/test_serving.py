@@ -43,8 +43,12 @@ def test_batch_invariant_bits(kernel_device):
         one = (x[b : b + 1] for x in (q, k[:, :, :3008], v[:, :, :3008], kv_lens))
         alone = torch_fdattn.decode(*one, batch_invariant=True)
         assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
-    among = [0] * 64 if kernel_device == "cuda" else [0, 1, 2, 3]  # as many as one device cuts differently
-    balanced = [torch_fdattn.decode(*(x[b] for x in (q, k, v, kv_lens)))[0][0] for b in ([0], among)]
+    among = (
+        [0] * 64 if kernel_device == "cuda" else [0, 1, 2, 3]
+    )  # as many as one device cuts differently
+    balanced = [
+        torch_fdattn.decode(*(x[b] for x in (q, k, v, kv_lens)))[0][0] for b in ([0], among)
+    ]
     assert not torch.equal(*balanced)
 
 
@@ -106,7 +110,6 @@ def test_given_outputs_and_workspace(paged, invariant, device):
         call, inputs = torch_fdattn.paged_decode, (q, k, v, table)
     expected = call(*inputs, lens, batch_invariant=invariant)
     workspace = torch_fdattn.decode_workspace(*inputs, batch_invariant=invariant)
-    assert (workspace.numel() > 0) == (device == "cuda" or library.INTERPRET)
     given = tuple(torch.full_like(x, float("nan")) for x in expected)
     for _ in range(2):  # a workspace is used again
         found = call(*inputs, lens, batch_invariant=invariant, out=given, workspace=workspace)
@@ -251,24 +254,38 @@ def test_tensors_that_only_the_dispatcher_understands(device):
 
 @pytest.mark.interpreter
 def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
-    """Counters that a launch has left in the middle are not used again."""
-    from torch_fdattn.ops.decode.launch import Plan
+    """Stopped between its two kernels, a call leaves parts behind that no later call reads."""
+    from torch_fdattn.ops.decode import launch
 
-    q, k, v, lens = caches(kernel_device)
+    q, k, v, lens = caches(kernel_device, lens=(700, 64, 0, 513), capacity=1024)
     expected = torch_fdattn.decode(q, k, v, lens)
-    whole_launch = Plan._launch
+    whole_launch, stopped = launch._Kernel.launch, []
 
-    def abort(self, tensors):
-        whole_launch(self, tensors)
-        tensors[5].fill_(1)
-        raise KeyboardInterrupt
+    def abort(self, *arguments):
+        if self._kernel is launch._merge_kernel:
+            stopped.append(self)
+            raise KeyboardInterrupt
+        whole_launch(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "_launch", abort)
+        patch.setattr(launch._Kernel, "launch", abort)
         with pytest.raises(KeyboardInterrupt):
             torch_fdattn.decode(q, k, v, lens)
+    assert stopped
     for x, y in zip(torch_fdattn.decode(q, k, v, lens), expected, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_a_workspace_holds_does_not_matter(invariant, kernel_device):
+    q, k, v, lens = caches(kernel_device, lens=(2500, 64, 0, 513), capacity=2600)
+    expected = torch_fdattn.decode(q, k, v, lens, batch_invariant=invariant)
+    workspace = torch_fdattn.decode_workspace(q, k, v, batch_invariant=invariant)
+    assert workspace.numel()
+    workspace.view(torch.float32).fill_(float("nan"))
+    found = torch_fdattn.decode(q, k, v, lens, batch_invariant=invariant, workspace=workspace)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.interpreter

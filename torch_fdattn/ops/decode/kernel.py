@@ -20,12 +20,11 @@ from torch_fdattn.ops.decode.merge import pdl_trigger, write_rows
 from torch_fdattn.ops.decode.schedule import (
     CHUNK,
     UNIT,
-    at,
-    cut,
-    cut_evenly,
+    even_pieces,
     key_bounds,
-    piece_ends,
-    sequence_at,
+    pieces_of,
+    place_of,
+    share_of,
     units_of,
 )
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
@@ -47,10 +46,11 @@ def _decode_kernel(
     kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
-    scale, softcap, wanted, wanted_ragged, kv_heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
+    scale, softcap, wanted, wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
+    v_dim: tl.constexpr,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    TWICE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -63,21 +63,23 @@ def _decode_kernel(
         units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
         pieces = 1
         if SPLIT:
-            pieces = cut_evenly(units, wanted, INVARIANT)
+            pieces = even_pieces(units, wanted, TWICE, INVARIANT)
         sequence = program // (pieces * items)
         place = program % (pieces * items)
+        if sequence >= batch:
+            return
     else:
         sequences = tl.arange(0, BLOCK_B)
         within = tl.minimum(sequences, batch - 1)
         all_units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
         all_units = tl.where(sequences < batch, all_units, 0)
-        all_pieces = cut(all_units, items, wanted, wanted_ragged, INVARIANT)
-        sequence, before = sequence_at(program, piece_ends(all_pieces, items))
-        units = at(all_units, sequence)
-        pieces = at(all_pieces, sequence)
+        share = share_of(all_units, batch, items, wanted, wanted_ragged, TWICE)
+        all_pieces = pieces_of(all_units, share, INVARIANT)
+        sequence, units, before = place_of(program, all_units, all_pieces, items)
+        if units == 0:  # beyond the last piece
+            return
+        pieces = pieces_of(units, share, INVARIANT)
         place = program - before
-    if sequence >= batch:
-        return
     item = place // pieces
     length = CHUNK if INVARIANT else tl.cdiv(units, pieces)
     first_unit = place % pieces * length
@@ -130,7 +132,9 @@ def _decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     oldest = first_key
-    if HAS_LEFT:  # older keys are not even read: a window that has moved on may have freed their pages
+    if (
+        HAS_LEFT
+    ):  # older keys are not even read: a window that has moved on may have freed their pages
         oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
     k_head_ptr = k_ptr + kv_head64 * k_strides[1]
     v_head_ptr = v_ptr + kv_head64 * v_strides[1]
@@ -145,7 +149,9 @@ def _decode_kernel(
         index = start + n
         if PAGE > 0:
             page = next_page
-            next_page = _pages(pages_ptr, index + BLOCK_N, oldest, stop_key, table_step, HAS_LEFT, PAGE)
+            next_page = _pages(
+                pages_ptr, index + BLOCK_N, oldest, stop_key, table_step, HAS_LEFT, PAGE
+            )
             # Unsigned, a negative page is beyond the last one; so is the -1 of keys that do not count.
             inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)
             base = page.to(tl.int64)
@@ -164,7 +170,9 @@ def _decode_kernel(
         k_mask = inside[None, :]
         if head_dim < BLOCK_D:
             k_mask = k_mask & (d[:, None] < head_dim)
-        k = tl.load(k_head_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0)
+        k = tl.load(
+            k_head_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0
+        )
         scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
@@ -189,9 +197,7 @@ def _decode_kernel(
                 q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED
             )
         scores = tl.where(seen, scores, float("-inf"))
-        p, row_max, row_sum, alpha = softmax_update(
-            scores, row_max, row_sum, units_of_score, True
-        )
+        p, row_max, row_sum, alpha = softmax_update(scores, row_max, row_sum, units_of_score, True)
         weight = PROBABILITY_SCALE if narrow else 1.0
         if V_SCALES == 2:
             scale_rows = base * v_scale_strides[0] + kv_head64 * v_scale_strides[1]
@@ -222,19 +228,15 @@ def _decode_kernel(
         out *= tl.load(v_scale_ptr + b64 * v_scale_strides[0] + kv_head64 * v_scale_strides[1])
         out = tl.where((lse == float("-inf"))[:, None], 0.0, out)  # whatever the scale is
 
-
     target = (
         out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads, sink_stride
     )  # fmt: skip
-    columns = tl.arange(0, BLOCK_DV)
-    if not SPLIT:
-        write_rows(out, lse, row, columns, True, target, v_dim)
-    elif pieces == 1:
-        write_rows(out, lse, row, columns, True, target, v_dim)
-    else:
+    if SPLIT and pieces > 1:
         slots = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part_lses_ptr + slots, lse, mask=rows_in)
         tl.store(parts_ptr + slots[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None])
+    else:
+        write_rows(out, lse, row, tl.arange(0, BLOCK_DV), True, target, v_dim)
 
 
 @triton.jit

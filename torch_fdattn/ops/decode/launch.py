@@ -23,6 +23,8 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
 MAX_ROWS = 64
+#: Items a processor from which on they fill the device, and from which on they do not fit side by side.
+MANY, CROWDED = 1.5, 3.0
 #: From here on float8_e4m3fn has conversion instructions; elsewhere the kernel takes its bytes apart.
 E4M3_CAPABILITY = (8, 9)
 #: From here on the merge kernel can start before the pieces are finished.
@@ -49,12 +51,12 @@ class Cache(NamedTuple):
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False,
-    capability: tuple[int, int] = (9, 0), crowded: bool = False,
+    head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0
 ) -> TileConfig:  # fmt: skip
-    """Tiles of the kernel, measured (README.md).
+    """Tiles of the kernel, measured on an H100 (README.md).
 
-    rows is the number of packed query rows of one KV head; crowded: several programs a processor.
+    rows is the number of packed query rows of one KV head; narrow: the cache has one byte an element; load is
+    the number of items a processor: many programs side by side must be small.
     """
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
@@ -66,14 +68,16 @@ def decode_config(
         return TileConfig(min(block_m, 32), 16, 4 if block_m == 16 else 8, 2)
     if head_dim > 128:
         return TileConfig(block_m, 32, 4 if block_m <= 32 else 8, 2)
+    if block_m == 16:
+        if narrow and load >= MANY:
+            return TileConfig(16, 128, 4, 3)
+        if paged and load >= MANY:
+            return TileConfig(16, 32, 4, 4 if load >= CROWDED else 3)
+        if load >= CROWDED and not narrow:
+            return TileConfig(16, 32, 1, 2)
     # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
     # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
-    stages = 3 if block_m <= 32 else 2
-    if paged and capability >= (8, 0):
-        stages = 2 * stages - 1  # the loads of page numbers take every other stage
-    if crowded and block_m == 16:
-        return TileConfig(block_m, 32, 1, stages)
-    return TileConfig(block_m, 64, 4, stages)
+    return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
 
 
 class MergeConfig(NamedTuple):
@@ -114,17 +118,19 @@ class Plan:
         self._as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
 
         processors = schedule.processors(q.device)
-        many = batch * kv_heads >= 1.5 * processors
-        config = config or decode_config(
-            max(head_dim, v_dim), q.dtype, rows, paged, capability, many
-        )
+        load, narrow = batch * kv_heads / processors, k.dtype.itemsize == 1
+        config = config or decode_config(max(head_dim, v_dim), q.dtype, rows, paged, narrow, load)
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         even = batch == 1 or all(x is None for x in mask[:3])
+        # Page numbers and conversions are more to wait for.
+        twice = (paged or narrow) and load < MANY
         programs, pieces = schedule.most_pieces(
-            batch, items, cache.capacity, wanted, even, batch_invariant
+            batch, items, cache.capacity, wanted, even, twice, batch_invariant
         )
-        wanted, ragged = (pieces, 0) if even else (wanted, wanted * schedule.FINER)
+        ragged = wanted * schedule.FINER
+        if even:
+            wanted = schedule.even_share(batch * items, wanted)
         split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
         slots = programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -143,20 +149,22 @@ class Plan:
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
                 ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0, *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, split, pdl,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, twice, split, pdl,
                 dot_precision(q.dtype), block_b, config.block_m, config.block_n, padded(head_dim), block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages),
         )  # fmt: skip
         self._merge = None
         if split:
-            merge = merge_config(batch * heads * q_len, min(rows, config.block_m), pieces, block_dv, 2 * processors)
+            merge = merge_config(
+                batch * heads * q_len, min(rows, config.block_m), pieces, block_dv, 2 * processors
+            )
             blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
                 _merge_kernel, batch * kv_heads * blocks, (
                     *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, ragged,
                     kv_heads, group, v_dim,
-                    *flags, batch_invariant, pdl, block_b, config.block_m, block_dv, merge.rows, merge.parts,
+                    *flags, batch_invariant, twice, pdl, block_b, config.block_m, block_dv, merge.rows, merge.parts,
                     merge.dims,
                 ),
                 dict(num_warps=merge.warps) | (dict(launch_pdl=True) if pdl else {}),
@@ -194,7 +202,12 @@ class _Kernel:
     """One launch: a kernel, its grid, and its arguments after the tensors."""
 
     def __init__(self, kernel, programs: int, numbers: tuple, options: dict) -> None:
-        self._kernel, self._programs, self._numbers, self._options = kernel, programs, numbers, options
+        self._kernel, self._programs, self._numbers, self._options = (
+            kernel,
+            programs,
+            numbers,
+            options,
+        )
         self._compiled = None
 
     def launch(self, index: int | None, *tensors: Tensor | None) -> None:

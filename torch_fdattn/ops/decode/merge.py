@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_fdattn.ops.decode.schedule import at, cut, cut_evenly, piece_ends, units_of
+from torch_fdattn.ops.decode.schedule import (
+    even_pieces,
+    pieces_at,
+    pieces_of,
+    share_of,
+    units_of,
+)
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
 
@@ -23,12 +29,24 @@ def pdl_trigger(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["batch", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride", "wanted", "wanted_ragged"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "kv_capacity",
+        "window_left",
+        "window_right",
+        "kv_block",
+        "kv_stride",
+        "wanted",
+        "wanted_ragged",
+    ]
+)
 def _merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
     out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, wanted,
-    wanted_ragged, kv_heads, group, v_dim: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-    INVARIANT: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    INVARIANT: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_D: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = BLOCK_DV // MERGE_D
@@ -44,15 +62,18 @@ def _merge_kernel(
     window = (window_left, window_right, kv_block, kv_stride)
     if BLOCK_B == 1:
         units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        pieces = cut_evenly(units, wanted, INVARIANT)
+        pieces = even_pieces(units, wanted, TWICE, INVARIANT)
         first = (sequence * items + item) * pieces
     else:
         sequences = tl.arange(0, BLOCK_B)
         within = tl.minimum(sequences, batch - 1)
         units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        all_pieces = cut(tl.where(sequences < batch, units, 0), items, wanted, wanted_ragged, INVARIANT)
-        pieces = at(all_pieces, sequence)
-        first = at(piece_ends(all_pieces, items), sequence) - (items - item) * pieces
+        units = tl.where(sequences < batch, units, 0)
+        share = share_of(units, batch, items, wanted, wanted_ragged, TWICE)
+        all_pieces = pieces_of(units, share, INVARIANT)
+        units_here, before = pieces_at(sequence, units, all_pieces, items)
+        pieces = pieces_of(units_here, share, INVARIANT)
+        first = before + item * pieces
     if PDL:  # by every program: the next kernel of the stream waits for this one alone
         gdc_wait()
     if pieces == 1:  # written by its one program

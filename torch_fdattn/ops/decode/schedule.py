@@ -3,7 +3,7 @@
 An item is one sequence's one KV head (and one block of its packed query rows, where there are more than
 one); its keys are counted in units of UNIT keys. Each item is cut into pieces, one program a piece:
 
-    balanced    pieces of about one size, `share`: what all units amount to a program, or a third of it where
+    balanced    pieces of about one size, `share`: what all units amount to a program, or a fifth of it where
                 some sequences are longer than others, so that early programs' processors take what is left.
     invariant   pieces of CHUNK units: a sequence's bits then depend on nothing but its own length.
 
@@ -27,10 +27,12 @@ from torch_fdattn.ops.tiles import key_range, sequence_bounds
 UNIT = tl.constexpr(16)
 #: Units a piece at least: less is not worth its part of the merge.
 MIN_SHARE = tl.constexpr(4)
+#: Units a piece from which on two programs a processor are better than one, where each has more to wait for.
+LONG_SHARE = tl.constexpr(32)
 #: Units a piece in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
 #: Pieces a ragged batch is cut into, in multiples of an even one's.
-FINER = 3
+FINER = 5
 #: More sequences than this are several launches, because each program scans all lengths.
 MAX_BATCH = 4096
 
@@ -48,8 +50,19 @@ def wanted_pieces(items: int, processors: int) -> int:
     return processors * max(1, round(items / processors))
 
 
+def even_share(items: int, wanted: int) -> int:
+    """Pieces of each of so many equal items, in all about as many as wanted."""
+    return max(1, int(wanted / items + 0.4))
+
+
 def most_pieces(
-    batch: int, items: int, kv_capacity: int, wanted: int, even: bool, batch_invariant: bool
+    batch: int,
+    items: int,
+    kv_capacity: int,
+    wanted: int,
+    even: bool,
+    twice: bool,
+    batch_invariant: bool,
 ) -> tuple[int, int]:
     """(the programs of a launch, the most pieces of an item), items a sequence; even: equal lengths."""
     units = max(1, triton.cdiv(kv_capacity, UNIT.value))
@@ -57,11 +70,11 @@ def most_pieces(
     if batch_invariant:
         pieces = triton.cdiv(units, CHUNK.value)
     elif even:
-        pieces = min(longest, max(1, int(wanted / (batch * items) + 0.4)))
+        pieces = min(longest, (1 + twice) * even_share(batch * items, wanted))
     else:
         # An item has at most one piece more than whole shares.
-        pieces = min(longest, wanted * FINER // items + 1)
-        return min(batch * items * pieces, wanted * FINER + batch * items), pieces
+        pieces = min(longest, wanted * max(FINER, 1 + twice) // items + 1)
+        return min(batch * items * pieces, wanted * max(FINER, 1 + twice) + batch * items), pieces
     return batch * items * pieces, pieces
 
 
@@ -93,43 +106,59 @@ def units_of(
 
 
 @triton.jit
-def cut(units, items, wanted, wanted_ragged, INVARIANT: tl.constexpr):
-    """Pieces of an item of each sequence (BLOCK_B,), from its units, which are 0 beyond the batch."""
+def pieces_of(units, share, INVARIANT: tl.constexpr):
+    """Pieces of an item from its units and the share of a piece; none of an item without units."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
-        total = tl.sum(units, 0) * items
-        mean = total.to(tl.float32) / tl.sum((units > 0).to(tl.int32), 0)
-        ragged = (tl.max(units, 0) * items).to(tl.float32) > 1.25 * mean
-        share = tl.maximum(tl.cdiv(total, tl.where(ragged, wanted_ragged, wanted)), MIN_SHARE)
         # To the nearest, a little downwards: rather longer pieces than a second wave of them.
-        pieces = tl.maximum((units + share * 2 // 5) // share, 1)
-        return tl.where(units > 0, pieces, 0)
+        return tl.where(units > 0, tl.maximum((units + share * 2 // 5) // share, 1), 0)
 
 
 @triton.jit
-def cut_evenly(units, most, INVARIANT: tl.constexpr):
-    """Pieces of each item where all of them have as many units; `most` are the host's."""
+def even_pieces(units, pieces, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
+    """Pieces of each item where all of them have as many units, at most the host's `pieces`."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
+    elif TWICE:
+        few = tl.minimum(tl.cdiv(units, MIN_SHARE), pieces)
+        return tl.where(units >= pieces * LONG_SHARE, pieces * 2, few)
     else:
-        return tl.minimum(tl.cdiv(units, MIN_SHARE), most)
+        return tl.minimum(tl.cdiv(units, MIN_SHARE), pieces)
 
 
 @triton.jit
-def piece_ends(pieces, items):
-    """Where each sequence's pieces end in the order of all, from its pieces an item (BLOCK_B,)."""
-    return tl.cumsum(pieces, 0) * items
+def share_of(units, batch, items, wanted, wanted_ragged, TWICE: tl.constexpr):
+    """Units a piece, from those of all sequences (BLOCK_B,), which are 0 beyond the batch."""
+    total = tl.sum(units, 0) * items
+    mean = total.to(tl.float32) / (batch * items)
+    ragged = tl.max(units, 0).to(tl.float32) > 1.25 * mean
+    share = tl.cdiv(total, tl.where(ragged, wanted_ragged, wanted))
+    if TWICE:
+        share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
+    return tl.maximum(share, MIN_SHARE)
 
 
 @triton.jit
-def sequence_at(program, ends):
-    """(the sequence to which a program's piece belongs, the first piece of that sequence)."""
-    before = ends <= program
-    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+def place_of(program, units, pieces, items):
+    """(sequence, its units, its first program) of a program, from all (BLOCK_B,); no units beyond the last."""
+    ends = tl.cumsum(pieces, 0) * items
+    begins = ends - pieces * items
+    here = (begins <= program) & (program < ends)
+    sequences = tl.arange(0, units.shape[0])
+    # One sum of both: every program waits for these before its first load.
+    found = tl.sum(tl.where(here, (units.to(tl.int64) << 16) | sequences, 0), 0)
+    return (
+        (found & 0xFFFF).to(tl.int32),
+        (found >> 16).to(tl.int32),
+        tl.sum(tl.where(here, begins, 0), 0),
+    )
 
 
 @triton.jit
-def at(values, index):
-    """values[index] of a small tensor (BLOCK_B,)."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+def pieces_at(sequence, units, pieces, items):
+    """(a sequence's units, its first program), from all (BLOCK_B,)."""
+    begins = (tl.cumsum(pieces, 0) - pieces) * items
+    here = tl.arange(0, units.shape[0]) == sequence
+    found = tl.sum(tl.where(here, (begins.to(tl.int64) << 32) | units, 0), 0)
+    return (found & 0xFFFFFFFF).to(tl.int32), (found >> 32).to(tl.int32)
