@@ -77,14 +77,18 @@ def decode_cases():
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
                     for load in (1, 2, 4):
-                        config = decode_config(dim, DTYPES[dtype], rows, paged, load=load)
+                        config = decode_config(
+                            dim, DTYPES[dtype], rows, paged, False, load, arch.capability
+                        )
                         configs[config] = (dim, rows)
             for config, (dim, rows) in configs.items():
                 cache = "same-paged" if paged else "same"
                 yield Case("decode", arch.name, dtype, dim, "padded", rows, cache, tile=config)
         for cache in ("e4m3-paged", "e5m2", "int8"):
             for load in (1, 4):
-                tile = decode_config(128, torch.bfloat16, 4, "paged" in cache, True, load)
+                tile = decode_config(
+                    128, torch.bfloat16, 4, "paged" in cache, True, load, arch.capability
+                )
                 yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache, tile=tile)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
 

@@ -51,7 +51,8 @@ class Cache(NamedTuple):
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0
+    head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0,
+    capability: tuple[int, int] = (9, 0),
 ) -> TileConfig:  # fmt: skip
     """Tiles of the kernel, measured on an H100 (README.md).
 
@@ -70,8 +71,11 @@ def decode_config(
         return TileConfig(block_m, 32, 4 if block_m <= 32 else 8, 2)
     if block_m == 16:
         if narrow and load >= MANY:
-            return TileConfig(16, 128, 4, 3)
-        if paged and load >= MANY:
+            if not paged:
+                return TileConfig(16, 128, 4, 3)
+            if capability >= (8, 0):  # with four warps the addresses of pages spill registers
+                return TileConfig(16, 128, 8, 2)
+        if paged and not narrow and load >= MANY:
             return TileConfig(16, 32, 4, 4 if load >= CROWDED else 3)
         if load >= CROWDED and not narrow:
             return TileConfig(16, 32, 1, 2)

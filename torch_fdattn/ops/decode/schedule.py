@@ -41,7 +41,7 @@ MAX_BATCH = 4096
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; few for the interpreter, an H100's for meta tensors."""
     if device.type != "cuda":
-        return 132 if device.type == "meta" else 3
+        return 132 if device.type == "meta" else 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
