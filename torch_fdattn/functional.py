@@ -152,13 +152,13 @@ def decode_workspace(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None = None, *,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scratch memory for `decode` or `paged_decode` calls of these shapes, zeroed once: int32, flat.
+    """Scratch memory for `decode` or `paged_decode` calls of these shapes: int32, flat, of any contents.
 
-    Calls leave it ready for the next call. Calls that can run at the same time need one each, captured CUDA
-    graphs included; without it the ops see to all that themselves.
+    Calls that can run at the same time need one each, captured CUDA graphs included; without it the ops
+    allocate for themselves.
     """
     size = decode_op.workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
-    return torch.zeros(size, dtype=torch.int32, device=q.device)
+    return torch.empty(size, dtype=torch.int32, device=q.device)
 
 
 def _decode_out(inputs: tuple[Tensor, ...], mask: Mask, scale, extras, out, workspace):

@@ -65,7 +65,7 @@ def test_a_graph_replayed_with_other_lengths(page, invariant):
 
 
 def test_graphs_at_the_same_time():
-    """Each has counters of its own."""
+    """Each has partial results of its own."""
     graphs, kept = [], []
     for seed in range(4):
         torch.manual_seed(seed)
