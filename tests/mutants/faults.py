@@ -119,8 +119,8 @@ FAULTS = (
         "inside = (part < pieces)[:, None]", "inside = (part < tl.maximum(pieces - 1, 2))[:, None]", DECODE,
     ),
     Fault(
-        "the next sequence's parts", f"{_KERNELS}/decode/merge.py",
-        "- (items - item) * pieces", "- (items - item - 1) * pieces", DECODE,
+        "another item's parts", f"{_KERNELS}/decode/merge.py",
+        "first = before + item * pieces", "first = before + tl.maximum(item - 1, 0) * pieces", DECODE,
     ),
     Fault(
         "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
