@@ -8,7 +8,7 @@ of one tile (row = head_in_group · T + token): K and V are read once a group.
 Shapes: q (B, H, T, D), out (B, H, T, DV); k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages (P, H_kv, PAGE, D)
 behind page_table (B, pages a sequence); any strides. parts (slots, BLOCK_M, BLOCK_DV) and part_lses (slots,
 BLOCK_M) fp32.
-Limit: more than 64 rows a KV head are tiled and read the cache again.
+Limit: more than 64 rows a KV head (32 in fp32) are tiled and read the cache again.
 """
 
 from __future__ import annotations

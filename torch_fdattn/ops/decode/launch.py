@@ -25,6 +25,8 @@ from torch_fdattn.ops.scores import Scores
 MAX_ROWS = 64
 #: Items a processor from which on they fill the device, and from which on they do not fit side by side.
 MANY, CROWDED = 1.5, 3.0
+#: Keys a sequence; positions are int32, and windows are added to them.
+MAX_CAPACITY = 1 << 30
 #: From here on float8_e4m3fn has conversion instructions; elsewhere the kernel takes its bytes apart.
 E4M3_CAPABILITY = (8, 9)
 #: From here on the merge kernel can start before the pieces are finished.
@@ -93,10 +95,13 @@ class MergeConfig(NamedTuple):
     warps: int
 
 
+#: In the batch-invariant mode, whatever the batch.
+INVARIANT_MERGE = MergeConfig(rows=1, parts=32, dims=128, warps=4)
+
+
 def merge_config(all_rows: int, rows: int, pieces: int, block_dv: int, wide: int) -> MergeConfig:
     """all_rows of all items, rows of one; `wide` programs are enough to fill the device."""
-    dims = block_dv if all_rows * block_dv >= 32 * wide else 32
-    dims = min(dims, block_dv)
+    dims = block_dv if all_rows * block_dv >= 32 * wide else min(32, block_dv)
     tile_rows = 1
     while tile_rows < rows and all_rows * block_dv > 16 * wide * tile_rows * dims:
         tile_rows *= 2
@@ -122,8 +127,12 @@ class Plan:
         self._as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
 
         processors = schedule.processors(q.device)
-        load, narrow = batch * kv_heads / processors, k.dtype.itemsize == 1
-        config = config or decode_config(max(head_dim, v_dim), q.dtype, rows, paged, narrow, load)
+        narrow = k.dtype.itemsize == 1
+        # Nothing that a sequence's bits depend on may follow from the batch or the capacity.
+        load = 1.0 if batch_invariant else batch * kv_heads / processors
+        config = config or decode_config(
+            max(head_dim, v_dim), q.dtype, rows, paged, narrow, load, capability
+        )
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         even = batch == 1 or all(x is None for x in mask[:3])
@@ -158,11 +167,19 @@ class Plan:
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages),
         )  # fmt: skip
-        self._merge = None
+        self._merge, self.tiles = None, (config, None)
         if split:
-            merge = merge_config(
-                batch * heads * q_len, min(rows, config.block_m), pieces, block_dv, 2 * processors
-            )
+            merge = INVARIANT_MERGE
+            if not batch_invariant:
+                merge = merge_config(
+                    batch * heads * q_len,
+                    min(rows, config.block_m),
+                    pieces,
+                    block_dv,
+                    2 * processors,
+                )
+            merge = merge._replace(dims=min(merge.dims, block_dv))
+            self.tiles = config, merge
             blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
                 _merge_kernel, batch * kv_heads * blocks, (
@@ -283,6 +300,10 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
 
 def _too_long(q: Tensor, cache: Cache) -> bool:
     """Whether one launch cannot scan the lengths, or number the units of all sequences in int32."""
+    if cache.capacity >= MAX_CAPACITY:
+        raise ValueError(
+            f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
+        )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
     items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
     units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)

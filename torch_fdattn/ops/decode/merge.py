@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_fdattn.ops.decode.schedule import (
     even_pieces,
@@ -20,6 +19,11 @@ from torch_fdattn.ops.decode.schedule import (
 )
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a build of Triton for AMD alone, where PDL is never set
+    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit

@@ -130,7 +130,7 @@ def decode_eagerly(
                 _plans.clear()
             _plans[key] = plan
             plan.out = None
-            if out.stride() != q.stride() or out.dtype != q.dtype:
+            if (out.shape, out.stride(), out.dtype) != (q.shape, q.stride(), q.dtype):
                 plan.out = out.shape, out.stride(), out.dtype
             plan.lse_shape = tuple(lse.shape)
         return out, lse
@@ -189,9 +189,13 @@ def _raw_out(paged: bool):
         return call
 
     def forward(q, k, v, *rest, out, lse, workspace=None):
-        checked(q, k, v, rest, out, lse, workspace).run(out, lse, workspace)
+        call = checked(q, k, v, rest, out, lse, workspace)
+        if workspace is not None:
+            _check_workspace_size(call, workspace)
+        call.run(out, lse, workspace)
 
     def fake(q, k, v, *rest, out, lse, workspace=None):
+        # How large a workspace must be is not asked of symbolic shapes, but when the call runs.
         checked(q, k, v, rest, out, lse, workspace)
 
     return forward, fake
@@ -210,12 +214,15 @@ def _check_out(call: _Call, out: Tensor, lse: Tensor, workspace: Tensor | None) 
         raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
     if workspace is None:
         return
-    needed = workspace_size(q, call.k, call.v, call.page_table, call.batch_invariant)
     if workspace.dtype != torch.int32 or workspace.dim() != 1 or not workspace.is_contiguous():
         raise TypeError(
             "workspace must be a contiguous int32 tensor of one dimension, as decode_workspace makes it, "
             f"got {workspace.dtype} of shape {tuple(workspace.shape)}"
         )
+
+
+def _check_workspace_size(call: _Call, workspace: Tensor) -> None:
+    needed = workspace_size(call.q, call.k, call.v, call.page_table, call.batch_invariant)
     if workspace.numel() < needed:
         raise ValueError(f"workspace must have at least {needed} elements, got {workspace.numel()}")
 

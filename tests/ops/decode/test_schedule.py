@@ -1,0 +1,143 @@
+"""How work is cut: no piece is lost, whatever the lengths; what may and what may not change with the batch."""
+
+import random
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.ops.decode import schedule
+from torch_fdattn.ops.decode.launch import Cache, Plan
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+from torch_fdattn.testing import attention_oracle, make_tensor
+
+
+def pieces_on_device(units, items, wanted, even, twice, invariant):
+    """`schedule`'s Triton functions in Python: the pieces of an item of each sequence."""
+    low, chunk, long = (x.value for x in (schedule.MIN_SHARE, schedule.CHUNK, schedule.LONG_SHARE))
+    if invariant:
+        return [-(-u // chunk) for u in units]
+    if even:
+        most = schedule.even_share(len(units) * items, wanted)
+        if twice and units[0] >= most * long:
+            return [2 * most] * len(units)
+        return [min(-(-u // low), most) for u in units]
+    total = sum(units) * items
+    ragged = max(units) > 1.25 * total / (len(units) * items)
+    share = -(-total // (wanted * schedule.FINER if ragged else wanted))
+    if twice and share >= long and not ragged:
+        share = -(-share // 2)
+    share = max(share, low)
+    return [max((u + share * 2 // 5) // share, 1) for u in units]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_grid_holds_every_piece(seed):
+    rng = random.Random(seed)
+    for _ in range(500):
+        batch, items = rng.choice([1, 2, 3, 17, 200]), rng.choice([1, 2, 8, 40])
+        capacity = int(2 ** rng.uniform(0, 21))
+        processors = rng.choice([2, 132])
+        wanted = rng.choice([1, 7, schedule.wanted_pieces(batch * items, processors)])
+        even, twice, invariant = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
+        power = rng.choice([0, 1, 6])  # all equal, uniform, few long ones
+        lens = [int(capacity * rng.random() ** power) for _ in range(batch)]
+        if even:
+            lens = [lens[0]] * batch
+        units = [max(1, -(-length // schedule.UNIT.value)) for length in lens]
+        programs, most = schedule.most_pieces(
+            batch, items, capacity, wanted, even, twice, invariant
+        )
+        pieces = pieces_on_device(units, items, wanted, even, twice, invariant)
+        assert max(pieces) <= most
+        assert sum(pieces) * items <= programs
+
+
+def plan(batch, capacity, *, paged=False, dtype=torch.bfloat16, invariant=False, capability=(9, 0)):
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, table = meta(batch, 32, 1, 128), None
+    k = meta(batch, 8, capacity, 128, dtype=dtype)
+    if paged:
+        k, table = (
+            meta(batch * capacity // 16, 8, 16, 128, dtype=dtype),
+            meta(batch, capacity // 16, dtype=torch.int32),
+        )
+    lens = meta(batch, dtype=torch.int32)
+    return Plan(
+        q, Cache(k, k, table), Mask(lens), 1.0, q, Scores(), invariant, capability=capability
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("paged", [False, True])
+def test_invariant_tiles_do_not_follow_the_batch(paged, dtype):
+    """On an H100, whose tiles else depend on how many items there are."""
+    found = {
+        plan(batch, capacity, paged=paged, dtype=dtype, invariant=True).tiles
+        for batch in (1, 32, 64, 256)
+        for capacity in (4096, 131072)
+    }
+    assert len(found) == 1
+    others = {plan(b, 4096, paged=paged, dtype=dtype).tiles[0] for b in (1, 64)}
+    assert INTERPRET or len(others) == 2
+
+
+def test_tiles_know_the_target():
+    tiles = {
+        plan(64, 4096, paged=True, dtype=torch.int8, capability=capability).tiles[0]
+        for capability in ((9, 0), (0, 0))
+    }
+    assert INTERPRET or len(tiles) == 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lens", [(600,), (600, 600), (1300, 40, 0), (33,)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_pages_cut_twice_and_long_sequences(lens, invariant, device):
+    """More than one piece a chunk, and two programs a processor where a page table is read."""
+    page, capacity, heads = 16, 1312, 3 - len(lens) if len(lens) < 3 else 1
+    batch = len(lens)
+    q = make_tensor((batch, 2 * heads, 1, 32), device=device, dtype=torch.float32)
+    k, v = (
+        make_tensor((batch, heads, capacity, 32), device=device, dtype=torch.float32) for _ in "kv"
+    )
+    table = torch.randperm(batch * capacity // page, device=device).int().view(batch, -1)
+    pages = []
+    for x in (k, v):
+        there = torch.empty(table.numel(), heads, page, 32, device=device)
+        there[table.flatten().long()] = (
+            x.view(batch, heads, -1, page, 32).transpose(1, 2).flatten(0, 1)
+        )
+        pages.append(there)
+    kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    out, lse = torch_fdattn.paged_decode(q, *pages, table, kv_lens, batch_invariant=invariant)
+    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreter
+def test_a_second_call_with_wider_values(device):
+    """q a slice whose strides are those of the output, which has more dims."""
+    q = make_tensor((2, 2, 1, 32), device=device, dtype=torch.float32)[..., :16]
+    k = make_tensor((2, 1, 16, 16), device=device, dtype=torch.float32)
+    v = make_tensor((2, 1, 16, 32), device=device, dtype=torch.float32)
+    first, _ = torch_fdattn.decode(q, k, v)
+    second, _ = torch_fdattn.decode(q, k, v)
+    assert second.shape == first.shape == (2, 2, 1, 32)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.interpreter
+def test_too_many_keys_are_refused(kernel_device):
+    q = make_tensor((1, 1, 1, 16), device=kernel_device, dtype=torch.float32)
+    k = make_tensor((1, 1, 1, 16), device=kernel_device, dtype=torch.float32).expand(
+        1, 1, 2**30, 16
+    )
+    lens = torch.ones(1, dtype=torch.int32, device=kernel_device)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*30 keys a sequence, got 1073741824"):
+        torch_fdattn.decode(q, k, k, lens)
