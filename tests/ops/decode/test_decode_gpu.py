@@ -136,13 +136,13 @@ def test_later_calls_bypass_tritons_binder(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page", [0, 16])
 def test_batch_invariant_bits_where_tiles_follow_the_batch(page, dtype):
-    """64 sequences of 8 KV heads take other tiles than one; the last is longer than a step of the merge."""
-    lens = (*[700] * 63, 40_000)
+    """512 items take other tiles than two; the last sequence has more parts than a step of the merge."""
+    lens = (*[700] * 255, 40_000)
     (q, k, v, *table), kv_lens = caches(page=page, lens=lens, capacity=40_960 if page else 40_000)
-    q = torch.randn(64, 16, 1, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(256, 16, 1, 128, device="cuda", dtype=torch.bfloat16)
     inputs = (q, k.to(dtype), v.to(dtype), *table)
     together = run(inputs, kv_lens, batch_invariant=True)
-    for b in (0, 63):
+    for b in (0, 255):
         one = [x[b : b + 1] for x in (q, *(() if page else inputs[1:3]), *table, kv_lens)]
         alone_inputs = (one[0], *inputs[1:3], one[1]) if page else tuple(one[:3])
         alone = run(alone_inputs, one[-1], batch_invariant=True)
