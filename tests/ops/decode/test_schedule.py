@@ -95,7 +95,7 @@ def test_tiles_know_the_target():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("lens", [(600,), (600, 600), (1300, 40, 0), (33,)])
+@pytest.mark.parametrize("lens", [(600,), (600, 600), (1300, 40, 0), (1280, 40, 0), (33,)])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_pages_cut_twice_and_long_sequences(lens, invariant, device):
     """More than one piece a chunk, and two programs a processor where a page table is read."""
