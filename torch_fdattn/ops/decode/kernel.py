@@ -20,11 +20,11 @@ from torch_fdattn.ops.decode.merge import pdl_trigger, write_rows
 from torch_fdattn.ops.decode.schedule import (
     CHUNK,
     UNIT,
+    cut,
     even_pieces,
     key_bounds,
     pieces_of,
     place_of,
-    share_of,
     units_of,
 )
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
@@ -47,11 +47,11 @@ def _decode_kernel(
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
     scale, softcap, wanted, wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
-    v_dim: tl.constexpr,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-    SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, INVARIANT: tl.constexpr,
-    TWICE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
     pdl_trigger(PDL and SPLIT)
@@ -69,12 +69,10 @@ def _decode_kernel(
         if sequence >= batch:
             return
     else:
-        sequences = tl.arange(0, BLOCK_B)
-        within = tl.minimum(sequences, batch - 1)
-        all_units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        all_units = tl.where(sequences < batch, all_units, 0)
-        share = share_of(all_units, batch, items, wanted, wanted_ragged, TWICE)
-        all_pieces = pieces_of(all_units, share, INVARIANT)
+        all_units, share, all_pieces = cut(
+            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, TWICE, INVARIANT,
+            BLOCK_B,
+        )  # fmt: skip
         sequence, units, before = place_of(program, all_units, all_pieces, items)
         if units == 0:  # beyond the last piece
             return

@@ -161,7 +161,8 @@ class Plan:
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
-                ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0, *flags, options.softcap > 0,
+                ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
+                *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, twice, split, pdl,
                 dot_precision(q.dtype), block_b, config.block_m, config.block_n, padded(head_dim), block_dv,
             ),
@@ -171,12 +172,9 @@ class Plan:
         if split:
             merge = INVARIANT_MERGE
             if not batch_invariant:
+                rows_here = min(rows, config.block_m)
                 merge = merge_config(
-                    batch * heads * q_len,
-                    min(rows, config.block_m),
-                    pieces,
-                    block_dv,
-                    2 * processors,
+                    batch * heads * q_len, rows_here, pieces, block_dv, 2 * processors
                 )
             merge = merge._replace(dims=min(merge.dims, block_dv))
             self.tiles = config, merge
@@ -223,12 +221,8 @@ class _Kernel:
     """One launch: a kernel, its grid, and its arguments after the tensors."""
 
     def __init__(self, kernel, programs: int, numbers: tuple, options: dict) -> None:
-        self._kernel, self._programs, self._numbers, self._options = (
-            kernel,
-            programs,
-            numbers,
-            options,
-        )
+        self._kernel, self._programs = kernel, programs
+        self._numbers, self._options = numbers, options
         self._compiled = None
 
     def launch(self, index: int | None, *tensors: Tensor | None) -> None:

@@ -10,13 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.decode.schedule import (
-    even_pieces,
-    pieces_at,
-    pieces_of,
-    share_of,
-    units_of,
-)
+from torch_fdattn.ops.decode.schedule import cut, even_pieces, pieces_at, pieces_of, units_of
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
 
@@ -35,16 +29,9 @@ def pdl_trigger(PDL: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "batch",
-        "kv_capacity",
-        "window_left",
-        "window_right",
-        "kv_block",
-        "kv_stride",
-        "wanted",
-        "wanted_ragged",
+        "batch", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride", "wanted", "wanted_ragged",
     ]
-)
+)  # fmt: skip
 def _merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
     out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, wanted,
@@ -69,12 +56,10 @@ def _merge_kernel(
         pieces = even_pieces(units, wanted, TWICE, INVARIANT)
         first = (sequence * items + item) * pieces
     else:
-        sequences = tl.arange(0, BLOCK_B)
-        within = tl.minimum(sequences, batch - 1)
-        units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        units = tl.where(sequences < batch, units, 0)
-        share = share_of(units, batch, items, wanted, wanted_ragged, TWICE)
-        all_pieces = pieces_of(units, share, INVARIANT)
+        units, share, all_pieces = cut(
+            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, TWICE, INVARIANT,
+            BLOCK_B,
+        )  # fmt: skip
         units_here, before = pieces_at(sequence, units, all_pieces, items)
         pieces = pieces_of(units_here, share, INVARIANT)
         first = before + item * pieces

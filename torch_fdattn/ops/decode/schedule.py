@@ -31,7 +31,7 @@ MIN_SHARE = tl.constexpr(4)
 LONG_SHARE = tl.constexpr(32)
 #: Units a piece in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
-#: Pieces a ragged batch is cut into, in multiples of an even one's.
+#: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `share_of` may double those.
 FINER = 5
 #: More sequences than this are several launches, because each program scans all lengths.
 MAX_BATCH = 4096
@@ -72,9 +72,9 @@ def most_pieces(
     elif even:
         pieces = min(longest, (1 + twice) * even_share(batch * items, wanted))
     else:
-        # An item has at most one piece more than whole shares.
-        pieces = min(longest, wanted * max(FINER, 1 + twice) // items + 1)
-        return min(batch * items * pieces, wanted * max(FINER, 1 + twice) + batch * items), pieces
+        # An item has at most one piece more than whole shares, and no batch is cut finer than a ragged one.
+        pieces = min(longest, wanted * FINER // items + 1)
+        return min(batch * items * pieces, wanted * FINER + batch * items), pieces
     return batch * items * pieces, pieces
 
 
@@ -137,6 +137,21 @@ def share_of(units, batch, items, wanted, wanted_ragged, TWICE: tl.constexpr):
     if TWICE:
         share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
     return tl.maximum(share, MIN_SHARE)
+
+
+@triton.jit
+def cut(
+    bounds_of, window, batch, items, wanted, wanted_ragged,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, TWICE: tl.constexpr,
+    INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """(units, share, pieces): of an item of each sequence (BLOCK_B,), 0 beyond the batch; the share is one."""
+    sequences = tl.arange(0, BLOCK_B)
+    within = tl.minimum(sequences, batch - 1)
+    units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    units = tl.where(sequences < batch, units, 0)
+    share = share_of(units, batch, items, wanted, wanted_ragged, TWICE)
+    return units, share, pieces_of(units, share, INVARIANT)
 
 
 @triton.jit
