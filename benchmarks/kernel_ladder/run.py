@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fdattn.doctor.software import interpreter_trap
+
 from ..results import DATE_FORMAT, Recorder, Results, collect_meta, output_path
 from . import RUNGS
 from .report import README, updated
@@ -132,6 +134,12 @@ def _device(options: argparse.Namespace) -> torch.device:
         if "triton" in sys.modules:
             raise ValueError("Triton is imported already: start Python with TRITON_INTERPRET=1")
         os.environ["TRITON_INTERPRET"] = "1"
+    import numpy
+    import triton
+
+    why = interpreter_trap(triton.__version__, numpy.__version__)
+    if why is not None:
+        raise ValueError(why)
     return torch.device("cpu")
 
 

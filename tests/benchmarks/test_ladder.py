@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import triton
 
 from benchmarks.__main__ import main
 from benchmarks.kernel_ladder import RUNGS, attend_of, report
@@ -29,6 +31,7 @@ from benchmarks.kernel_ladder.run import model_path
 from benchmarks.results import META_KEYS, Results, Row
 from benchmarks.timing import Timer
 from tests.tiny_model import save_tiny_model
+from torch_fdattn.doctor.software import interpreter_trap
 from torch_fdattn.models import load_model
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import AttentionCase, check_close, expected_attention, make_tensor
@@ -240,6 +243,15 @@ def test_a_rung_that_fails_or_errs_fails_the_run(
         assert "reference: the reference's 3 tokens" in printed
 
 
+def test_an_interpreter_that_breaks_on_numpy_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(np, "__version__", "2.4.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        main(["ladder", "--kernel", "fdm", "--device", "cpu"])
+    assert "triton 3.6.0's interpreter breaks on numpy 2.4.0" in capsys.readouterr().err
+
+
 def test_debugging_from_the_shell(tiny: Path) -> None:
     """Triton is told to interpret by the command itself, and the model comes from the environment."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -249,6 +261,11 @@ def test_debugging_from_the_shell(tiny: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=300,
         env=environment | {"OMP_NUM_THREADS": "1", "LLAMA_MODEL_PATH": str(tiny)},
     )  # fmt: skip
+    why = interpreter_trap(triton.__version__, np.__version__)
+    if why is not None:  # these two releases do not fit: said before anything runs
+        assert done.returncode == 2
+        assert why in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     assert "times mean nothing" in done.stdout
     assert f"fdm in {tiny}, fp32 tiny 1 of 2 layers: 20 prompt tokens, 3 new" in done.stdout

@@ -99,15 +99,20 @@ def _triton(machine: Machine, env: Mapping[str, str]) -> Finding:
     return Finding(level, "triton", text, remedy if machine.gpus else "")
 
 
-def _interpreter_trap(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
-    if not (machine.triton and machine.numpy):
-        return []
-    if release(machine.triton)[:2] != (3, 6) or release(machine.numpy)[:2] < (2, 4):
-        return []
-    text = (
-        f"triton {machine.triton}'s interpreter breaks on numpy {machine.numpy} (>= 2.4): "
+def interpreter_trap(triton: str | None, numpy: str | None) -> str | None:
+    """Why this release of triton cannot interpret kernels with this one of numpy; None where it can."""
+    if not (triton and numpy) or release(triton)[:2] != (3, 6) or release(numpy)[:2] < (2, 4):
+        return None
+    return (
+        f"triton {triton}'s interpreter breaks on numpy {numpy} (>= 2.4): "
         "TRITON_INTERPRET=1 fails with 'only 0-dimensional arrays can be converted'"
     )
+
+
+def _interpreter_trap(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
+    text = interpreter_trap(machine.triton, machine.numpy)
+    if text is None:
+        return []
     level = "fail" if interpreting(env) else "note"
     return [Finding(level, "numpy", text, "pip install 'numpy<2.4' where the interpreter is used")]
 
