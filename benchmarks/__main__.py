@@ -24,7 +24,7 @@ _CASES = {
     "generate": GENERATE_CASES,
     "host": [case for case in DECODE_CASES if case.page is None],
 }
-_PEERS = {"attention": "cudnn,fa2,flex", "decode": "cudnn,fa2"}
+_PEERS = {"attention": "cudnn,fa2,flex", "decode": "fdattn/full,cudnn,fa2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """Decode: one query token against a cache. Time in a CUDA graph, eager, on the host; GB/s; error.
 
 Memory-bound, so the floor is a kernel that only reads as many bytes of contiguous K and V, timed on
-the same rotated inputs. Ours gets its lengths as a tensor on the device, as an engine calls it. Errors
-are of one KV head of the longest sequence against fp64. On a CPU there are no graphs and no floor: only
-eager and host time are recorded.
+the same rotated inputs. Ours gets its lengths as a tensor on the device, as an engine calls it;
+`fdattn/full` is given none, as SDPA's backends are. Errors are of one KV head of the longest sequence
+against fp64. On a CPU there are no graphs and no floor: only eager and host time are recorded.
 """
 
 from __future__ import annotations

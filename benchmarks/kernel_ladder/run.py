@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fdattn.doctor.software import interpreter_trap
-
 from ..results import DATE_FORMAT, Recorder, Results, collect_meta, output_path
 from . import RUNGS
 from .report import README, updated
@@ -136,6 +134,8 @@ def _device(options: argparse.Namespace) -> torch.device:
         os.environ["TRITON_INTERPRET"] = "1"
     import numpy
     import triton
+
+    from torch_fdattn.doctor.software import interpreter_trap
 
     why = interpreter_trap(triton.__version__, numpy.__version__)
     if why is not None:

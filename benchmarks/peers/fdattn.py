@@ -35,14 +35,36 @@ class Fdattn(Implementation):
             return [
                 functools.partial(paged, x.q, x.k, x.v, x.page_table, x.kv_lens) for x in copies
             ]
-        if case.cache is not None:
-            decode = _entry("decode", "k_scale")
-            return [
-                functools.partial(decode, x.q, x.k, x.v, x.kv_lens, k_scale=x.k_scale, v_scale=x.v_scale)
-                for x in copies
-            ]  # fmt: skip
+        return _contiguous(case, copies, [x.kv_lens for x in copies])
+
+
+class FullCache(Fdattn):
+    """Without lengths: the call that SDPA's backends are given, which know none either."""
+
+    name = "fdattn/full"
+
+    def attention(self, case: AttentionCase, device: torch.device) -> Attention:
+        raise NotImplementedError(f"{self.name} is {super().name} where there is no cache")
+
+    def decode(self, case: DecodeCase, copies: Sequence[DecodeInputs]) -> list[DecodeCall]:
+        self.refuse(case, paged=True, ragged=True)
+        return _contiguous(case, copies, [None] * len(copies))
+
+
+def _contiguous(
+    case: DecodeCase, copies: Sequence[DecodeInputs], lengths: Sequence[torch.Tensor | None]
+) -> list[DecodeCall]:
+    if case.cache is None:
         decode = _entry("decode")
-        return [functools.partial(decode, x.q, x.k, x.v, x.kv_lens) for x in copies]
+        return [
+            functools.partial(decode, x.q, x.k, x.v, lens)
+            for x, lens in zip(copies, lengths, strict=True)
+        ]
+    decode = _entry("decode", "k_scale")
+    return [
+        functools.partial(decode, x.q, x.k, x.v, lens, k_scale=x.k_scale, v_scale=x.v_scale)
+        for x, lens in zip(copies, lengths, strict=True)
+    ]
 
 
 def _entry(name: str, keyword: str | None = None) -> Callable[..., object]:

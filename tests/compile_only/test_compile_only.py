@@ -4,6 +4,7 @@ The cases follow the config tables: for each distinct configuration the largest 
 the largest multiple of 16 that is padded to it. Spills are allowed only where SPILLS says so.
 """
 
+import itertools
 import os
 
 import pytest
@@ -76,9 +77,9 @@ def decode_cases():
             configs = {}
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
-                    for load in (1, 2, 4):
+                    for load, even in itertools.product((1, 2, 4, 8), (True, False)):
                         config = decode_config(
-                            dim, DTYPES[dtype], rows, paged, False, load, arch.capability
+                            dim, DTYPES[dtype], rows, paged, False, load, even, arch.capability
                         )
                         configs[config] = (dim, rows)
             for config, (dim, rows) in configs.items():
@@ -87,7 +88,7 @@ def decode_cases():
         for cache in ("e4m3-paged", "e5m2", "int8"):
             for load in (1, 4):
                 tile = decode_config(
-                    128, torch.bfloat16, 4, "paged" in cache, True, load, arch.capability
+                    128, torch.bfloat16, 4, "paged" in cache, True, load, False, arch.capability
                 )
                 yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache, tile=tile)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)

@@ -14,9 +14,9 @@ from torch_fdattn.ops.scores import Scores
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 
-def pieces_on_device(units, items, wanted, even, twice, invariant):
+def pieces_on_device(units, items, wanted, low, even, twice, invariant):
     """`schedule`'s Triton functions in Python: the pieces of an item of each sequence."""
-    low, chunk, long = (x.value for x in (schedule.MIN_SHARE, schedule.CHUNK, schedule.LONG_SHARE))
+    chunk, long = schedule.CHUNK.value, schedule.LONG_SHARE.value
     if invariant:
         return [-(-u // chunk) for u in units]
     if even:
@@ -25,12 +25,13 @@ def pieces_on_device(units, items, wanted, even, twice, invariant):
             return [2 * most] * len(units)
         return [min(-(-u // low), most) for u in units]
     total = sum(units) * items
-    ragged = max(units) > 1.25 * total / (len(units) * items)
+    ragged = 4 * max(units) * len(units) > 5 * sum(units)
     share = -(-total // (wanted * schedule.FINER if ragged else wanted))
     if twice and share >= long and not ragged:
         share = -(-share // 2)
     share = max(share, low)
-    return [max((u + share * 2 // 5) // share, 1) for u in units]
+    reciprocal = 0xFFFFFFFF // share
+    return [max((u + share * 2 // 5) * reciprocal >> 32, 1) for u in units]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -41,6 +42,7 @@ def test_the_grid_holds_every_piece(seed):
         capacity = int(2 ** rng.uniform(0, 21))
         processors = rng.choice([2, 132])
         wanted = rng.choice([1, 7, schedule.wanted_pieces(batch * items, processors)])
+        low = rng.choice([schedule.MIN_SHARE, 8])
         even, twice, invariant = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
         power = rng.choice([0, 1, 6])  # all equal, uniform, few long ones
         lens = [int(capacity * rng.random() ** power) for _ in range(batch)]
@@ -48,9 +50,9 @@ def test_the_grid_holds_every_piece(seed):
             lens = [lens[0]] * batch
         units = [max(1, -(-length // schedule.UNIT.value)) for length in lens]
         programs, most = schedule.most_pieces(
-            batch, items, capacity, wanted, even, twice, invariant
+            batch, items, capacity, wanted, low, even, twice, invariant
         )
-        pieces = pieces_on_device(units, items, wanted, even, twice, invariant)
+        pieces = pieces_on_device(units, items, wanted, low, even, twice, invariant)
         assert max(pieces) <= most
         assert sum(pieces) * items <= programs
 

@@ -18,14 +18,13 @@ import triton.language as tl
 
 from torch_fdattn.ops.decode.merge import pdl_trigger, write_rows
 from torch_fdattn.ops.decode.schedule import (
-    CHUNK,
     UNIT,
     cut,
     even_pieces,
     key_bounds,
     pieces_of,
     place_of,
-    units_of,
+    units_between,
 )
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
 from torch_fdattn.ops.score_tiles import modify_scores
@@ -49,47 +48,51 @@ def _decode_kernel(
     scale, softcap, wanted, wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
     v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
     pdl_trigger(PDL and SPLIT)
-    program = tl.program_id(0)
     items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
     bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
     window = (window_left, window_right, kv_block, kv_stride)
     if BLOCK_B == 1:
-        units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+        place, item = tl.program_id(HEADS_FIRST), tl.program_id(not HEADS_FIRST)
+        sequence = tl.program_id(2)
+    else:
+        program = tl.program_id(0)
+        share, all_pieces = cut(
+            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST, TWICE,
+            INVARIANT, BLOCK_B,
+        )  # fmt: skip
+        sequence, before = place_of(program, all_pieces, items)
+        if sequence < 0:  # beyond the last piece
+            return
+    _, q_start, kv_start, keys, begin, end = key_bounds(
+        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED
+    )
+    units = units_between(begin, end)
+    if BLOCK_B == 1:
         pieces = 1
         if SPLIT:
-            pieces = even_pieces(units, wanted, TWICE, INVARIANT)
-        sequence = program // (pieces * items)
-        place = program % (pieces * items)
-        if sequence >= batch:
-            return
+            pieces = even_pieces(units, wanted, LEAST, TWICE, INVARIANT)
+            if place >= pieces:
+                return
+        program = (sequence * items + item) * pieces + place
     else:
-        all_units, share, all_pieces = cut(
-            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, TWICE, INVARIANT,
-            BLOCK_B,
-        )  # fmt: skip
-        sequence, units, before = place_of(program, all_units, all_pieces, items)
-        if units == 0:  # beyond the last piece
-            return
         pieces = pieces_of(units, share, INVARIANT)
-        place = program - before
-    item = place // pieces
-    length = CHUNK if INVARIANT else tl.cdiv(units, pieces)
-    first_unit = place % pieces * length
+        item, place = (program - before) // pieces, (program - before) % pieces
+        if HEADS_FIRST:
+            item, place = (program - before) % items, (program - before) // items
+        program = before + item * pieces + place
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
-    _, q_start, kv_start, keys, begin, end = key_bounds(
-        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED
-    )
-    first_key = begin + first_unit * UNIT
-    stop_key = tl.minimum(first_key + length * UNIT, end)
+    # The pieces of an item take its tiles in turn, so that all of them read the same part of memory at a time.
+    first_key = begin + place * BLOCK_N
+    step = pieces * BLOCK_N
     kv_head = item % kv_heads
     row = item // kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_in = row < group * q_len
@@ -100,10 +103,18 @@ def _decode_kernel(
     q_rows = (
         b64 * q_strides[0] + head.to(tl.int64) * q_strides[1] + (row % q_len).to(tl.int64) * q_strides[2]
     )  # fmt: skip
-    q = tl.load(
-        q_ptr + q_rows[:, None] + d[None, :] * q_strides[3],
-        mask=rows_in[:, None] & (d[None, :] < head_dim), other=0.0,
-    )  # fmt: skip
+    # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
+    # rate. Rows of q scaled to below 2 by a power of two lose nothing in it that their sums would show.
+    narrow: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    scale_rows_too: tl.constexpr = narrow and q_ptr.dtype.element_ty == tl.bfloat16
+    q_ptrs = q_ptr + q_rows[:, None] + d[None, :] * q_strides[3]
+    q_mask = rows_in[:, None] & (d[None, :] < head_dim)
+    q, row_factor = _queries(q_ptrs, q_mask, scale_rows_too)
+    if KEYS_FIRST:
+        # Set in the first step of the loop: there the loads of the first tiles, which the compiler puts before
+        # the loop, are under way; here it would wait for q, which goes through shared memory, before them.
+        loaded_q = q
+        q = tl.zeros([BLOCK_M, BLOCK_D], q.dtype)
     if ALIBI:
         slopes = tl.load(
             slopes_ptr + b64 * slope_strides[0] + head * slope_strides[1],
@@ -112,14 +123,6 @@ def _decode_kernel(
         ).to(tl.float32)
     else:
         slopes = 0.0
-    # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
-    # rate. Rows of q scaled to below 2 by a power of two lose nothing in it that their sums would show.
-    narrow: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    if narrow and q.dtype == tl.bfloat16:
-        q, row_factor = _to_half(q)
-        scale_rows_too: tl.constexpr = True
-    else:
-        scale_rows_too: tl.constexpr = False
     head_scale = 1.0
     if K_SCALES == 1:
         head_scale = tl.load(
@@ -130,26 +133,26 @@ def _decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     oldest = first_key
-    if (
-        HAS_LEFT
-    ):  # older keys are not even read: a window that has moved on may have freed their pages
+    if HAS_LEFT:  # older keys are not even read: a window may have freed their pages
         oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
     k_head_ptr = k_ptr + kv_head64 * k_strides[1]
     v_head_ptr = v_ptr + kv_head64 * v_strides[1]
     if PAGE > 0:
         pages_ptr = page_table_ptr + b64 * table_stride
-        # One tile ahead, so that the loads of keys do not wait for the numbers of their pages.
-        next_page = _pages(pages_ptr, first_key + n, oldest, stop_key, table_step, HAS_LEFT, PAGE)
+        # One tile ahead, so that the loads of keys do not wait for the numbers of their pages; the first ones
+        # without waiting for the length, too: all kv_capacity keys have an entry, if perhaps garbage.
+        next_page = _pages(
+            pages_ptr, first_key + n, oldest, kv_capacity, table_step, HAS_LEFT, PAGE
+        )
+        next_page = tl.where(first_key + n < end, next_page, -1)
     else:
         k_head_ptr += b64 * k_strides[0]
         v_head_ptr += b64 * v_strides[0]
-    for start in tl.range(first_key, stop_key, BLOCK_N):
+    for start in tl.range(first_key, end, step):
         index = start + n
         if PAGE > 0:
             page = next_page
-            next_page = _pages(
-                pages_ptr, index + BLOCK_N, oldest, stop_key, table_step, HAS_LEFT, PAGE
-            )
+            next_page = _pages(pages_ptr, index + step, oldest, end, table_step, HAS_LEFT, PAGE)
             # Unsigned, a negative page is beyond the last one; so is the -1 of keys that do not count.
             inside = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)
             base = page.to(tl.int64)
@@ -158,7 +161,7 @@ def _decode_kernel(
             k_rows = base * k_strides[0] + slot * K_ROW
             v_rows = base * v_strides[0] + slot * V_ROW
         else:
-            inside = index < stop_key
+            inside = index < end
             if HAS_LEFT:
                 inside = inside & (index >= oldest)
             base = b64
@@ -171,6 +174,9 @@ def _decode_kernel(
         k = tl.load(
             k_head_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0
         )
+        if KEYS_FIRST:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if start == first_key:
+                q = _opaque(loaded_q)
         scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
@@ -239,7 +245,7 @@ def _decode_kernel(
 
 @triton.jit
 def _pages(ptr, index, oldest, stop, step, HAS_LEFT: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of keys (N,); -1 for keys that do not count, whose table entries are not read."""
+    """The pages of keys (N,); -1 for keys that do not count."""
     inside = index < stop
     if HAS_LEFT:
         inside = inside & (index >= oldest)
@@ -254,11 +260,23 @@ def _power_of_two(x):
 
 
 @triton.jit
-def _to_half(q):
-    """(q (M, D) with each row scaled to below 2, in float16; the powers of two taken out)."""
-    q = q.to(tl.float32)
-    factor = _power_of_two(tl.max(tl.abs(q), 1))
-    return (q * (1.0 / factor)[:, None]).to(tl.float16), factor
+def _opaque(x):
+    """x, by an instruction that the compiler moves nowhere; NVIDIA's only."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 4 // (x.dtype.primitive_bitwidth // 8)
+    )
+
+
+@triton.jit
+def _queries(ptrs, mask, TO_HALF: tl.constexpr):
+    """(q (M, D), factors (M,)); TO_HALF: rows scaled to below 2 in float16, the powers of two taken out."""
+    q = tl.load(ptrs, mask=mask, other=0.0)
+    factor = tl.zeros([q.shape[0]], tl.float32)
+    if TO_HALF:
+        q = q.to(tl.float32)
+        factor = _power_of_two(tl.max(tl.abs(q), 1))
+        q = (q * (1.0 / factor)[:, None]).to(tl.float16)
+    return q, factor
 
 
 @triton.jit

@@ -27,6 +27,8 @@ MAX_ROWS = 64
 MANY, CROWDED = 1.5, 3.0
 #: Keys a sequence; positions are int32, and windows are added to them.
 MAX_CAPACITY = 1 << 30
+#: The y and z dimensions of a CUDA grid are smaller.
+MAX_GRID = 65536
 #: From here on float8_e4m3fn has conversion instructions; elsewhere the kernel takes its bytes apart.
 E4M3_CAPABILITY = (8, 9)
 #: From here on the merge kernel can start before the pieces are finished.
@@ -54,12 +56,12 @@ class Cache(NamedTuple):
 
 def decode_config(
     head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0,
-    capability: tuple[int, int] = (9, 0),
+    even: bool = True, capability: tuple[int, int] = (9, 0),
 ) -> TileConfig:  # fmt: skip
     """Tiles of the kernel, measured on an H100 (README.md).
 
     rows is the number of packed query rows of one KV head; narrow: the cache has one byte an element; load is
-    the number of items a processor: many programs side by side must be small.
+    the number of items a processor; even: no lengths are given.
     """
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
@@ -71,19 +73,33 @@ def decode_config(
         return TileConfig(min(block_m, 32), 16, 4 if block_m == 16 else 8, 2)
     if head_dim > 128:
         return TileConfig(block_m, 32, 4 if block_m <= 32 else 8, 2)
-    if block_m == 16:
-        if narrow and load >= MANY:
-            if not paged:
-                return TileConfig(16, 128, 4, 3)
-            if capability >= (8, 0):  # with four warps the addresses of pages spill registers
-                return TileConfig(16, 128, 8, 2)
-        if paged and not narrow and load >= MANY:
-            return TileConfig(16, 32, 4, 4 if load >= CROWDED else 3)
-        if load >= CROWDED and not narrow:
-            return TileConfig(16, 32, 1, 2)
+    if block_m == 16 and narrow and load >= MANY:
+        if not paged:
+            return TileConfig(16, 128, 4, 3)
+        if capability >= (8, 0):  # with four warps the addresses of pages spill registers
+            return TileConfig(16, 128, 8, 2)
+    if block_m == 16 and not narrow:
+        # Stages also say how many programs fit side by side. A grid with room for a ragged batch is dealt out
+        # unevenly where more fit than the pieces of an even batch need: 12 % at worst.
+        if load >= CROWDED and paged:
+            return TileConfig(16, 32, 4, 4)
+        if load >= CROWDED:
+            return TileConfig(16, 32, 1, 2 if even and load < 2 * CROWDED else 4)
+        if capability[0] in (9, 10) and load > 1 and (paged or not even):
+            return TileConfig(16, 64, 4, 4)
+        if capability[0] in (9, 10) and load > MANY / 2 and not paged and not even:
+            return TileConfig(16, 64, 4, 5)
     # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
     # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
     return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
+
+
+def loads_keys_first(
+    config: TileConfig, head_dim: int, dtype: torch.dtype, load: float, capability
+) -> bool:
+    """Whether the first keys are loaded before the queries are waited for, which takes registers for them."""
+    fits = config.block_m == 16 and head_dim <= 128 and dtype.itemsize == 2
+    return fits and config.num_warps > 1 and load < MANY and capability >= (8, 0)
 
 
 class MergeConfig(NamedTuple):
@@ -128,22 +144,29 @@ class Plan:
 
         processors = schedule.processors(q.device)
         narrow = k.dtype.itemsize == 1
-        # Nothing that a sequence's bits depend on may follow from the batch or the capacity.
-        load = 1.0 if batch_invariant else batch * kv_heads / processors
+        even = batch == 1 or all(x is None for x in mask[:3])
+        load = batch * kv_heads / processors
+        as_if_even = even
+        if (
+            batch_invariant
+        ):  # nothing that a sequence's bits depend on may follow from the batch or the capacity
+            load, as_if_even = 1.0, True
+        dims = max(head_dim, v_dim)
         config = config or decode_config(
-            max(head_dim, v_dim), q.dtype, rows, paged, narrow, load, capability
+            dims, q.dtype, rows, paged, narrow, load, as_if_even, capability
         )
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
-        even = batch == 1 or all(x is None for x in mask[:3])
         # Page numbers and conversions are more to wait for.
         twice = (paged or narrow) and load < MANY
+        least = max(schedule.MIN_SHARE, config.block_n // schedule.UNIT.value)
         programs, pieces = schedule.most_pieces(
-            batch, items, cache.capacity, wanted, even, twice, batch_invariant
+            batch, items, cache.capacity, wanted, least, even, twice, batch_invariant
         )
         ragged = wanted * schedule.FINER
         if even:
             wanted = schedule.even_share(batch * items, wanted)
+        keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
         split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
         slots = programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -156,15 +179,21 @@ class Plan:
         strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
         flags = tuple(mask_flags(mask).values())
         block_b = 1 if even else scan_width(batch)
+        # Heads that lie next to each other are read side by side.
+        heads_first = k.stride(1) < k.stride(2) and pieces < MAX_GRID
+        grid = (items, pieces, batch) if heads_first else (pieces, items, batch)
+        if not even:
+            grid = (programs, 1, 1)
         self._decode = _Kernel(
-            _decode_kernel, programs, (
+            _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
                 ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, twice, split, pdl,
-                dot_precision(q.dtype), block_b, config.block_m, config.block_n, padded(head_dim), block_dv,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split, pdl,
+                keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
+                padded(head_dim), block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages),
         )  # fmt: skip
@@ -180,11 +209,11 @@ class Plan:
             self.tiles = config, merge
             blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
-                _merge_kernel, batch * kv_heads * blocks, (
+                _merge_kernel, (batch * kv_heads * blocks, 1, 1), (
                     *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, ragged,
                     kv_heads, group, v_dim,
-                    *flags, batch_invariant, twice, pdl, block_b, config.block_m, block_dv, merge.rows, merge.parts,
-                    merge.dims,
+                    *flags, batch_invariant, least, twice, pdl, block_b, config.block_m, block_dv,
+                    merge.rows, merge.parts, merge.dims,
                 ),
                 dict(num_warps=merge.warps) | (dict(launch_pdl=True) if pdl else {}),
             )  # fmt: skip
@@ -220,8 +249,8 @@ class Plan:
 class _Kernel:
     """One launch: a kernel, its grid, and its arguments after the tensors."""
 
-    def __init__(self, kernel, programs: int, numbers: tuple, options: dict) -> None:
-        self._kernel, self._programs = kernel, programs
+    def __init__(self, kernel, grid: tuple[int, int, int], numbers: tuple, options: dict) -> None:
+        self._kernel, self._grid = kernel, grid
         self._numbers, self._options = numbers, options
         self._compiled = None
 
@@ -232,12 +261,12 @@ class _Kernel:
             compiled = self._compiled
             stream = torch._C._cuda_getCurrentRawStream(index)
             compiled.run(
-                self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *pointers, *self._numbers,
             )  # fmt: skip
             return
         with on_device(tensors[0]):
-            compiled = self._kernel[(self._programs,)](*tensors, *self._numbers, **self._options)
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
         # What was compiled for addresses that are multiples of 16 is right for those alone.
         if not INTERPRET and isinstance(index, int) and _aligned(pointers):
             self._compiled = compiled
@@ -298,6 +327,10 @@ def _too_long(q: Tensor, cache: Cache) -> bool:
         raise ValueError(
             f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
         )
+    if cache.k.shape[1] * q.shape[2] >= MAX_GRID:
+        raise ValueError(
+            f"KV heads times query tokens must be below {MAX_GRID}, got {cache.k.shape[1]} heads"
+        )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
     items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
     units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)
@@ -327,7 +360,7 @@ def simplified(mask: Mask, q_len: int) -> Mask:
 
 def scan_width(batch: int) -> int:
     """Lengths that each program scans: few widths, so that batch sizes share a compiled kernel."""
-    return next(width for width in (1, 32, 128, 512, schedule.MAX_BATCH) if width >= batch)
+    return next(width for width in (1, 32, 64, 128, 512, schedule.MAX_BATCH) if width >= batch)
 
 
 def _slope_strides(slopes: Tensor | None) -> tuple[int, int]:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.decode.schedule import cut, even_pieces, pieces_at, pieces_of, units_of
+from torch_fdattn.ops.decode.schedule import (
+    cut,
+    even_pieces,
+    first_program,
+    key_bounds,
+    pieces_of,
+    units_between,
+)
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
 
@@ -37,8 +44,9 @@ def _merge_kernel(
     out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, wanted,
     wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-    INVARIANT: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_D: tl.constexpr,
+    INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    MERGE_D: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = BLOCK_DV // MERGE_D
     blocks = tl.cdiv(group * q_len, MERGE_ROWS)
@@ -51,18 +59,21 @@ def _merge_kernel(
     item = first_row // BLOCK_M * kv_heads + kv_head
     bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
     window = (window_left, window_right, kv_block, kv_stride)
-    if BLOCK_B == 1:
-        units = units_of(0, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-        pieces = even_pieces(units, wanted, TWICE, INVARIANT)
-        first = (sequence * items + item) * pieces
-    else:
-        units, share, all_pieces = cut(
-            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, TWICE, INVARIANT,
-            BLOCK_B,
+    first = 0
+    if BLOCK_B > 1:
+        share, all_pieces = cut(
+            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST, TWICE,
+            INVARIANT, BLOCK_B,
         )  # fmt: skip
-        units_here, before = pieces_at(sequence, units, all_pieces, items)
-        pieces = pieces_of(units_here, share, INVARIANT)
-        first = before + item * pieces
+        first = first_program(sequence, all_pieces, items)
+    _, _, _, _, begin, end = key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    units = units_between(begin, end)
+    if BLOCK_B == 1:
+        pieces = even_pieces(units, wanted, LEAST, TWICE, INVARIANT)
+        first = sequence * items * pieces
+    else:
+        pieces = pieces_of(units, share, INVARIANT)
+    first += item * pieces
     if PDL:  # by every program: the next kernel of the stream waits for this one alone
         gdc_wait()
     if pieces == 1:  # written by its one program

@@ -26,13 +26,13 @@ from torch_fdattn.ops.tiles import key_range, sequence_bounds
 #: Keys a unit: the grain of the balance, and the alignment of a piece's first key.
 UNIT = tl.constexpr(16)
 #: Units a piece at least: less is not worth its part of the merge.
-MIN_SHARE = tl.constexpr(4)
+MIN_SHARE = 4
 #: Units a piece from which on two programs a processor are better than one, where each has more to wait for.
 LONG_SHARE = tl.constexpr(32)
 #: Units a piece in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
-#: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `share_of` may double those.
-FINER = 5
+#: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
+FINER = 3
 #: More sequences than this are several launches, because each program scans all lengths.
 MAX_BATCH = 4096
 
@@ -60,13 +60,14 @@ def most_pieces(
     items: int,
     kv_capacity: int,
     wanted: int,
+    least: int,
     even: bool,
     twice: bool,
     batch_invariant: bool,
 ) -> tuple[int, int]:
-    """(the programs of a launch, the most pieces of an item), items a sequence; even: equal lengths."""
+    """(the most pieces of all items, those of one), items a sequence; even: equal lengths."""
     units = max(1, triton.cdiv(kv_capacity, UNIT.value))
-    longest = triton.cdiv(units, MIN_SHARE.value)
+    longest = triton.cdiv(units, least)
     if batch_invariant:
         pieces = triton.cdiv(units, CHUNK.value)
     elif even:
@@ -92,16 +93,14 @@ def key_bounds(
     begin, _, _, end = key_range(
         q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, STRIPED, UNIT
     )
+    if not HAS_LEFT:
+        begin = 0  # for the compiler, which then knows by what addresses can be divided
     return kv_len, q_start, kv_start, keys, begin, end
 
 
 @triton.jit
-def units_of(
-    sequence, bounds_of, window,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
-):  # fmt: skip
+def units_between(begin, end):
     """Units of a sequence's visible keys; one at least, so that every sequence's output is written."""
-    _, _, _, _, begin, end = key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
     return tl.maximum(tl.cdiv(end - begin, UNIT), 1)
 
 
@@ -111,69 +110,58 @@ def pieces_of(units, share, INVARIANT: tl.constexpr):
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
-        # To the nearest, a little downwards: rather longer pieces than a second wave of them.
-        return tl.where(units > 0, tl.maximum((units + share * 2 // 5) // share, 1), 0)
+        # To the nearest, a little downwards: rather longer pieces than a second wave of them. A product with
+        # a reciprocal may be one below the quotient, for all programs alike.
+        reciprocal = (0xFFFFFFFF // share.to(tl.uint32)).to(tl.uint32)
+        pieces = tl.umulhi((units + share * 2 // 5).to(tl.uint32), reciprocal).to(tl.int32)
+        return tl.where(units > 0, tl.maximum(pieces, 1), 0)
 
 
 @triton.jit
-def even_pieces(units, pieces, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
+def even_pieces(units, pieces, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
     """Pieces of each item where all of them have as many units, at most the host's `pieces`."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     elif TWICE:
-        few = tl.minimum(tl.cdiv(units, MIN_SHARE), pieces)
+        few = tl.minimum(tl.cdiv(units, LEAST), pieces)
         return tl.where(units >= pieces * LONG_SHARE, pieces * 2, few)
     else:
-        return tl.minimum(tl.cdiv(units, MIN_SHARE), pieces)
-
-
-@triton.jit
-def share_of(units, batch, items, wanted, wanted_ragged, TWICE: tl.constexpr):
-    """Units a piece, from those of all sequences (BLOCK_B,), which are 0 beyond the batch."""
-    total = tl.sum(units, 0) * items
-    mean = total.to(tl.float32) / (batch * items)
-    ragged = tl.max(units, 0).to(tl.float32) > 1.25 * mean
-    share = tl.cdiv(total, tl.where(ragged, wanted_ragged, wanted))
-    if TWICE:
-        share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
-    return tl.maximum(share, MIN_SHARE)
+        return tl.minimum(tl.cdiv(units, LEAST), pieces)
 
 
 @triton.jit
 def cut(
     bounds_of, window, batch, items, wanted, wanted_ragged,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, TWICE: tl.constexpr,
-    INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, LEAST: tl.constexpr,
+    TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(units, share, pieces): of an item of each sequence (BLOCK_B,), 0 beyond the batch; the share is one."""
+    """(share, pieces): units a piece, and pieces of an item of each sequence (BLOCK_B,), 0 beyond the batch."""
     sequences = tl.arange(0, BLOCK_B)
     within = tl.minimum(sequences, batch - 1)
-    units = units_of(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
-    units = tl.where(sequences < batch, units, 0)
-    share = share_of(units, batch, items, wanted, wanted_ragged, TWICE)
-    return units, share, pieces_of(units, share, INVARIANT)
+    _, _, _, _, begin, end = key_bounds(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    units = tl.where(sequences < batch, units_between(begin, end), 0)
+    total = tl.sum(units, 0)
+    ragged = tl.max(units, 0).to(tl.float32) * (4 * batch) > total.to(tl.float32) * 5
+    share = tl.cdiv(total * items, tl.where(ragged, wanted_ragged, wanted))
+    if TWICE:
+        share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
+    share = tl.maximum(share, LEAST)
+    return share, pieces_of(units, share, INVARIANT)
 
 
 @triton.jit
-def place_of(program, units, pieces, items):
-    """(sequence, its units, its first program) of a program, from all (BLOCK_B,); no units beyond the last."""
+def place_of(program, pieces, items):
+    """(sequence, its first program) of a program, from the pieces (BLOCK_B,); sequence -1 beyond the last."""
     ends = tl.cumsum(pieces, 0) * items
     begins = ends - pieces * items
     here = (begins <= program) & (program < ends)
-    sequences = tl.arange(0, units.shape[0])
+    numbers = tl.arange(1, pieces.shape[0] + 1)
     # One sum of both: every program waits for these before its first load.
-    found = tl.sum(tl.where(here, (units.to(tl.int64) << 16) | sequences, 0), 0)
-    return (
-        (found & 0xFFFF).to(tl.int32),
-        (found >> 16).to(tl.int32),
-        tl.sum(tl.where(here, begins, 0), 0),
-    )
+    found = tl.sum(tl.where(here, (begins.to(tl.int64) << 16) | numbers, 0), 0)
+    return (found & 0xFFFF).to(tl.int32) - 1, (found >> 16).to(tl.int32)
 
 
 @triton.jit
-def pieces_at(sequence, units, pieces, items):
-    """(a sequence's units, its first program), from all (BLOCK_B,)."""
-    begins = (tl.cumsum(pieces, 0) - pieces) * items
-    here = tl.arange(0, units.shape[0]) == sequence
-    found = tl.sum(tl.where(here, (begins.to(tl.int64) << 32) | units, 0), 0)
-    return (found & 0xFFFFFFFF).to(tl.int32), (found >> 32).to(tl.int32)
+def first_program(sequence, pieces, items):
+    """The first program of a sequence, from the pieces (BLOCK_B,)."""
+    return tl.sum(tl.where(tl.arange(0, pieces.shape[0]) < sequence, pieces, 0), 0) * items
