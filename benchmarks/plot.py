@@ -42,7 +42,7 @@ AXES: dict[str, tuple[str, Callable[[Shape], str]]] = {
 }
 
 _NUMERIC = ("length", "batch", "dim", "page")  # points of other axes are not joined by lines
-# An implementation has one colour in all plots, whoever else is in them.
+# An implementation has one colour in all plots, whoever else is in them; a variant of it is dotted.
 _COLOURS = {
     name: f"C{i}"
     for i, name in enumerate(("fdattn", "cudnn", "fa2", "fa3", "flashinfer", "flex", "eager"))
@@ -101,6 +101,7 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
     except ImportError as failure:
         raise RuntimeError("plots need matplotlib: pip install 'torch-fdattn[bench]'") from failure
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text that can be searched and read aloud
     from matplotlib import pyplot
 
     possible = plottable(results)
@@ -136,12 +137,13 @@ def _bandwidth(axes: Axes, values: dict[str, dict[str, float]], axis: str) -> No
             if impl in values[case]
         ]
         floor = impl == PURE_READ
-        line = "--" if floor else "-"
+        name, _, variant = impl.partition("/")
+        line = "--" if floor else ":" if variant else "-"
         axes.plot(
             *zip(*points, strict=True),
             label="pure read (roofline)" if floor else impl,
             marker="_" if floor else "o",
-            color="black" if floor else _COLOURS.get(impl),
+            color="black" if floor else _COLOURS.get(name),
             linestyle=line if axis in _NUMERIC else "",
             linewidth=2.2 if is_ours(impl) else 1.2,
         )

@@ -18,7 +18,10 @@ from .shapes import FLOORS, PURE_READ
 
 Values = dict[str, dict[str, float]]  # case → impl → value
 PERCENT = "%"
+#: Ours without lengths, and the peers that know none: these are compared with the same call.
+FULL, KNOW_NO_LENGTHS = "fdattn/full", ("cudnn", "fa2")
 RATIO_NOTE = "(n×): how many times faster ours is than that one; **bold** where ours is slower."
+FULL_NOTE = f"`{FULL}` is given no lengths; {' and '.join(KNOW_NO_LENGTHS)}, which know none, are compared with it."
 
 
 def values_of(results: Results, metric: str) -> Values:
@@ -39,17 +42,23 @@ def ours(implementations: Iterable[str]) -> str | None:
     return own[0] if own else None
 
 
+def opposite(impl: str, by_impl: Iterable[str]) -> str | None:
+    """Which of ours an implementation is compared with; None for ours itself."""
+    own = FULL if impl in KNOW_NO_LENGTHS and FULL in by_impl else ours(by_impl)
+    return None if impl in (own, FULL) else own
+
+
 def ratios(results: Results, metric: str) -> Values:
     """case → peer → how many times faster ours is than that peer."""
     quantity = metric_named(metric)
     found: Values = {}
     for case, by_impl in values_of(results, metric).items():
-        own = ours(by_impl)
-        if own is not None:
+        pairs = {impl: opposite(impl, by_impl) for impl in by_impl}
+        if any(pairs.values()):
             found[case] = {
-                impl: quantity.speedup(by_impl[own], value)
-                for impl, value in by_impl.items()
-                if impl != own
+                impl: quantity.speedup(by_impl[own], by_impl[impl])
+                for impl, own in pairs.items()
+                if own is not None
             }
     return found
 
@@ -86,6 +95,8 @@ def heading(results: Results, note: str = RATIO_NOTE) -> str:
         "",
         f"`{meta['command']}`",
     ]
+    if note and any(row.impl == FULL for row in results.rows):
+        note = f"{note} {FULL_NOTE}"
     lines += ["", note] if note else []
     if meta["gpu"] == "cpu":
         lines += ["", "**Measured on a CPU: shows that the machinery runs, is not a result.**"]
@@ -127,11 +138,10 @@ def metric_cells(metric: Metric, values: Values) -> tuple[list[str], list[tuple[
         columns += [impl, PERCENT] if floor and impl != PURE_READ else [impl]
     lines = []
     for case, by_impl in values.items():
-        own = ours(by_impl)
         cells = []
         for impl in implementations:
             value = by_impl.get(impl)
-            cells.append(_cell(metric, by_impl, impl, own))
+            cells.append(_cell(metric, by_impl, impl))
             if floor and impl != PURE_READ:
                 known = value is not None and PURE_READ in by_impl
                 cells.append(Cell(f"{100 * by_impl[PURE_READ] / value:.0f}" if known else "–"))
@@ -139,16 +149,21 @@ def metric_cells(metric: Metric, values: Values) -> tuple[list[str], list[tuple[
     return columns, lines
 
 
-def _cell(metric: Metric, by_impl: dict[str, float], impl: str, own: str | None) -> Cell:
+def _cell(metric: Metric, by_impl: dict[str, float], impl: str) -> Cell:
     value = by_impl.get(impl)
     if value is None:
         return Cell("–")
     text = metric.format(value)
-    if metric.higher is None or own is None:
+    if metric.higher is None or ours(by_impl) is None:
         return Cell(text)
-    if impl == own:
-        peers = [x for name, x in by_impl.items() if not is_ours(name) and name not in FLOORS]
-        return Cell(text, loses=any(metric.speedup(value, x) < 1 for x in peers))
+    own = opposite(impl, by_impl)
+    if own is None:
+        peers = [
+            other
+            for name, other in by_impl.items()
+            if not is_ours(name) and name not in FLOORS and opposite(name, by_impl) == impl
+        ]
+        return Cell(text, loses=any(metric.speedup(value, other) < 1 for other in peers))
     ratio = metric.speedup(by_impl[own], value)
     return Cell(text, ratio, loses=ratio < 1 and impl not in FLOORS and not is_ours(impl))
 
@@ -207,10 +222,17 @@ def failure_rows(results: Results) -> list[list[str]]:
             key = row.impl, row.metric.replace("_", " "), str(row.value)
             found.setdefault(key, []).append(row.case)
     total = len({row.case for row in results.rows})
-    return [
-        [f"all {total}" if len(set(cases)) == total > 1 else ", ".join(cases), *key]
-        for key, cases in found.items()
-    ]
+
+    def named(cases: list[str]) -> str:
+        if len(set(cases)) == total > 1:
+            return f"all {total}"
+        return (
+            ", ".join(cases)
+            if len(cases) <= 3
+            else f"{len(cases)} of {total}, {cases[0]} to {cases[-1]}"
+        )
+
+    return [[named(cases), *key] for key, cases in found.items()]
 
 
 def ratio_text(value: float) -> str:

@@ -132,14 +132,6 @@ def _device(options: argparse.Namespace) -> torch.device:
         if "triton" in sys.modules:
             raise ValueError("Triton is imported already: start Python with TRITON_INTERPRET=1")
         os.environ["TRITON_INTERPRET"] = "1"
-    import numpy
-    import triton
-
-    from torch_fdattn.doctor.software import interpreter_trap
-
-    why = interpreter_trap(triton.__version__, numpy.__version__)
-    if why is not None:
-        raise ValueError(why)
     return torch.device("cpu")
 
 
@@ -153,6 +145,15 @@ def _check(options: argparse.Namespace, device: torch.device) -> None:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")
     if device.type == "cpu" and options.dtype == "bf16":
         raise ValueError("--dtype must be fp16 or fp32 in Triton's interpreter, got bf16")
+    if device.type == "cpu":
+        import numpy
+        import triton
+
+        from torch_fdattn.doctor.software import interpreter_trap
+
+        why = interpreter_trap(triton.__version__, numpy.__version__)
+        if why is not None:
+            raise ValueError(why)
 
 
 class Log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.readme import README, newest_files, section, updated
+from benchmarks.results import RESULTS_DIR, Results
 
 from .test_tables import by_hand
 
@@ -10,6 +11,16 @@ from .test_tables import by_hand
 def test_readme_is_made_from_the_results() -> None:
     text = README.read_text(encoding="utf-8")
     assert updated(text) == text, "run python -m benchmarks readme"
+
+
+def test_the_plot_is_of_the_newest_decode_run() -> None:
+    (newest,) = (
+        path for path in newest_files() if path.name.endswith("H100-80GB-HBM3x1_decode.json")
+    )
+    plot = RESULTS_DIR / "decode.svg"
+    assert f"benchmarks/results/{plot.name}" in README.read_text(encoding="utf-8")
+    command = f"run python -m benchmarks plot {newest} -o {plot}"
+    assert str(Results.load(newest).meta["date"]) in plot.read_text(encoding="utf-8"), command
 
 
 def test_newest_file_of_each_benchmark_and_machine(tmp_path) -> None:

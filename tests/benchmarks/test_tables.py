@@ -52,6 +52,29 @@ def test_ratios_are_speeds_whatever_the_direction() -> None:
     assert ratios(made, "host_us") == {}
 
 
+def test_peers_without_lengths_are_compared_with_ours_without() -> None:
+    made = results(
+        [
+            (DECODE, impl, "graph_us", value)
+            for impl, value in (
+                ("fdattn", 12.0), ("fdattn/full", 10.0), ("cudnn", 11.0), ("flashinfer", 15.0)
+            )
+        ]
+    )  # fmt: skip
+    assert ratios(made, "graph_us")[DECODE] == pytest.approx({"cudnn": 1.1, "flashinfer": 1.25})
+    text = render(made)
+    assert f"| {DECODE} | 12.0 | 10.0 | 11.0 (1.10×) | 15.0 (1.25×) |" in text
+    assert "`fdattn/full` is given no lengths" in text
+    assert "`fdattn/full`" not in render(by_hand())
+
+
+def test_many_cases_without_a_figure_are_counted() -> None:
+    made = results([(f"case{i}", "fdattn", "graph_us", 1.0) for i in range(6)])
+    for i in range(5):
+        Recorder(made, None).error(f"case{i}", "fa2", "no")
+    assert "| 5 of 6, case0 to case4 | fa2 | error | no |" in render(made)
+
+
 def test_rendered_cells() -> None:
     text = render(by_hand())
     lines = text.splitlines()

@@ -106,9 +106,16 @@ FAULTS = (
         "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
     ),
     Fault(
-        "pieces rounded down", f"{_KERNELS}/decode/kernel.py",
-        "length = CHUNK if INVARIANT else tl.cdiv(units, pieces)",
-        "length = CHUNK if INVARIANT else tl.maximum(units // pieces, 1)", DECODE,
+        "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",
+        "step = pieces * BLOCK_N", "step = (pieces + (pieces > 1)) * BLOCK_N", DECODE,
+    ),
+    Fault(
+        "a ragged batch's pieces are never found", f"{_KERNELS}/decode/schedule.py",
+        "here = (begins <= program) & (program < ends)", "here = (begins <= program) & (program < ends - 1)", DECODE,
+    ),
+    Fault(
+        "the first pages of keys beyond the length", f"{_KERNELS}/decode/kernel.py",
+        "next_page = tl.where(first_key + n < end, next_page, -1)", "next_page = tl.where(n >= 0, next_page, -1)", DECODE,
     ),
     Fault(
         "packed rows in the other order", f"{_KERNELS}/decode/kernel.py",
@@ -120,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "another item's parts", f"{_KERNELS}/decode/merge.py",
-        "first = before + item * pieces", "first = before + tl.maximum(item - 1, 0) * pieces", DECODE,
+        "first += item * pieces", "first += tl.maximum(item - 1, 0) * pieces", DECODE,
     ),
     Fault(
         "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
