@@ -3,14 +3,14 @@
 An item is one sequence's one KV head (and one block of its packed query rows, where there are more than
 one); its keys are counted in units of UNIT keys. Each item is cut into pieces, one program a piece:
 
-    balanced    pieces of about one size, `share`: what all units amount to a program, or a fifth of it where
+    balanced    pieces of about one size, `share`: what all units amount to a program, or a third of it where
                 some sequences are longer than others, so that early programs' processors take what is left.
     invariant   pieces of CHUNK units: a sequence's bits then depend on nothing but its own length.
 
-Pieces lie in the order of their items; a piece's place in it is its program, and the slot of its partial
-result. The grid follows from shapes alone, so that a CUDA graph stays right for any lengths; programs
-beyond the last piece end at once. (A line of equal shares that run across items, Stream-K's idea, and a
-counter at which the last program merges were tried before: README.md.)
+The pieces of an item take its tiles in turn: piece p of P reads tiles p, p + P, …. Partial results lie in
+the order of items, then pieces. The grid follows from shapes alone, so that a CUDA graph stays right for any
+lengths; programs beyond the last piece end at once. (A line of equal shares that run across items, Stream-K's
+idea, a counter at which the last program merges, and programs that take several pieces were tried: README.md.)
 """
 
 from __future__ import annotations
