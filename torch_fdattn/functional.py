@@ -122,7 +122,7 @@ def paged_decode(
         k_cache, v_cache: pages (P, H_kv, page, D) and (P, H_kv, page, DV) of any size from one token up,
             any strides: memory in the order NHD is a transposed view.
         page_table: int32 (B, pages a sequence) on q's device: token j of sequence b is slot j % page of page
-            page_table[b, j // page]. Entries beyond a sequence's length are not read; keys on a page
+            page_table[b, j // page]. Entries beyond a sequence's length may be anything; keys on a page
             outside [0, P) are masked.
         k_scale, v_scale: broadcastable to (P, H_kv, page).
 
