@@ -35,7 +35,7 @@ def values_of(results: Results, metric: str) -> Values:
 
 def ours(implementations: Iterable[str]) -> str | None:
     """What ratios are formed for: `fdattn`, else its strategy `auto`, else its first."""
-    own = [name for name in implementations if is_ours(name)]
+    own = [name for name in implementations if is_ours(name) and name != FULL]
     for wanted in ("fdattn", "fdattn/auto"):
         if wanted in own:
             return wanted
@@ -227,9 +227,7 @@ def failure_rows(results: Results) -> list[list[str]]:
         if len(set(cases)) == total > 1:
             return f"all {total}"
         return (
-            ", ".join(cases)
-            if len(cases) <= 3
-            else f"{len(cases)} of {total}, {cases[0]} to {cases[-1]}"
+            ", ".join(cases) if len(cases) <= 3 else f"{len(set(cases))} of {total}, as {cases[0]}"
         )
 
     return [[named(cases), *key] for key, cases in found.items()]

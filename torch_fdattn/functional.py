@@ -79,7 +79,7 @@ def decode(
         alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
         sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
             returned includes it, so that ``exp(score - lse)`` are the weights.
-        batch_invariant: every sequence is cut into pieces of 1024 keys, so that its results are the same
+        batch_invariant: a sequence of n keys is cut into ⌈n / 1024⌉ pieces, so that its results are the same
             bits whatever else is in the batch (`ops/decode/README.md`).
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.

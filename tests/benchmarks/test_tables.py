@@ -72,7 +72,7 @@ def test_many_cases_without_a_figure_are_counted() -> None:
     made = results([(f"case{i}", "fdattn", "graph_us", 1.0) for i in range(6)])
     for i in range(5):
         Recorder(made, None).error(f"case{i}", "fa2", "no")
-    assert "| 5 of 6, case0 to case4 | fa2 | error | no |" in render(made)
+    assert "| 5 of 6, as case0 | fa2 | error | no |" in render(made)
 
 
 def test_rendered_cells() -> None:

@@ -113,9 +113,11 @@ class Case:
     cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
     v_dim: int | None = None  # append's, where it is not head_dim
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
+    batch: int = 2  # decode's: how many items a processor has
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
+        rows += f"-batch{self.batch}" if self.batch != 2 else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
@@ -147,15 +149,15 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _cache(kind: str, dim: int, dtype: torch.dtype) -> Cache:
+def _cache(kind: str, dim: int, dtype: torch.dtype, batch: int = 2) -> Cache:
     name, _, paged = kind.partition("-")
-    k = _meta(2, 8, 65536, dim, dtype=CACHES.get(name, dtype))
+    k = _meta(batch, 8, 65536, dim, dtype=CACHES.get(name, dtype))
     scale = _meta(8, 1).expand(k.shape[:3]) if name in CACHES else None
     if not paged:
         return Cache(k, k.clone(), None, scale, scale)
-    k = k.view(8192, 16, 8, dim).transpose(1, 2)
-    table = _meta(2, 4096, dtype=torch.int32)
-    scale = None if scale is None else _meta(8192, 8, 16)
+    k = k.view(batch * 4096, 16, 8, dim).transpose(1, 2)
+    table = _meta(batch, 4096, dtype=torch.int32)
+    scale = None if scale is None else _meta(batch * 4096, 8, 16)
     return Cache(k, torch.empty_like(k), table, scale, scale)
 
 
@@ -179,8 +181,12 @@ def record(case: Case) -> list[Launch]:
     mask, scale = MASKS[case.mask], dim**-0.5
     with recorded() as launches:
         if case.op == "decode":
-            q = _meta(2, 8 * case.rows, 1, dim, dtype=dtype)
-            lse, cache = _meta(*q.shape[:-1]), _cache(case.cache, dim, dtype)
+            q = _meta(case.batch, 8 * case.rows, 1, dim, dtype=dtype)
+            lse, cache = _meta(*q.shape[:-1]), _cache(case.cache, dim, dtype, case.batch)
+            mask = Mask(
+                *(None if x is None else _meta(case.batch, dtype=x.dtype) for x in mask[:3]),
+                *mask[3:],
+            )
             launch_decode(
                 q, cache, mask, scale, torch.empty_like(q), lse, config=case.tile, wanted=64,
                 capability=arch.capability,

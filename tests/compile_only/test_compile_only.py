@@ -81,16 +81,23 @@ def decode_cases():
                         config = decode_config(
                             dim, DTYPES[dtype], rows, paged, False, load, even, arch.capability
                         )
-                        configs[config] = (dim, rows)
-            for config, (dim, rows) in configs.items():
+                        configs[config] = (dim, rows, max(2, load * 132 // 8))
+            for config, (dim, rows, batch) in configs.items():
                 cache = "same-paged" if paged else "same"
-                yield Case("decode", arch.name, dtype, dim, "padded", rows, cache, tile=config)
+                yield Case(
+                    "decode", arch.name, dtype, dim, "padded", rows, cache, tile=config, batch=batch
+                )
         for cache in ("e4m3-paged", "e5m2", "int8"):
             for load in (1, 4):
                 tile = decode_config(
                     128, torch.bfloat16, 4, "paged" in cache, True, load, False, arch.capability
                 )
-                yield Case("decode", arch.name, "bf16", 128, "padded", 4, cache, tile=tile)
+                batch = max(2, load * 132 // 8)
+                yield Case(
+                    "decode", arch.name, "bf16", 128, "padded", 4, cache, tile=tile, batch=batch
+                )
+        for cache in ("same", "same-paged", "e4m3-paged"):  # equal lengths have a grid of their own
+            yield Case("decode", arch.name, "bf16", 128, "full", 4, cache)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.ops.attention.configs import TileConfig
 from torch_fdattn.ops.decode import schedule
-from torch_fdattn.ops.decode.launch import Cache, Plan
+from torch_fdattn.ops.decode.launch import Cache, Plan, launch_decode
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -143,3 +144,52 @@ def test_too_many_keys_are_refused(kernel_device):
     lens = torch.ones(1, dtype=torch.int32, device=kernel_device)
     with pytest.raises(ValueError, match=r"fewer than 2\*\*30 keys a sequence, got 1073741824"):
         torch_fdattn.decode(q, k, k, lens)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tile", [TileConfig(16, 128, 1, 1), TileConfig(16, 64, 1, 1)], ids=str)
+@pytest.mark.parametrize("wanted", [3, 60])  # the last more than there are tiles
+@pytest.mark.parametrize("lens", [None, (700, 700), (1000, 1, 0), (129, 640, 64)], ids=str)
+def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):
+    """The interpreter's own tiles hold one unit; these hold more than the least that a piece has."""
+    batch = 2 if lens is None else len(lens)
+    q = make_tensor((batch, 6, 1, 32), device=kernel_device, dtype=torch.float32)
+    k, v = (
+        make_tensor((batch, 2, 1000, 32), device=kernel_device, dtype=torch.float32) for _ in "kv"
+    )
+    mask = Mask(
+        None if lens is None else torch.tensor(lens, dtype=torch.int32, device=kernel_device)
+    )
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    # Guards behind what the plan asks for: no program writes beyond its slots.
+    plan = Plan(q, Cache(k, v), mask, 0.2, out, Scores(), False, tile, wanted)
+    room = torch.full((plan.floats + 512,), 77.0, device=kernel_device)
+    launch_decode(
+        q, Cache(k, v), mask, 0.2, out, lse, workspace=room.view(torch.int32), config=tile, wanted=wanted
+    )  # fmt: skip
+    assert (room[plan.floats :] == 77).all()
+    expected, expected_lse = attention_oracle(q, k, v, lens, scale=0.2)
+    torch.testing.assert_close(out, expected.to(out), atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse, expected_lse.to(lse), atol=2e-5, rtol=0)
+
+
+def test_no_grid_is_too_wide():
+    """y and z of a CUDA grid end at 65535: many heads go to x."""
+    q = torch.empty(2, 70000, 1, 16, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 70000, 64, 16, dtype=torch.bfloat16, device="meta")
+    grid = Plan(q, Cache(k, k), Mask(), 1.0, q, Scores(), False)._decode._grid
+    assert grid[0] >= 70000
+    assert max(grid[1:]) < 65536
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("shape", [(3, 1), (), (1, 3, 1)], ids=str)
+def test_scales_of_an_empty_cache(shape, device):
+    """Expanded to no keys they have no address, which a kernel must not load from."""
+    q = make_tensor((1, 3, 1, 16), device=device, dtype=torch.float16)
+    k = torch.empty(1, 3, 0, 16, dtype=torch.int8, device=device)
+    scale = torch.rand(shape, device=device)
+    lens = torch.zeros(1, dtype=torch.int32, device=device)
+    out, lse = torch_fdattn.decode(q, k, k, lens, k_scale=scale, v_scale=scale)
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()

@@ -1,8 +1,8 @@
 """Split-KV decode in portable Triton: contiguous and paged caches, any lengths.
 
 Flash-Decoding: each program walks along one piece of one item's keys (`schedule.py`). Where an item has
-more than one piece, its programs leave (out, lse) in fp32 for the merge kernel (`merge.py`), in slots
-numbered like the programs. The query heads of one KV head and the T query tokens are packed into the rows
+more than one piece, its programs leave (out, lse) in fp32 for the merge kernel (`merge.py`), in slots in the
+order of items, then pieces. The query heads of one KV head and the T query tokens are packed into the rows
 of one tile (row = head_in_group · T + token): K and V are read once a group.
 
 Shapes: q (B, H, T, D), out (B, H, T, DV); k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages (P, H_kv, PAGE, D)
@@ -79,13 +79,13 @@ def _decode_kernel(
             pieces = even_pieces(units, wanted, LEAST, TWICE, INVARIANT)
             if place >= pieces:
                 return
-        program = (sequence * items + item) * pieces + place
+        part = (sequence * items + item) * pieces + place
     else:
         pieces = pieces_of(units, share, INVARIANT)
         item, place = (program - before) // pieces, (program - before) % pieces
         if HEADS_FIRST:
             item, place = (program - before) % items, (program - before) // items
-        program = before + item * pieces + place
+        part = before + item * pieces + place
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -236,7 +236,7 @@ def _decode_kernel(
         out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads, sink_stride
     )  # fmt: skip
     if SPLIT and pieces > 1:
-        slots = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        slots = part.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part_lses_ptr + slots, lse, mask=rows_in)
         tl.store(parts_ptr + slots[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None])
     else:

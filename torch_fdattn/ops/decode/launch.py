@@ -180,7 +180,11 @@ class Plan:
         flags = tuple(mask_flags(mask).values())
         block_b = 1 if even else scan_width(batch)
         # Heads that lie next to each other are read side by side.
-        heads_first = k.stride(1) < k.stride(2) and pieces < MAX_GRID
+        heads_first = pieces < MAX_GRID and (k.stride(1) < k.stride(2) or items >= MAX_GRID)
+        if even and not heads_first and items >= MAX_GRID:
+            raise ValueError(
+                f"KV heads must be fewer in a cache of this length, got {kv_heads} of capacity {cache.capacity}"
+            )
         grid = (items, pieces, batch) if heads_first else (pieces, items, batch)
         if not even:
             grid = (programs, 1, 1)
@@ -327,10 +331,6 @@ def _too_long(q: Tensor, cache: Cache) -> bool:
         raise ValueError(
             f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
         )
-    if cache.k.shape[1] * q.shape[2] >= MAX_GRID:
-        raise ValueError(
-            f"KV heads times query tokens must be below {MAX_GRID}, got {cache.k.shape[1]} heads"
-        )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
     items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
     units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)
@@ -375,7 +375,7 @@ def _scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
 
 def _scale_kind(scales: Tensor | None, paged: bool) -> int:
     """0 no scales, 1 one a sequence's head, 2 one a key."""
-    if scales is None:
+    if scales is None or not scales.numel():  # of no keys: nothing to load
         return 0
     return 2 if scales.stride(2) or (paged and scales.stride(0)) else 1
 

@@ -5,7 +5,7 @@ one); its keys are counted in units of UNIT keys. Each item is cut into pieces, 
 
     balanced    pieces of about one size, `share`: what all units amount to a program, or a third of it where
                 some sequences are longer than others, so that early programs' processors take what is left.
-    invariant   pieces of CHUNK units: a sequence's bits then depend on nothing but its own length.
+    invariant   a piece for each CHUNK units: a sequence's bits then depend on nothing but its own length.
 
 The pieces of an item take its tiles in turn: piece p of P reads tiles p, p + P, …. Partial results lie in
 the order of items, then pieces. The grid follows from shapes alone, so that a CUDA graph stays right for any
@@ -29,7 +29,7 @@ UNIT = tl.constexpr(16)
 MIN_SHARE = 4
 #: Units a piece from which on two programs a processor are better than one, where each has more to wait for.
 LONG_SHARE = tl.constexpr(32)
-#: Units a piece in the batch-invariant mode: 1024 keys.
+#: Units a piece at most in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
 #: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
 FINER = 3
