@@ -45,7 +45,7 @@ EXPECTED_SKIPS = re.compile(
     re.VERBOSE,
 )
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
-_PARALLEL = ("-n", "2", "--dist", "loadfile")
+_PARALLEL = ("-n", "2", "--dist", "worksteal")
 
 
 def distributed(ranks: int, *names: str) -> Layer:

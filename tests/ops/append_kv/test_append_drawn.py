@@ -10,7 +10,7 @@ from torch_fdattn.testing import assert_launched, drawn_seeds, expected_path
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", drawn_seeds(400))
+@pytest.mark.parametrize("seed", drawn_seeds(320))
 def test_drawn(seed, device, record_drawn):
     case = draw(seed, device)
     record_drawn("append_kv", case.features)

@@ -15,7 +15,7 @@ from torch_fdattn.testing import (
 )
 
 #: `make fuzz` draws more than the time of `make test` allows.
-DRAWN = int(os.environ.get("FDATTN_DRAWN", "400"))
+DRAWN = int(os.environ.get("FDATTN_DRAWN", "320"))
 
 
 @pytest.mark.interpreter
