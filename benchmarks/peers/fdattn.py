@@ -54,17 +54,14 @@ class FullCache(Fdattn):
 def _contiguous(
     case: DecodeCase, copies: Sequence[DecodeInputs], lengths: Sequence[torch.Tensor | None]
 ) -> list[DecodeCall]:
-    if case.cache is None:
-        decode = _entry("decode")
-        return [
-            functools.partial(decode, x.q, x.k, x.v, lens)
-            for x, lens in zip(copies, lengths, strict=True)
-        ]
-    decode = _entry("decode", "k_scale")
+    scaled = case.cache is not None
+    decode = _entry("decode", "k_scale" if scaled else None)
     return [
-        functools.partial(decode, x.q, x.k, x.v, lens, k_scale=x.k_scale, v_scale=x.v_scale)
+        functools.partial(
+            decode, x.q, x.k, x.v, lens, **(dict(k_scale=x.k_scale, v_scale=x.v_scale) if scaled else {})
+        )
         for x, lens in zip(copies, lengths, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def _entry(name: str, keyword: str | None = None) -> Callable[..., object]:
