@@ -26,6 +26,7 @@ from .tables import failures, heading, markdown_table, spread_lines, values_of
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
+_DIRECT = "torch_fdattn.ops.direct_launch"
 # Where the stages inside the entry are found: the function of ours that the call runs, and which run of it.
 _INSIDE_CPU = {
     "kernel": (_OP, "decode_eagerly", 0),
@@ -36,8 +37,8 @@ _INSIDE_CPU = {
 _INSIDE_CUDA = {
     "kernel": (_OP, "decode_eagerly", 0),
     "launch": (_LAUNCH, "Plan.launch", 0),
-    "submission": (_LAUNCH, "_Kernel.launch", 0),
-    "merge": (_LAUNCH, "_Kernel.launch", 1),
+    "submission": (_DIRECT, "DirectLaunch.__call__", 0),
+    "merge": (_DIRECT, "DirectLaunch.__call__", 1),
 }
 # Each line of the table: its title, the stage, and the stages inside it, which are taken off.
 _ENTRY_LINE = ("Python entry: keywords, and whether anybody must see the op", ENTRY, ("kernel",))
@@ -56,8 +57,8 @@ _PARTS_CPU = (
 _PARTS_CUDA = (
     _ENTRY_LINE,
     ("plan of the metadata, allocation of out and lse", "kernel", ("launch",)),
-    ("room for partial results, arguments", "launch", ("submission", "merge")),
-    ("first kernel: addresses, Triton's compiled launcher, the driver", "submission", ()),
+    ("room for partial results, addresses", "launch", ("submission", "merge")),
+    ("first kernel: writing addresses, the driver", "submission", ()),
     ("merge kernel: the same", "merge", ()),
     *_BESIDE,
     ("beside: an empty kernel through Triton's own launch", "empty_kernel", ()),

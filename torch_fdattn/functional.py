@@ -90,16 +90,22 @@ def decode(
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
     left, right = (-1, -1) if window is None else window_bounds(window)
-    op = decode_op.decode
-    if not library.skips_dispatcher(q, k_cache, v_cache, kv_lens, q_start, kv_start):
-        tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
-        checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
-        op = torch.ops.fdattn.decode
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if out is None and workspace is None and library.runs_unseen(
+        q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
+    ):  # fmt: skip
+        return decode_op.decode_eagerly(
+            q, k_cache, v_cache, None, kv_lens, q_start, kv_start, left, 0 if causal else right, kv_block,
+            kv_stride, scale, None, *extras,
+        )  # fmt: skip
+    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
+    _expect_types(
+        tensors, (kv_lens, q_start, kv_start), scale, k_scale, v_scale, alibi_slopes, sinks
+    )
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
-        extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
         return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
-    return op(
+    return torch.ops.fdattn.decode(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
         v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -131,21 +137,33 @@ def paged_decode(
     Source: PagedAttention, arXiv:2309.06180.
     """
     left, right = (-1, -1) if window is None else window_bounds(window)
-    op = decode_op.paged_decode
-    if not library.skips_dispatcher(q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start):
-        tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
-        checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
-        op = torch.ops.fdattn.paged_decode
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    if out is None and workspace is None and library.runs_unseen(
+        q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
+    ):  # fmt: skip
+        return decode_op.decode_eagerly(
+            q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, left, 0 if causal else right, kv_block,
+            kv_stride, scale, None, *extras,
+        )  # fmt: skip
+    tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
+    _expect_types(
+        tensors, (kv_lens, q_start, kv_start), scale, k_scale, v_scale, alibi_slopes, sinks
+    )
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
-        extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
         return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
-    return op(
+    return torch.ops.fdattn.paged_decode(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
         v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def _expect_types(tensors, bounds, scale, *extras) -> None:
+    named = zip(("k_scale", "v_scale", "alibi_slopes", "sinks"), extras, strict=True)
+    given = (pair for pair in named if pair[1] is not None)
+    checks.expect_types((*tensors, *given), bounds, scale)
 
 
 def decode_workspace(

@@ -4,7 +4,6 @@ The cases follow the config tables: for each distinct configuration the largest 
 the largest multiple of 16 that is padded to it. Spills are allowed only where SPILLS says so.
 """
 
-import itertools
 import os
 
 import pytest
@@ -79,9 +78,9 @@ def decode_cases():
             configs = {}
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
-                    for load, even in itertools.product(loads, (True, False)):
+                    for load in loads:
                         config = decode_config(
-                            dim, DTYPES[dtype], rows, paged, False, load, even, arch.capability
+                            dim, DTYPES[dtype], rows, paged, False, load, arch.capability
                         )
                         configs[config] = (dim, rows, max(2, load * 132 // 8) if rows == 4 else 2)
             for config, (dim, rows, batch) in configs.items():
@@ -92,7 +91,7 @@ def decode_cases():
         for cache in ("e4m3-paged", "e5m2", "int8"):
             for load in (1, 4) if one_of_each else (1,):
                 tile = decode_config(
-                    128, torch.bfloat16, 4, "paged" in cache, True, load, False, arch.capability
+                    128, torch.bfloat16, 4, "paged" in cache, True, load, arch.capability
                 )
                 batch = max(2, load * 132 // 8)
                 yield Case(

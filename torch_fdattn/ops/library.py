@@ -75,8 +75,8 @@ def runs_directly(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda or tensors[0].is_cpu
 
 
-def skips_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether a Python entry may call a composite's function in place of the op: nobody would see the op.
+def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether a Python entry may call an op's kernel itself: nobody would see the op, nothing is derived.
 
     False also for what is no tensor, so that such a call meets the checks of its types.
     """
@@ -84,13 +84,10 @@ def skips_dispatcher(*tensors: Tensor | None) -> bool:
         torch.compiler.is_compiling()
         or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
-        or _watched()
+        or first is None
     ):
         return False
-    for tensor in tensors:
-        if type(tensor) is not Tensor and tensor is not None:
-            return False
-    return tensors[0] is not None
+    return runs_directly(first, *[x for x in others if x is not None])
 
 
 def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:

@@ -268,6 +268,7 @@ def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
         whole_launch(self, *arguments)
 
     with monkeypatch.context() as patch:
+        patch.setattr(launch.Plan, "_is_direct", lambda *_: False)
         patch.setattr(launch._Kernel, "launch", abort)
         with pytest.raises(KeyboardInterrupt):
             torch_fdattn.decode(q, k, v, lens)

@@ -17,6 +17,7 @@ from torch_fdattn.ops.attention.configs import TileConfig, device_capability, do
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
+from torch_fdattn.ops.direct_launch import DirectLaunch, direct_launch
 from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.positions import Mask
@@ -56,12 +57,12 @@ class Cache(NamedTuple):
 
 def decode_config(
     head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0,
-    even: bool = True, capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int] = (9, 0),
 ) -> TileConfig:  # fmt: skip
     """Tiles of the kernel, measured on an H100 (README.md).
 
     rows is the number of packed query rows of one KV head; narrow: the cache has one byte an element; load is
-    the number of items a processor; even: no lengths are given.
+    the number of items a processor.
     """
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
@@ -78,17 +79,10 @@ def decode_config(
             return TileConfig(16, 128, 4, 3)
         if capability >= (8, 0):  # with four warps the addresses of pages spill registers
             return TileConfig(16, 128, 8, 2)
-    if block_m == 16 and not narrow:
-        # Stages also say how many programs fit side by side. A grid with room for a ragged batch is dealt out
-        # unevenly where more fit than the pieces of an even batch need: 12 % at worst.
-        if load >= CROWDED and paged:
-            return TileConfig(16, 32, 4, 4)
-        if load >= CROWDED:
-            return TileConfig(16, 32, 1, 2 if even and load < 2 * CROWDED else 4)
-        if capability[0] in (9, 10) and load > 1 and (paged or not even):
-            return TileConfig(16, 64, 4, 4)
-        if capability[0] in (9, 10) and load > MANY / 2 and not paged and not even:
-            return TileConfig(16, 64, 4, 5)
+    if block_m == 16 and not narrow and load >= CROWDED:
+        if paged:
+            return TileConfig(16, 32, 4, 3 if head_dim > 64 else 4)
+        return TileConfig(16, 32, 1, 2 if head_dim > 64 else 4)
     # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
     # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
     return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
@@ -146,15 +140,10 @@ class Plan:
         narrow = k.dtype.itemsize == 1
         even = batch == 1 or all(x is None for x in mask[:3])
         load = batch * kv_heads / processors
-        as_if_even = even
-        if (
-            batch_invariant
-        ):  # nothing that a sequence's bits depend on may follow from the batch or the capacity
-            load, as_if_even = 1.0, True
+        if batch_invariant:  # nothing that a sequence's bits depend on may follow from the batch
+            load = 1.0
         dims = max(head_dim, v_dim)
-        config = config or decode_config(
-            dims, q.dtype, rows, paged, narrow, load, as_if_even, capability
-        )
+        config = config or decode_config(dims, q.dtype, rows, paged, narrow, load, capability)
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         # Page numbers and conversions are more to wait for.
@@ -163,6 +152,9 @@ class Plan:
         programs, pieces = schedule.most_pieces(
             batch, items, cache.capacity, wanted, least, even, twice, batch_invariant
         )
+        beside = None
+        if not batch_invariant and (not even or load > schedule.MOST_BESIDE):
+            beside = schedule.side_by_side(batch * items, wanted, twice, processors)
         ragged = wanted * schedule.FINER
         if even:
             wanted = schedule.even_share(batch * items, wanted)
@@ -172,7 +164,9 @@ class Plan:
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m
 
-        self.device, self._index = q.device, q.device.index
+        self._index = q.device.index
+        self._bounds = sum(x is not None for x in mask[:3])
+        self._sinks = int(options.sinks is not None)
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
         mask = simplified(mask, q_len)
         slopes = options.alibi_slopes
@@ -199,9 +193,11 @@ class Plan:
                 keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
                 padded(head_dim), block_dv,
             ),
-            dict(num_warps=config.num_warps, num_stages=config.num_stages),
+            dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
         )  # fmt: skip
         self._merge, self.tiles = None, (config, None)
+        # Of one element: `empty_like` costs half of an `empty` with its shape, dtype and device.
+        self._parts = q.new_empty(1, dtype=torch.float32).expand(self.floats)
         if split:
             merge = INVARIANT_MERGE
             if not batch_invariant:
@@ -230,66 +226,72 @@ class Plan:
     ) -> None:  # fmt: skip
         """Launches on tensors of the plan's metadata."""
         launches["decode_forward/triton"] += 1
-        parts = part_lses = None
+        parts = None
         if self._merge is not None:
             if workspace is None:
-                parts = torch.empty(self.floats, dtype=torch.float32, device=self.device)
+                parts = torch.empty_like(self._parts)
             else:
                 parts = workspace.view(torch.float32)
-            part_lses = parts[self.lse_offset :]
         if self._strided_lengths:
             kv_lens, q_start, kv_start = contiguous_mask(Mask(kv_lens, q_start, kv_start))[:3]
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         bounds = kv_lens, q_start, kv_start
-        self._decode.launch(
-            self._index, q, k, v, out, lse, parts, part_lses, *bounds, page_table, k_scale, v_scale, alibi_slopes,
-            sinks,
-        )  # fmt: skip
-        if self._merge is not None:
-            self._merge.launch(self._index, out, lse, parts, part_lses, *bounds, sinks)
-
-
-class _Kernel:
-    """One launch: a kernel, its grid, and its arguments after the tensors."""
-
-    def __init__(self, kernel, grid: tuple[int, int, int], numbers: tuple, options: dict) -> None:
-        self._kernel, self._grid = kernel, grid
-        self._numbers, self._options = numbers, options
-        self._compiled = None
-
-    def launch(self, index: int | None, *tensors: Tensor | None) -> None:
-        """On the current stream of the CUDA device `index`; the first tensor is none that may be missing."""
-        pointers = [None if x is None else x.data_ptr() for x in tensors]
-        if self._is_direct(index, pointers):
-            compiled = self._compiled
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            compiled.run(
-                *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *pointers, *self._numbers,
-            )  # fmt: skip
+        rest = page_table, k_scale, v_scale, alibi_slopes, sinks
+        given = [x for x in (q, k, v, out, lse, parts, *bounds, *rest) if x is not None]
+        at = [x.data_ptr() for x in given]
+        if self._is_direct(at):
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if parts is None:
+                self._decode.direct(stream, at)
+            else:
+                at.insert(6, at[5] + 4 * self.lse_offset)
+                self._decode.direct(stream, at)
+                self._merge.direct(stream, at[3 : 7 + self._bounds] + at[len(at) - self._sinks :])
             return
-        with on_device(tensors[0]):
-            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        # What was compiled for addresses that are multiples of 16 is right for those alone.
-        if not INTERPRET and isinstance(index, int) and _aligned(pointers):
-            self._compiled = compiled
+        part_lses = None if parts is None else parts[self.lse_offset :]
+        # What is compiled for addresses that are multiples of 16 is right for those alone.
+        keep = not INTERPRET and isinstance(self._index, int) and _aligned(at)
+        with on_device(q):
+            self._decode.launch(keep, q, k, v, out, lse, parts, part_lses, *bounds, *rest)
+            if parts is not None:
+                self._merge.launch(keep, out, lse, parts, part_lses, *bounds, sinks)
 
-    def _is_direct(self, index: int | None, pointers: list[int | None]) -> bool:
-        """Whether the compiled kernel can be handed these addresses without asking Triton."""
+    def _is_direct(self, addresses: list[int]) -> bool:
+        """Whether the compiled kernels can be handed these addresses without asking Triton."""
         return (
-            self._compiled is not None
-            and _aligned(pointers)
-            and torch._C._cuda_getDevice() == index
+            self._decode.direct is not None
+            and (self._merge is None or self._merge.direct is not None)
+            and _aligned(addresses)
+            and torch._C._cuda_getDevice() == self._index
             and not _somebody_watches()
         )
 
 
-def _aligned(pointers: list[int | None]) -> bool:
+class _Kernel:
+    """One launch: a kernel, its grid, and its arguments after the tensors; `direct` once it is compiled."""
+
+    def __init__(
+        self, kernel, grid: tuple[int, int, int], numbers: tuple, options: dict, beside: int | None = None
+    ) -> None:  # fmt: skip
+        self._kernel, self._grid, self._beside = kernel, grid, beside
+        self._numbers, self._options = numbers, options
+        self.direct: DirectLaunch | None = None
+
+    def launch(self, keep: bool, *tensors: Tensor | None) -> None:
+        """Through Triton; keep: what it compiled is for later calls, too."""
+        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        if keep:
+            arguments = (*tensors, *self._numbers)
+            self.direct = direct_launch(
+                compiled, self._grid, arguments, tensors[0].device, self._beside
+            )
+
+
+def _aligned(addresses: list[int]) -> bool:
     bits = 0
-    for pointer in pointers:
-        if pointer is not None:
-            bits |= pointer
+    for address in addresses:
+        bits |= address
     return bits & 15 == 0
 
 

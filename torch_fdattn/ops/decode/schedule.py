@@ -3,7 +3,7 @@
 An item is one sequence's one KV head (and one block of its packed query rows, where there are more than
 one); its keys are counted in units of UNIT keys. Each item is cut into pieces, one program a piece:
 
-    balanced    pieces of about one size, `share`: what all units amount to a program, or a third of it where
+    balanced    pieces of about one size, `share`: what all units amount to a program, or a sixth of it where
                 some sequences are longer than others, so that early programs' processors take what is left.
     invariant   a piece for each CHUNK units: a sequence's bits then depend on nothing but its own length.
 
@@ -32,7 +32,9 @@ LONG_SHARE = tl.constexpr(32)
 #: Units a piece at most in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
 #: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
-FINER = 3
+FINER = 6
+#: Programs a multiprocessor at once: enough to wait for memory.
+MOST_BESIDE = 4
 #: More sequences than this are several launches, because each program scans all lengths.
 MAX_BATCH = 4096
 
@@ -53,6 +55,17 @@ def wanted_pieces(items: int, processors: int) -> int:
 def even_share(items: int, wanted: int) -> int:
     """Pieces of each of so many equal items, in all about as many as wanted."""
     return max(1, int(wanted / items + 0.4))
+
+
+def side_by_side(items: int, wanted: int, twice: bool, processors: int) -> int:
+    """How many programs a processor may run at once: what the pieces of so many equal items need.
+
+    A grid with room for a ragged batch, or one that does not fit, is dealt out to groups of processors, which
+    are of different sizes; only where the pieces of an even batch fill all places does each get its share.
+    Where items are split, there is a second one, which starts while the first one ends.
+    """
+    pieces = (1 + twice) * even_share(items, wanted)
+    return min(MOST_BESIDE, max(triton.cdiv(items * pieces, processors), min(pieces, 2)))
 
 
 def most_pieces(

@@ -1,0 +1,145 @@
+"""The arguments of a direct launch, as the driver would read them, against the compiled kernel's own list."""
+
+import ctypes
+import os
+import re
+import subprocess
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+import triton
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
+
+from tests.compile_only.resources import ARCHS, Case, compile_launch, record
+from torch_fdattn.ops import direct_launch
+from torch_fdattn.ops.direct_launch import _WIDTHS, DirectLaunch
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CASES = [
+    Case("decode", "sm_90", "bf16", 128, mask, 4, cache)
+    for mask, cache in (("padded", "same"), ("all", "same-paged"), ("sharded", "e4m3"), ("full", "int8-paged"))
+]  # fmt: skip
+
+
+def parameter_sizes(cubin: bytes) -> list[int]:
+    """Bytes of each parameter of the one kernel in a cubin, in order."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [CUOBJDUMP, "-elf", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"Ordinal : (0x\w+)\s+Offset  : 0x\w+\s+Size    : (0x\w+)", text)
+    return [size for _, size in sorted((int(at, 16), int(size, 16)) for at, size in found)]
+
+
+def launches(case: Case):
+    for launch in record(case):
+        compiled = compile_launch(launch, ARCHS[case.arch])
+        yield (
+            launch,
+            types.SimpleNamespace(
+                src=compiled.src, metadata=compiled.metadata, function=77, asm=compiled.asm
+            ),
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_driver_reads(case: Case) -> None:
+    for launch, compiled in launches(case):
+        seen = []
+
+        def driver(config, function, parameters, extra, seen=seen, compiled=compiled):
+            assert function.value == 77
+            assert extra is None
+            config = config.contents
+            assert (list(config.grid), list(config.block)) == (
+                [3, 2, 1],
+                [32 * compiled.metadata.num_warps, 1, 1],
+            )
+            assert (config.shared, config.stream) == (compiled.metadata.shared, 4096)
+            assert config.count == int(compiled.metadata.launch_pdl)
+            seen.extend(parameters)
+            return 0
+
+        direct = DirectLaunch(
+            compiled, (3, 2, 1), launch.args, types.SimpleNamespace(cuLaunchKernelEx=driver)
+        )
+        assert [ctypes.sizeof(kind) for kind in direct.layout] == parameter_sizes(
+            compiled.asm["cubin"]
+        )
+        tensors = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
+        addresses = [2**40 + 16 * i for i in range(tensors)]
+        direct(4096, addresses)
+        seen = [kind.from_address(at).value for at, kind in zip(seen, direct.layout, strict=True)]
+        assert seen[:tensors] == addresses
+        numbers = [x for x in _numbers(compiled.src.signature.values(), launch.args)]
+        assert seen[tensors:-2] == pytest.approx(numbers)
+        assert seen[-2:] == [0, 0]
+
+
+def test_a_refused_launch_is_an_error() -> None:
+    launch, compiled = next(launches(CASES[0]))
+    direct = DirectLaunch(
+        compiled, (1, 1, 1), launch.args, types.SimpleNamespace(cuLaunchKernelEx=lambda *_: 701)
+    )
+    count = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
+    with pytest.raises(RuntimeError, match="CUDA error 701"):
+        direct(0, [0] * count)
+    with pytest.raises(ValueError, match="same size"):
+        direct(0, [0] * (count - 1))
+
+
+@pytest.mark.parametrize("total", [233472, 167936, 102400])
+@pytest.mark.parametrize("beside", [1, 2, 3, 4])
+def test_shared_memory_that_leaves_no_room_for_more(beside: int, total: int) -> None:
+    taken = direct_launch.shared_to_limit(beside, total) + 1024
+    assert beside * taken <= total < (beside + 1) * taken
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_programs_side_by_side(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, compiled = next(launches(CASES[0]))
+    compiled.metadata = types.SimpleNamespace(
+        **compiled.metadata._asdict() | dict(global_scratch_size=0, profile_scratch_size=0)
+    )
+    calls = []
+
+    def set_attribute(function, attribute, value):
+        calls.append((function.value, attribute, value))
+        return 1 if refused else 0
+
+    driver = types.SimpleNamespace(cuLaunchKernelEx=None, cuFuncSetAttribute=set_attribute)
+    monkeypatch.setattr(direct_launch, "_driver", lambda: driver)
+    properties = types.SimpleNamespace(
+        shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448
+    )
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+
+    def shared(beside):
+        made = direct_launch.direct_launch(compiled, (1, 1, 1), launch.args, None, beside)
+        return made._config.shared
+
+    own = compiled.metadata.shared
+    assert own < direct_launch.shared_to_limit(2, 233472)
+    assert (shared(None), shared(40)) == (own, own)  # 40: fewer fit by themselves
+    assert not calls
+    assert shared(2) == (own if refused else direct_launch.shared_to_limit(2, 233472))
+    assert calls == [(77, 8, 232448)]
+
+
+def _kinds(kinds):
+    for kind in kinds:
+        yield from _kinds(kind) if isinstance(kind, tuple) else [kind]
+
+
+def _numbers(kinds, values):
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _numbers(kind, value)
+        elif kind in _WIDTHS:
+            yield value

@@ -1,0 +1,152 @@
+"""Launches of a compiled kernel through the CUDA driver, its arguments laid out once.
+
+Triton's launcher binds and converts every argument at every call. Between calls of equal metadata only the
+tensors' addresses change, so here the other arguments lie ready, and a launch writes addresses and asks the
+driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from 12.0).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+_WIDTHS = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+#: Bytes of shared memory that a program takes beside its own (CUDA C++ programming guide, 16.6 to 16.8).
+_RESERVED_SHARED = 1024
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.PyDLL | None:
+    """CUDA's driver, called with the GIL held: a launch takes less time than to give it away."""
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+        driver.cuLaunchKernelEx, driver.cuFuncSetAttribute  # noqa: B018 (whether they are there)
+        return driver
+    except (OSError, AttributeError):
+        return None
+
+
+class DirectLaunch:
+    """One compiled kernel, its grid, and its arguments: called with a stream and the tensors' addresses."""
+
+    def __init__(
+        self, compiled, grid: tuple[int, int, int], arguments: Sequence, driver, shared: int = 0
+    ) -> None:
+        """arguments: those of the launch that compiled it, in the order of the kernel's parameters; shared:
+        bytes of shared memory a program at least."""
+        metadata = compiled.metadata
+        kinds = [pair for pair in _flat(compiled.src.signature.values(), arguments)]
+        pointers = [value for kind, value in kinds if kind.startswith("*")]
+        self._addresses = (ctypes.c_uint64 * len(pointers))()
+        self.layout = [_WIDTHS.get(kind, ctypes.c_uint64) for kind, _ in kinds]
+        self._numbers = []  # what the driver reads from must stay where it is
+        at = ctypes.addressof(self._addresses)
+        places = []
+        for kind, value in kinds:
+            if kind.startswith("*"):
+                places.append(at)
+                at += 8
+            else:
+                self._numbers.append(_WIDTHS[kind](value))
+                places.append(ctypes.addressof(self._numbers[-1]))
+        # Scratch memory, of which such a kernel has none: global, and the profiler's.
+        self._scratch = ctypes.c_uint64(0)
+        places += [ctypes.addressof(self._scratch)] * 2
+        self.layout += [ctypes.c_uint64] * 2
+        self._parameters = (ctypes.c_void_p * len(places))(*places)
+
+        self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._config = _Config(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(32 * metadata.num_warps, 1, 1),
+            max(shared, metadata.shared), None, ctypes.pointer(self._attribute), int(metadata.launch_pdl),
+        )  # fmt: skip
+        self._config_at = ctypes.pointer(self._config)
+        self._compiled = compiled  # which owns the function
+        self._function = ctypes.c_void_p(compiled.function)
+        self._launch = driver.cuLaunchKernelEx
+        # Between threads: writing the addresses and handing them over.
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launches on `stream` with the tensors at these addresses; those that are None are left out."""
+        with self._lock:
+            self._addresses[:] = addresses
+            self._config.stream = stream
+            failure = self._launch(self._config_at, self._function, self._parameters, None)
+        if failure:
+            raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {failure}")
+
+
+def direct_launch(
+    compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, beside: int | None = None
+) -> DirectLaunch | None:  # fmt: skip
+    """The kernel's direct launch, or None where only Triton knows how: another driver, clusters, scratch memory.
+
+    beside: how many programs a multiprocessor may run side by side. The hardware knows no such limit, so each
+    program takes as much shared memory as leaves no room for more.
+    """
+    metadata = compiled.metadata
+    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
+    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
+    driver = None if torch.version.hip is not None else _driver()
+    if driver is None or not plain or scratch:
+        return None
+    shared = 0
+    if beside is not None:
+        properties = torch.cuda.get_device_properties(device)
+        most = properties.shared_memory_per_block_optin
+        shared = min(most, shared_to_limit(beside, properties.shared_memory_per_multiprocessor))
+        if shared > metadata.shared:
+            # As much as there can be, whatever this launch needs: other launches of the function need other sizes.
+            function = ctypes.c_void_p(compiled.function)
+            if driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most):
+                shared = 0
+    return DirectLaunch(compiled, grid, arguments, driver, shared)
+
+
+def shared_to_limit(beside: int, total: int) -> int:
+    """Bytes a program of which `beside` fit into a multiprocessor's `total`, and no more."""
+    return total // (beside + 1) // 128 * 128 + 128 - _RESERVED_SHARED
+
+
+def _flat(kinds, values) -> Iterator[tuple[str, object]]:
+    """(kind, value) of the arguments that the compiled kernel takes; others are part of its code."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flat(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
