@@ -57,7 +57,8 @@ def distributed(ranks: int, *names: str) -> Layer:
 def layers(kind: str) -> list[Layer]:
     if kind == "cpu":
         return [
-            Layer("CPU", (*_NOT_DISTRIBUTED, *_PARALLEL)),
+            # Three on two processors: many of these wait, for processes and time-outs.
+            Layer("CPU", (*_NOT_DISTRIBUTED, "-n", "3", "--dist", "worksteal")),
             Layer(
                 "interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET
             ),
