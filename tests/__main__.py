@@ -46,6 +46,12 @@ EXPECTED_SKIPS = re.compile(
 )
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
+#: Tests of several busy processes each: side by side they take longer than one after the other.
+_PROCESSES = (
+    "tests/engine/test_ranks.py",
+    "tests/engine/test_mesh.py",
+    "tests/benchmarks/test_distributed.py",
+)
 
 
 def distributed(ranks: int, *names: str) -> Layer:
@@ -58,7 +64,15 @@ def layers(kind: str) -> list[Layer]:
     if kind == "cpu":
         return [
             # Three on two processors: many of these wait, for processes and time-outs.
-            Layer("CPU", (*_NOT_DISTRIBUTED, "-n", "3", "--dist", "worksteal")),
+            Layer(
+                "CPU",
+                (
+                    *_NOT_DISTRIBUTED,
+                    *(f"--ignore={file}" for file in _PROCESSES),
+                    *("-n", "3", "--dist", "worksteal"),
+                ),
+            ),
+            Layer("CPU, several processes", _PROCESSES),
             Layer(
                 "interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET
             ),

@@ -16,7 +16,7 @@ from torch_fdattn.dist import (
     ring_attention,
 )
 
-TIMEOUT_S = 10
+TIMEOUT_S = 6
 
 
 def ring(strategy: str, group: str) -> None:

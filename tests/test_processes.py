@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parent / "process_worker.py"
-TIMEOUT_S = 10  # of the process groups in process_worker.py
+TIMEOUT_S = 6  # of the process groups in process_worker.py
 CALLS = ("ring_backward", "star_backward", "decode", "ring", "all_gather", "ulysses", "star", "matmul_all_reduce", "matmul_reduce_scatter")  # fmt: skip
 
 

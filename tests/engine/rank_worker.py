@@ -45,7 +45,7 @@ def main(task_file: str, result_file: str) -> None:
     engine = Engine(model, batch=len(prompts), capacity=capacity, kv_block=kv_block, **groups)
     steps = list(engine.generate(prompts, count))
     single = Engine(model, capacity=capacity, prefill_chunk=5, **groups)
-    streamed = list(single.stream(prompts[1], count))
+    streamed = list(single.stream(prompts[1], task["streamed"]))
     nbytes = [engine.cache.nbytes]
     for each in (engine, single):
         each.close()
