@@ -138,7 +138,8 @@ def paged_decode(
     """
     left, right = (-1, -1) if window is None else window_bounds(window)
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if out is None and workspace is None and library.runs_unseen(
+    given = page_table is not None and out is None and workspace is None
+    if given and library.runs_unseen(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
         return decode_op.decode_eagerly(

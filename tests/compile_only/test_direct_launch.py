@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -94,6 +95,35 @@ def test_a_refused_launch_is_an_error() -> None:
         direct(0, [0] * (count - 1))
 
 
+def test_a_thread_without_a_context_gets_one() -> None:
+    """As a new thread's first CUDA call: the launch says 201, the primary context is bound, and it goes again."""
+    launch, compiled = next(launches(CASES[0]))
+    calls, results = [], [201, 0]
+
+    def named(name, result=None):
+        def call(*_):
+            calls.append(name)
+            return results.pop(0) if result is None else result
+
+        return call
+
+    driver = types.SimpleNamespace(
+        cuLaunchKernelEx=named("launch"), cuDeviceGet=named("device", 0),
+        cuDevicePrimaryCtxRetain=named("retain", 0), cuCtxSetCurrent=named("set", 0),
+    )  # fmt: skip
+    direct = DirectLaunch(compiled, (1, 1, 1), launch.args, driver)
+    count = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
+    direct(0, [0] * count)
+    assert calls == ["launch", "device", "retain", "set", "launch"]
+    results[:] = [201, 201]
+    with pytest.raises(RuntimeError, match="CUDA error 201"):
+        direct(0, [0] * count)
+    driver.cuCtxSetCurrent = named("set", 3)
+    results[:] = [201]
+    with pytest.raises(RuntimeError, match="no CUDA context for device 0: CUDA error 3"):
+        direct(0, [0] * count)
+
+
 @pytest.mark.parametrize("total", [233472, 167936, 102400])
 @pytest.mark.parametrize("beside", [1, 2, 3, 4])
 def test_shared_memory_that_leaves_no_room_for_more(beside: int, total: int) -> None:
@@ -121,7 +151,8 @@ def test_programs_side_by_side(refused: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
 
     def shared(beside):
-        made = direct_launch.direct_launch(compiled, (1, 1, 1), launch.args, None, beside)
+        device = torch.device("cuda", 0)
+        made = direct_launch.direct_launch(compiled, (1, 1, 1), launch.args, device, beside)
         return made._config.shared
 
     own = compiled.metadata.shared

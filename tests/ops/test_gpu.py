@@ -132,6 +132,42 @@ def test_two_threads_compiling_and_running():
             torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
 
+def test_a_thread_whose_first_cuda_call_is_ours():
+    """Its plan is warm, its outputs come from the allocator's cache: nothing else makes a context for it."""
+    q, k, v = qkv()
+    lens = int32(2000, 7)
+    expected = [torch_fdattn.decode(q, k, v, lens) for _ in range(3)][-1]
+    torch.cuda.synchronize()
+    found, errors = [], []
+
+    def work():
+        try:
+            found.extend(torch_fdattn.decode(q, k, v, lens))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    torch.cuda.synchronize()
+    assert not errors, errors
+    same(found, expected)
+
+
+def test_reduce_overhead():
+    """Inductor's CUDA graphs count every live block of their pool: a plan must hold none."""
+    q, k, v = qkv(head_dim=72)  # of its own: the plan is made under the compiler
+    lens = int32(2000, 7)
+    step = torch.compile(
+        lambda q, lens: torch_fdattn.decode(q, k, v, lens)[0] * 2, mode="reduce-overhead"
+    )
+    with torch.no_grad():
+        for length in (2000, 100, 1500, 7):
+            lens.fill_(length)
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(step(q, lens), torch_fdattn.decode(q, k, v, lens)[0] * 2)
+
+
 @pytest.mark.multigpu
 @OPS
 def test_another_current_device(op):

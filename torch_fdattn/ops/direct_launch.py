@@ -21,6 +21,7 @@ _WIDTHS = {
 }  # fmt: skip
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_INVALID_CONTEXT = 201
 #: Bytes of shared memory that a program takes beside its own (CUDA C++ programming guide, 16.6 to 16.8).
 _RESERVED_SHARED = 1024
 
@@ -50,22 +51,35 @@ class _Config(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> ctypes.PyDLL | None:
-    """CUDA's driver, called with the GIL held: a launch takes less time than to give it away."""
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's driver, called without the GIL: a launch waits where the queue is full."""
     try:
-        driver = ctypes.PyDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
         driver.cuLaunchKernelEx, driver.cuFuncSetAttribute  # noqa: B018 (whether they are there)
         return driver
     except (OSError, AttributeError):
         return None
 
 
+def _bind_context(driver: ctypes.CDLL, device_index: int) -> None:
+    """Makes the device's primary context this thread's: a new thread has none before its first runtime call."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    for failure in (
+        driver.cuDeviceGet(ctypes.byref(device), device_index),
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        driver.cuCtxSetCurrent(context),
+    ):
+        if failure:
+            raise RuntimeError(f"no CUDA context for device {device_index}: CUDA error {failure}")
+
+
 class DirectLaunch:
     """One compiled kernel, its grid, and its arguments: called with a stream and the tensors' addresses."""
 
     def __init__(
-        self, compiled, grid: tuple[int, int, int], arguments: Sequence, driver, shared: int = 0
-    ) -> None:
+        self, compiled, grid: tuple[int, int, int], arguments: Sequence, driver, device_index: int = 0,
+        shared: int = 0,
+    ) -> None:  # fmt: skip
         """arguments: those of the launch that compiled it, in the order of the kernel's parameters; shared:
         bytes of shared memory a program at least."""
         metadata = compiled.metadata
@@ -97,6 +111,7 @@ class DirectLaunch:
         self._config_at = ctypes.pointer(self._config)
         self._compiled = compiled  # which owns the function
         self._function = ctypes.c_void_p(compiled.function)
+        self._driver, self._device_index = driver, device_index
         self._launch = driver.cuLaunchKernelEx
         # Between threads: writing the addresses and handing them over.
         self._lock = threading.Lock()
@@ -107,6 +122,9 @@ class DirectLaunch:
             self._addresses[:] = addresses
             self._config.stream = stream
             failure = self._launch(self._config_at, self._function, self._parameters, None)
+            if failure == _INVALID_CONTEXT:
+                _bind_context(self._driver, self._device_index)
+                failure = self._launch(self._config_at, self._function, self._parameters, None)
         if failure:
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {failure}")
 
@@ -135,7 +153,7 @@ def direct_launch(
             function = ctypes.c_void_p(compiled.function)
             if driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most):
                 shared = 0
-    return DirectLaunch(compiled, grid, arguments, driver, shared)
+    return DirectLaunch(compiled, grid, arguments, driver, device.index, shared)
 
 
 def shared_to_limit(beside: int, total: int) -> int:

@@ -15,7 +15,7 @@ from torch_fdattn.ops.scores import Scores
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 
-def pieces_on_device(units, items, wanted, low, even, twice, invariant):
+def pieces_on_device(units, items, wanted, ragged_wanted, low, even, twice, invariant):
     """`schedule`'s Triton functions in Python: the pieces of an item of each sequence."""
     chunk, long = schedule.CHUNK.value, schedule.LONG_SHARE.value
     if invariant:
@@ -27,7 +27,7 @@ def pieces_on_device(units, items, wanted, low, even, twice, invariant):
         return [min(-(-u // low), most) for u in units]
     total = sum(units) * items
     ragged = 4 * max(units) * len(units) > 5 * sum(units)
-    share = -(-total // (wanted * schedule.FINER if ragged else wanted))
+    share = -(-total // (ragged_wanted if ragged else wanted))
     if twice and share >= long and not ragged:
         share = -(-share // 2)
     share = max(share, low)
@@ -50,10 +50,11 @@ def test_the_grid_holds_every_piece(seed):
         if even:
             lens = [lens[0]] * batch
         units = [max(1, -(-length // schedule.UNIT.value)) for length in lens]
+        ragged = schedule.ragged_pieces(wanted, processors)
         programs, most = schedule.most_pieces(
-            batch, items, capacity, wanted, low, even, twice, invariant
+            batch, items, capacity, wanted, ragged, low, even, twice, invariant
         )
-        pieces = pieces_on_device(units, items, wanted, low, even, twice, invariant)
+        pieces = pieces_on_device(units, items, wanted, ragged, low, even, twice, invariant)
         assert max(pieces) <= most
         assert sum(pieces) * items <= programs
 
@@ -193,3 +194,13 @@ def test_scales_of_an_empty_cache(shape, device):
     out, lse = torch_fdattn.decode(q, k, k, lens, k_scale=scale, v_scale=scale)
     assert (out == 0).all()
     assert (lse == float("-inf")).all()
+
+
+def test_many_items_take_bounded_room():
+    """A large batch balances by itself: its ragged pieces are at most twice as many."""
+    processors = 132
+    for items in (1, 40, 512, 1024, 32768):
+        wanted = schedule.wanted_pieces(items, processors)
+        ragged = schedule.ragged_pieces(wanted, processors)
+        assert 2 * wanted <= ragged <= max(2 * wanted, schedule.ENOUGH * processors)
+    assert schedule.ragged_pieces(132, 132) == schedule.FINER * 132

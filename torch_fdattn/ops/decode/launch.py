@@ -149,13 +149,13 @@ class Plan:
         # Page numbers and conversions are more to wait for.
         twice = (paged or narrow) and load < MANY
         least = max(schedule.MIN_SHARE, config.block_n // schedule.UNIT.value)
+        ragged = schedule.ragged_pieces(wanted, processors)
         programs, pieces = schedule.most_pieces(
-            batch, items, cache.capacity, wanted, least, even, twice, batch_invariant
+            batch, items, cache.capacity, wanted, ragged, least, even, twice, batch_invariant
         )
         beside = None
         if not batch_invariant and (not even or load > schedule.MOST_BESIDE):
             beside = schedule.side_by_side(batch * items, wanted, twice, processors)
-        ragged = wanted * schedule.FINER
         if even:
             wanted = schedule.even_share(batch * items, wanted)
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
@@ -164,7 +164,7 @@ class Plan:
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m
 
-        self._index = q.device.index
+        self.device, self._index = q.device, q.device.index
         self._bounds = sum(x is not None for x in mask[:3])
         self._sinks = int(options.sinks is not None)
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
@@ -196,8 +196,6 @@ class Plan:
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
         )  # fmt: skip
         self._merge, self.tiles = None, (config, None)
-        # Of one element: `empty_like` costs half of an `empty` with its shape, dtype and device.
-        self._parts = q.new_empty(1, dtype=torch.float32).expand(self.floats)
         if split:
             merge = INVARIANT_MERGE
             if not batch_invariant:
@@ -229,7 +227,7 @@ class Plan:
         parts = None
         if self._merge is not None:
             if workspace is None:
-                parts = torch.empty_like(self._parts)
+                parts = torch.empty(self.floats, dtype=torch.float32, device=self.device)
             else:
                 parts = workspace.view(torch.float32)
         if self._strided_lengths:

@@ -126,21 +126,20 @@ def decode_eagerly(
         out, lse = call.empty(out_dtype)
         plan = call.run(out, lse)
         if plan is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
             plan.out = None
             if (out.shape, out.stride(), out.dtype) != (q.shape, q.stride(), q.dtype):
                 plan.out = out.shape, out.stride(), out.dtype
-            # Of one element: `empty_like` costs half of an `empty` with its shape, dtype and device.
-            plan.lse = lse.new_empty(1).expand(lse.shape)
+            plan.lse_shape = tuple(lse.shape)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan  # last: from here on other threads use it
         return out, lse
     if plan.out is None:
         out = torch.empty_like(q)
     else:
         shape, strides, dtype = plan.out
         out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
-    lse = torch.empty_like(plan.lse)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     plan.launch(
         q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks
     )  # fmt: skip

@@ -33,6 +33,8 @@ LONG_SHARE = tl.constexpr(32)
 CHUNK = tl.constexpr(64)
 #: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
 FINER = 6
+#: Where items abound they balance by themselves: pieces a processor beyond which they are cut in two at most.
+ENOUGH = 48
 #: Programs a multiprocessor at once: enough to wait for memory.
 MOST_BESIDE = 4
 #: More sequences than this are several launches, because each program scans all lengths.
@@ -57,6 +59,11 @@ def even_share(items: int, wanted: int) -> int:
     return max(1, int(wanted / items + 0.4))
 
 
+def ragged_pieces(wanted: int, processors: int) -> int:
+    """How many pieces a ragged batch is cut into."""
+    return max(2 * wanted, min(FINER * wanted, ENOUGH * processors))
+
+
 def side_by_side(items: int, wanted: int, twice: bool, processors: int) -> int:
     """How many programs a processor may run at once: what the pieces of so many equal items need.
 
@@ -73,6 +80,7 @@ def most_pieces(
     items: int,
     kv_capacity: int,
     wanted: int,
+    ragged: int,
     least: int,
     even: bool,
     twice: bool,
@@ -87,8 +95,8 @@ def most_pieces(
         pieces = min(longest, (1 + twice) * even_share(batch * items, wanted))
     else:
         # An item has at most one piece more than whole shares, and no batch is cut finer than a ragged one.
-        pieces = min(longest, wanted * FINER // items + 1)
-        return min(batch * items * pieces, wanted * FINER + batch * items), pieces
+        pieces = min(longest, ragged // items + 1)
+        return min(batch * items * pieces, ragged + batch * items), pieces
     return batch * items * pieces, pieces
 
 

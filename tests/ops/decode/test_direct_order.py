@@ -1,0 +1,91 @@
+"""What a direct launch hands to each kernel: the addresses of its pointer arguments, in order, none of a missing one."""
+
+import itertools
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.ops.decode import launch, op
+from torch_fdattn.ops.decode.kernel import _decode_kernel
+from torch_fdattn.ops.decode.merge import _merge_kernel
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+if INTERPRET:
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
+
+
+def pointer_names(kernel) -> list[str]:
+    return [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
+
+
+@pytest.mark.parametrize(
+    ("lens", "starts", "sinks", "paged", "workspace"),
+    list(itertools.product([False, True], repeat=5)),
+)
+def test_order(lens, starts, sinks, paged, workspace, monkeypatch):
+    batch, heads, kv_heads, keys = 3, 4, 2, 4096
+    q = torch.randn(batch, heads, 1, 32)
+    k, v = (torch.randn(batch, kv_heads, keys, 32) for _ in range(2))
+    table = None
+    if paged:
+        k, v = (x.view(batch * 256, 16, kv_heads, 32).transpose(1, 2) for x in (k, v))
+        table = torch.arange(batch * 256, dtype=torch.int32).view(batch, 256)
+    numbers = lambda given: torch.ones(batch, dtype=torch.int32) if given else None  # noqa: E731
+    mask = Mask(numbers(lens), numbers(starts), numbers(starts))
+    scores = Scores(sinks=torch.zeros(heads) if sinks else None, alibi_slopes=torch.ones(heads))
+    out, lse = torch.empty_like(q), torch.empty(batch, heads, 1)
+    cache = launch.Cache(k, v, table)
+    plan = launch.Plan(q, cache, mask, 0.1, out, scores, False, wanted=64, capability=(9, 0))
+    assert plan._merge is not None
+    seen = []
+    plan._decode.direct = lambda stream, at: seen.append(list(at))
+    plan._merge.direct = lambda stream, at: seen.append(list(at))
+    monkeypatch.setattr(launch.Plan, "_is_direct", lambda *_: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    room = torch.empty(plan.floats, dtype=torch.int32) if workspace else None
+    parts = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **b: parts.append(empty(*a, **b)) or parts[-1])
+    plan.launch(
+        q, k, v, out, lse, *mask[:3], table, None, None, scores.alibi_slopes, scores.sinks, workspace=room
+    )  # fmt: skip
+    (room,) = [room] if workspace else parts
+    tensors = dict(
+        q=q, k=k, v=v, out=out, lse=lse, parts=room, part_lses=room[plan.lse_offset :], kv_lens=mask[0],
+        q_start=mask[1], kv_start=mask[2], page_table=table, k_scale=None, v_scale=None,
+        slopes=scores.alibi_slopes, sinks=scores.sinks,
+    )  # fmt: skip
+    for kernel, addresses in zip((_decode_kernel, _merge_kernel), seen, strict=True):
+        names = [name for name in pointer_names(kernel) if tensors[name] is not None]
+        assert addresses == [tensors[name].data_ptr() for name in names], kernel
+
+
+def test_a_plan_is_whole_before_others_find_it(monkeypatch):
+    """Two threads that make the same first call: none may find a plan that lacks what the other still adds."""
+
+    class Checked(dict):
+        def __setitem__(self, key, plan):
+            assert plan.lse_shape == (2, 4, 1)
+            assert plan.out is None
+            super().__setitem__(key, plan)
+
+    plans = Checked()
+    monkeypatch.setattr(op, "_plans", plans)
+
+    class Plan:
+        pass
+
+    monkeypatch.setattr(op._Call, "run", lambda self, out, lse: Plan())
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 8, 16)
+    torch_fdattn.decode(q, k, k)
+    assert len(plans) == 1
+
+
+def test_pages_need_a_table():
+    """Pages as many as sequences would pass for a contiguous cache."""
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 8, 16)
+    with pytest.raises(TypeError, match=r"page_table must be a torch\.Tensor, got None"):
+        torch_fdattn.paged_decode(q, k, k, None)
