@@ -71,14 +71,12 @@ def attention_cases():
 def decode_cases():
     for arch in ARCHS.values():
         # Pages and fp32 change neither tiles nor code between generations as bf16's tensor cores do.
-        one_of_each = arch.name in ("sm_90", "gfx942")
-        more = (("bf16", True), ("fp32", False)) if one_of_each else ()
-        loads = (1, 2, 4, 8) if one_of_each else (1, 4)
+        more = (("bf16", True), ("fp32", False)) if arch.name in ("sm_90", "gfx942") else ()
         for dtype, paged in (("bf16", False), *more):
             configs = {}
             for dim in HEAD_DIMS:
                 for rows in (4, 32, 64):
-                    for load in loads:
+                    for load in (1, 4):
                         config = decode_config(
                             dim, DTYPES[dtype], rows, paged, False, load, arch.capability
                         )
@@ -89,7 +87,7 @@ def decode_cases():
                     "decode", arch.name, dtype, dim, "padded", rows, cache, tile=config, batch=batch
                 )
         for cache in ("e4m3-paged", "e5m2", "int8"):
-            for load in (1, 4) if one_of_each else (1,):
+            for load in (1, 4):
                 tile = decode_config(
                     128, torch.bfloat16, 4, "paged" in cache, True, load, arch.capability
                 )
@@ -106,8 +104,7 @@ def append_cases():
     """A decode step and a prefill into each kind of cache. float8 is encoded by our own arithmetic, so that
     no target is left out: Triton's conversion refuses e4m3 on sm_80."""
     for arch in ARCHS:
-        all_caches = ("same", "same-paged", "e4m3", "e4m3-paged", "e5m2-paged", "int8")
-        for cache in all_caches if arch in ("sm_90", "gfx942") else ("same-paged", "e4m3"):
+        for cache in ("same", "same-paged", "e4m3", "e4m3-paged", "e5m2-paged", "int8"):
             yield Case("append", arch, "bf16", 128, "full", 1, cache)
             yield Case("append", arch, "bf16", 200, "full", 4096, cache)
         yield Case("append", arch, "fp32", 256, "full", 4096, "int8-paged")

@@ -64,13 +64,13 @@ def _driver() -> ctypes.CDLL | None:
 def _bind_context(driver: ctypes.CDLL, device_index: int) -> None:
     """Makes the device's primary context this thread's: a new thread has none before its first runtime call."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    for failure in (
-        driver.cuDeviceGet(ctypes.byref(device), device_index),
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-        driver.cuCtxSetCurrent(context),
-    ):
-        if failure:
-            raise RuntimeError(f"no CUDA context for device {device_index}: CUDA error {failure}")
+    failure = (
+        driver.cuDeviceGet(ctypes.byref(device), device_index)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        or driver.cuCtxSetCurrent(context)
+    )
+    if failure:
+        raise RuntimeError(f"no CUDA context for device {device_index}: CUDA error {failure}")
 
 
 class DirectLaunch:
