@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from .base import Attention, DecodeCall, Implementation, first
 from .eager import Eager
-from .fdattn import Fdattn, FullCache
+from .fdattn import BatchInvariant, Fdattn, FullCache
 from .flash_attention_3 import FlashAttention3
 from .flashinfer import FlashInfer
 from .flex import Flex
@@ -27,6 +27,7 @@ PEERS: dict[str, Implementation] = {
     peer.name: peer
     for peer in (
         FullCache(),
+        BatchInvariant(),
         Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("fa2", SDPBackend.FLASH_ATTENTION),
         Flex(),

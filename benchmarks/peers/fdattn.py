@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -15,6 +16,7 @@ from .base import Attention, DecodeCall, Implementation
 
 class Fdattn(Implementation):
     name = "fdattn"
+    options: Mapping[str, object] = MappingProxyType({})
 
     def available(self, device: torch.device) -> str | None:
         try:
@@ -33,9 +35,10 @@ class Fdattn(Implementation):
             self.refuse(case, cache=True)
             paged = _entry("paged_decode")
             return [
-                functools.partial(paged, x.q, x.k, x.v, x.page_table, x.kv_lens) for x in copies
+                functools.partial(paged, x.q, x.k, x.v, x.page_table, x.kv_lens, **self.options)
+                for x in copies
             ]
-        return _contiguous(case, copies, [x.kv_lens for x in copies])
+        return _contiguous(case, copies, [x.kv_lens for x in copies], self.options)
 
 
 class FullCache(Fdattn):
@@ -48,17 +51,31 @@ class FullCache(Fdattn):
 
     def decode(self, case: DecodeCase, copies: Sequence[DecodeInputs]) -> list[DecodeCall]:
         self.refuse(case, paged=True, ragged=True)
-        return _contiguous(case, copies, [None] * len(copies))
+        return _contiguous(case, copies, [None] * len(copies), self.options)
+
+
+class BatchInvariant(Fdattn):
+    """With splits of a fixed size, so that a sequence's bits do not depend on its batch: what that costs."""
+
+    name = "fdattn/invariant"
+    options: Mapping[str, object] = MappingProxyType({"batch_invariant": True})
+
+    def attention(self, case: AttentionCase, device: torch.device) -> Attention:
+        raise NotImplementedError(f"{self.name} is {super().name} where there is no cache")
 
 
 def _contiguous(
-    case: DecodeCase, copies: Sequence[DecodeInputs], lengths: Sequence[torch.Tensor | None]
+    case: DecodeCase,
+    copies: Sequence[DecodeInputs],
+    lengths: Sequence[torch.Tensor | None],
+    options: Mapping[str, object],
 ) -> list[DecodeCall]:
     scaled = case.cache is not None
     decode = _entry("decode", "k_scale" if scaled else None)
     return [
         functools.partial(
-            decode, x.q, x.k, x.v, lens, **(dict(k_scale=x.k_scale, v_scale=x.v_scale) if scaled else {})
+            decode, x.q, x.k, x.v, lens, **options,
+            **(dict(k_scale=x.k_scale, v_scale=x.v_scale) if scaled else {}),
         )
         for x, lens in zip(copies, lengths, strict=True)
     ]  # fmt: skip
