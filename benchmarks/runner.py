@@ -89,7 +89,8 @@ class Run:
             except Exception as failure:
                 for name in usable_names:
                     self.recorder.error(case.name, name, f"case: {describe(failure)}")
-            self._release()
+            if stop is None:
+                self._release()
             self.recorder.save()
             taken = self.budget.spent - begin
             print(f"{case.name}: {taken:.1f} s", file=sys.stderr, flush=True)
