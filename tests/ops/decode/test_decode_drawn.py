@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.ops.decode import schedule
 from torch_fdattn.testing import (
     assert_launched,
     draw_decode,
@@ -39,10 +40,13 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("group", [1, 2, 128])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("seed", range(2000, 2008))
-def test_any_number_of_pieces(seed, wanted, kernel_device):
-    """Fewer than items, several an item, and more than there are keys."""
+def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
+    """Fewer than items, several an item, more than there are keys; by groups of sequences."""
+    monkeypatch.setattr(schedule, "GROUP", group)
+    monkeypatch.setattr(schedule, "SHORT", 0)
     from torch_fdattn.ops.decode.launch import Cache, launch_decode
     from torch_fdattn.ops.positions import Mask
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fdattn
 from torch_fdattn.ops import library
+from torch_fdattn.ops.decode import schedule
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 OPS = torch.ops.fdattn
@@ -290,8 +291,9 @@ def test_what_a_workspace_holds_does_not_matter(invariant, kernel_device):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("limits", [{"MAX_BATCH": 1}, {"GROUP": 1}, {"GROUP": 3}], ids=str)
 @pytest.mark.parametrize("paged", [False, True])
-def test_more_sequences_than_a_launch_scans(paged, device, monkeypatch):
+def test_more_sequences_than_a_launch_scans(paged, limits, device, monkeypatch):
     q, k, v, lens = caches(device)
     options = dict(
         alibi_slopes=torch.rand(4, 6, device=device), q_start=int32(9, 6, 3, 70, device=device)
@@ -304,7 +306,8 @@ def test_more_sequences_than_a_launch_scans(paged, device, monkeypatch):
     if device == "cuda" or library.INTERPRET:
         from torch_fdattn.ops.decode import op, schedule
 
-        monkeypatch.setattr(schedule, "MAX_BATCH", 1)
+        for name, value in (limits | {"SHORT": 0}).items():
+            monkeypatch.setattr(schedule, name, value)
         op._plans.clear()
     for x, y in zip(call(*inputs, lens, **options), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
@@ -489,7 +492,8 @@ def test_wrong_scales():
 
 
 @pytest.mark.interpreter
-def test_a_workspace_too_small(kernel_device):
+def test_a_workspace_too_small(kernel_device, monkeypatch):
+    monkeypatch.setattr(schedule, "SHORT", 0)
     q, k, v, _ = caches(kernel_device)
     workspace = torch.zeros(10, dtype=torch.int32, device=kernel_device)
     with pytest.raises(ValueError, match=r"workspace must have at least \d+ elements, got 10"):

@@ -37,7 +37,7 @@ PROBABILITY_SCALE = tl.constexpr(16384.0)
 @triton.jit(
     do_not_specialize=[
         "batch", "kv_capacity", "page_count", "table_stride", "window_left", "window_right", "kv_block",
-        "kv_stride", "wanted", "wanted_ragged",
+        "kv_stride", "wanted", "wanted_ragged", "group_size",
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -45,11 +45,11 @@ def _decode_kernel(
     kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
-    scale, softcap, wanted, wanted_ragged, kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
-    v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
+    scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
+    head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -62,13 +62,18 @@ def _decode_kernel(
         sequence = tl.program_id(2)
     else:
         program = tl.program_id(0)
+        first, first_slot = 0, 0
+        if GROUPED:
+            first, first_slot = tl.program_id(1) * group_size, tl.program_id(1) * tl.num_programs(0)
+            batch = tl.minimum(batch - first, group_size)
         share, all_pieces = cut(
-            bounds_of, window, batch, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST, TWICE,
-            INVARIANT, BLOCK_B,
+            first, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST,
+            TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
         sequence, before = place_of(program, all_pieces, items)
         if sequence < 0:  # beyond the last piece
             return
+        sequence += first
     _, q_start, kv_start, keys, begin, end = key_bounds(
         sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED
     )
@@ -85,7 +90,7 @@ def _decode_kernel(
         item, place = (program - before) // pieces, (program - before) % pieces
         if HEADS_FIRST:
             item, place = (program - before) % items, (program - before) // items
-        part = before + item * pieces + place
+        part = first_slot + before + item * pieces + place
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)

@@ -138,8 +138,8 @@ class Plan:
 
         processors = schedule.processors(q.device)
         narrow = k.dtype.itemsize == 1
-        even = batch == 1 or all(x is None for x in mask[:3])
         load = batch * kv_heads / processors
+        short = load >= CROWDED and cache.capacity <= schedule.SHORT and not batch_invariant
         if batch_invariant:  # nothing that a sequence's bits depend on may follow from the batch
             load = 1.0
         dims = max(head_dim, v_dim)
@@ -150,17 +150,23 @@ class Plan:
         twice = (paged or narrow) and load < MANY
         least = max(schedule.MIN_SHARE, config.block_n // schedule.UNIT.value)
         ragged = schedule.ragged_pieces(wanted, processors)
-        programs, pieces = schedule.most_pieces(
-            batch, items, cache.capacity, wanted, ragged, least, even, twice, batch_invariant
-        )
+        even = batch == 1 or all(x is None for x in mask[:3])
         beside = None
         if not batch_invariant and (not even or load > schedule.MOST_BESIDE):
             beside = schedule.side_by_side(batch * items, wanted, twice, processors)
+        groups, size = (1, batch) if even else schedule.groups(batch)
+        if groups > 1:
+            wanted, ragged = (triton.cdiv(x * size, batch) for x in (wanted, ragged))
+        programs, pieces = schedule.most_pieces(
+            size, items, cache.capacity, wanted, ragged, least, even, twice, batch_invariant
+        )
+        if short or pieces == 1:  # nothing to cut, so nothing to scan
+            even, groups, size, pieces = True, 1, batch, 1
         if even:
             wanted = schedule.even_share(batch * items, wanted)
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
         split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
-        slots = programs if split else 0
+        slots = groups * programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m
 
@@ -172,7 +178,7 @@ class Plan:
         slopes = options.alibi_slopes
         strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
         flags = tuple(mask_flags(mask).values())
-        block_b = 1 if even else scan_width(batch)
+        block_b = 1 if even else scan_width(size)
         # Heads that lie next to each other are read side by side.
         heads_first = pieces < MAX_GRID and (k.stride(1) < k.stride(2) or items >= MAX_GRID)
         if even and not heads_first and items >= MAX_GRID:
@@ -181,16 +187,16 @@ class Plan:
             )
         grid = (items, pieces, batch) if heads_first else (pieces, items, batch)
         if not even:
-            grid = (programs, 1, 1)
+            grid = (programs, groups, 1)
         self._decode = _Kernel(
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
-                ragged, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
+                ragged, size, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split, pdl,
-                keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
+                groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
                 padded(head_dim), block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
@@ -209,8 +215,8 @@ class Plan:
             self._merge = _Kernel(
                 _merge_kernel, (batch * kv_heads * blocks, 1, 1), (
                     *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, ragged,
-                    kv_heads, group, v_dim,
-                    *flags, batch_invariant, least, twice, pdl, block_b, config.block_m, block_dv,
+                    size, programs, kv_heads, group, v_dim,
+                    *flags, groups > 1, batch_invariant, least, twice, pdl, block_b, config.block_m, block_dv,
                     merge.rows, merge.parts, merge.dims,
                 ),
                 dict(num_warps=merge.warps) | (dict(launch_pdl=True) if pdl else {}),
@@ -360,7 +366,7 @@ def simplified(mask: Mask, q_len: int) -> Mask:
 
 def scan_width(batch: int) -> int:
     """Lengths that each program scans: few widths, so that batch sizes share a compiled kernel."""
-    return next(width for width in (1, 32, 64, 128, 512, schedule.MAX_BATCH) if width >= batch)
+    return next(width for width in (32, 64, schedule.GROUP) if width >= batch)
 
 
 def _slope_strides(slopes: Tensor | None) -> tuple[int, int]:

@@ -9,7 +9,8 @@ one); its keys are counted in units of UNIT keys. Each item is cut into pieces, 
 
 The pieces of an item take its tiles in turn: piece p of P reads tiles p, p + P, …. Partial results lie in
 the order of items, then pieces. The grid follows from shapes alone, so that a CUDA graph stays right for any
-lengths; programs beyond the last piece end at once. (A line of equal shares that run across items, Stream-K's
+lengths; programs beyond the last piece end at once. Each program scans all lengths to find its piece, so a
+large batch is shared out in groups of sequences, each with programs of its own. (A line of equal shares that run across items, Stream-K's
 idea, a counter at which the last program merges, and programs that take several pieces were tried: README.md.)
 """
 
@@ -37,8 +38,18 @@ FINER = 6
 ENOUGH = 48
 #: Programs a multiprocessor at once: enough to wait for memory.
 MOST_BESIDE = 4
-#: More sequences than this are several launches, because each program scans all lengths.
-MAX_BATCH = 4096
+#: Sequences whose lengths one program scans; a larger batch is shared out group by group.
+GROUP = 128
+#: Sequences a launch: groups, and where nothing is scanned sequences, are a small dimension of the grid.
+MAX_BATCH = 65535
+#: Keys of a cache up to which nothing is cut where items abound: a scan and a merge would take longer.
+SHORT = 512
+
+
+def groups(batch: int) -> tuple[int, int]:
+    """(how many groups, sequences of each but the last)."""
+    count = triton.cdiv(batch, GROUP)
+    return count, triton.cdiv(batch, count)
 
 
 @functools.cache
@@ -152,13 +163,16 @@ def even_pieces(units, pieces, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIA
 
 @triton.jit
 def cut(
-    bounds_of, window, batch, items, wanted, wanted_ragged,
+    first, batch, bounds_of, window, items, wanted, wanted_ragged,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(share, pieces): units a piece, and pieces of an item of each sequence (BLOCK_B,), 0 beyond the batch."""
+    """(share, pieces): units a piece, and pieces of an item of each sequence (BLOCK_B,) from `first` on.
+
+    batch counts the sequences; there are 0 pieces beyond them.
+    """
     sequences = tl.arange(0, BLOCK_B)
-    within = tl.minimum(sequences, batch - 1)
+    within = first + tl.minimum(sequences, batch - 1)
     _, _, _, _, begin, end = key_bounds(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
     units = tl.where(sequences < batch, units_between(begin, end), 0)
     total = tl.sum(units, 0)
