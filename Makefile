@@ -17,7 +17,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-gpu test-multigpu fuzz mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-gpu test-multigpu fuzz sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -46,6 +46,9 @@ test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 
 fuzz: $(TESTED)  ## A thousand drawn decode calls and more; DRAWN=N for another number.
 	TRITON_INTERPRET=1 FDATTN_DRAWN=$(or $(DRAWN),1000) $(PYTHON) -m pytest -q -n 2 -m interpreter tests/ops/decode/test_serving_drawn.py
+
+sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="--tool memcheck --cases 100".
+	$(PYTHON) -m tests.sanitizer $(SANITIZE)
 
 mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each.
 	$(PYTHON) -m tests.mutants

@@ -169,7 +169,9 @@ def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:
     import torch
 
     from . import generate, peers
+    from .distributed import processes
 
+    processes.under_torchrun()  # names what is missing or wrong among its variables
     device, group = generate.join(torch.device(options.device))
     if group is not None and options.budget_s is not None:
         raise ValueError("--budget-s must not be given under torchrun: ranks' clocks differ")

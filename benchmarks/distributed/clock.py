@@ -1,10 +1,14 @@
-"""Times calls that all ranks make together: each call's time is its slowest rank's."""
+"""Times calls that all ranks make together: each call's time is its slowest rank's.
+
+A call of one device is made by all ranks too where each has a GPU of its own. On a CPU they would take
+each other's cores and memory: there rank 0 calls it `alone`.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,14 +28,17 @@ class Clock:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def each_ms(self, call: Call, count: int, prepare: Call | None = None) -> list[float]:
-        """The times of `count` calls, of the slowest rank each."""
-        times = []
+    def each_ms(
+        self, call: Call, count: int, prepare: Call | None = None, alone: bool = False
+    ) -> list[float]:
+        """The times of `count` calls, of the slowest rank each; `alone`: of rank 0, the others wait."""
+        times, waits = [], alone and self._ranks.rank > 0
         for _ in range(count):
             if prepare is not None:
                 prepare()
             self._meet()
-            times.append(self._one_ms(call))
+            # Who waits is at the next barrier already. 0 is never the largest: all get rank 0's time.
+            times.append(0.0 if waits else self._one_ms(call))
         slowest = torch.tensor(times, dtype=torch.float64, device=self._ranks.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
@@ -58,19 +65,23 @@ class Clock:
 
 def compare(
     ranks: Ranks, recorder: Recorder, case: str, calls: Mapping[str, Call], *, repeats: int,
-    prepare: Mapping[str, Call] | None = None,
+    prepare: Mapping[str, Call] | None = None, alone: Collection[str] = (),
 ) -> dict[str, float]:  # fmt: skip
-    """Times the calls in turns and records `latency_ms`; the medians by name."""
+    """Times the calls in turns and records `latency_ms`; the medians by name.
+
+    Those named in `alone` communicate nothing: rank 0 makes them while the others wait.
+    """
     clock, prepare = Clock(ranks), prepare or {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
-        clock.each_ms(call, WARM_UPS, prepare.get(name))
-        estimate = min(clock.each_ms(call, 2, prepare.get(name)))  # the same on all ranks
+        clock.each_ms(call, WARM_UPS, prepare.get(name), name in alone)
+        # The same on all ranks.
+        estimate = min(clock.each_ms(call, 2, prepare.get(name), name in alone))
         counts[name] = max(3, min(50, round(TARGET_MS / max(estimate, 1e-3))))
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            times = clock.each_ms(call, counts[name], prepare.get(name))
+            times = clock.each_ms(call, counts[name], prepare.get(name), name in alone)
             rounds[name].append(statistics.median(times))
     medians = {}
     for name, values in rounds.items():

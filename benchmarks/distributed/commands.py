@@ -76,7 +76,10 @@ def _command(names, name: str, text: str) -> argparse.ArgumentParser:
     command.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16, fp32 on a CPU"
     )
-    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument(
+        "--repeats", type=int, default=3,
+        help="rounds over all (default: 3); e2e_inference runs each once",
+    )  # fmt: skip
     command.add_argument("--json", metavar="PATH")
     command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     command.set_defaults(run=run)
@@ -113,7 +116,13 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     from . import processes
 
     _check(options)
-    if not processes.under_torchrun():
+    if torchrun := processes.under_torchrun():
+        size = int(os.environ["WORLD_SIZE"])
+        if options.gpus not in (None, size):
+            raise ValueError(
+                f"--gpus must be {size} like torchrun's WORLD_SIZE, or left out, got {options.gpus}"
+            )
+    else:
         count = options.gpus or (2 if options.name == "ring" else 1)
         if count > 1:
             return processes.start_ranks(count, words)
@@ -125,7 +134,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         dist.barrier()  # none leaves while another still talks to it
     finally:
         dist.destroy_process_group()
-    if processes.under_torchrun():
+    if torchrun:
         # With gloo about one process in thirty aborts in a static destructor after main ("terminate called
         # without an active exception", torch 2.13): everything is written, so leave without them.
         sys.stdout.flush()
@@ -151,12 +160,32 @@ def _check(options: argparse.Namespace) -> None:
         config_named(options.model, options.layers)
 
 
+def _check_method(options: argparse.Namespace, device_type: str) -> None:
+    """That the method of all-reduce, where it is used, works on the ranks' device and dtype."""
+    method = getattr(options, "allreduce_method", "nccl")
+    if method == "nccl":
+        return
+    if not options.use_allreduce and getattr(options, "backend", None) != "all_reduce":
+        return
+    import torch
+
+    from torch_fdattn.dist import symmetric_memory
+
+    from ..runner import DTYPES
+
+    try:
+        symmetric_memory.check(method, torch.device(device_type), DTYPES[options.dtype])
+    except (NotImplementedError, TypeError) as refusal:
+        raise ValueError(f"--allreduce-method: {refusal}") from None
+
+
 def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
     from ..results import Recorder, Results, collect_meta, output_path
     from ..tables import render
     from . import end_to_end, layers, report, ring
 
     options.dtype = options.dtype or ("fp32" if ranks.device.type == "cpu" else "bf16")
+    _check_method(options, ranks.device.type)
     meta = collect_meta(words, ranks.device, ranks.size)
     path = output_path(options.json, meta, _file_name(options)) if ranks.rank == 0 else None
     recorder = Recorder(Results(meta), path)

@@ -60,11 +60,19 @@ def config_named(name: str, layers: int | None = None) -> ModelConfig:
     return replace(config, num_layers=layers)
 
 
+def attention_weights(config: ModelConfig) -> int:
+    """How many weights one attention layer has."""
+    return 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
+
+
+def mlp_weights(config: ModelConfig) -> int:
+    """How many weights one MLP has."""
+    return 3 * config.hidden_size * config.intermediate_size
+
+
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one layer's weights."""
-    attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return (attention + mlp) * dtype.itemsize
+    return (attention_weights(config) + mlp_weights(config)) * dtype.itemsize
 
 
 def model_bytes(config: ModelConfig, dtype: torch.dtype, ranks: int) -> int:

@@ -6,6 +6,8 @@ attention by scaled_dot_product_attention over a preallocated cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +48,18 @@ def attention(
     return out
 
 
+def gather(own: Tensor, shares: Sequence[int], dim: int) -> Tensor:
+    """All ranks' parts in one; uneven ones are padded on the way, since gloo takes no others."""
+    most = max(shares)
+    if (short := most - own.shape[dim]) > 0:
+        shape = list(own.shape)
+        shape[dim] = short
+        own = torch.cat([own, own.new_zeros(shape)], dim)
+    parts = [torch.empty_like(own) for _ in shares]
+    dist.all_gather(parts, own)
+    return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, shares, strict=True)], dim)
+
+
 class TorchModel:
     """A parallelised Transformer's weights in eager torch; the cache is the engine's storage."""
 
@@ -72,6 +86,4 @@ class TorchModel:
         local = F.linear(x, model.lm_head.weight)
         if self._ranks == 1:
             return local
-        parts = [local.new_empty(local.shape[0], share) for share in model.lm_head.shares]
-        dist.all_gather(parts, local)
-        return torch.cat(parts, -1)
+        return gather(local, model.lm_head.shares, -1)

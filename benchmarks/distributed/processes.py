@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 TIMEOUT_S = 300
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The least value of each of its numbers.
+_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 
 
 class Ranks(NamedTuple):
@@ -33,12 +37,38 @@ def under_torchrun() -> bool:
     """Whether torchrun started this process.
 
     Raises:
-        ValueError: only some of its variables are set.
+        ValueError: naming what is missing or wrong among its variables; one that is empty is not set.
     """
-    missing = [name for name in _TORCHRUN if name not in os.environ]
-    if missing and len(missing) < len(_TORCHRUN) and "RANK" in os.environ:
-        raise ValueError(f"torchrun's variables must be set together, got none of {missing}")
-    return not missing
+    # MASTER_ADDR and MASTER_PORT alone say nothing: some clusters set them everywhere.
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)]
+    if not given:
+        return False
+    if missing := [name for name in _TORCHRUN if not os.environ.get(name)]:
+        raise ValueError(
+            f"torchrun's variables must be set together, got {', '.join(given)} without "
+            f"{', '.join(missing)}"
+        )
+    numbers = {name: _number(name) for name in _LEAST if os.environ.get(name)}
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if name in numbers and size in numbers and numbers[name] >= numbers[size]:
+            raise ValueError(
+                f"the environment variable {name} must be below {size} {numbers[size]}, got "
+                f"{numbers[name]}"
+            )
+    return True
+
+
+def _number(name: str) -> int:
+    try:
+        value = int(os.environ[name])
+    except ValueError:
+        value = _LEAST[name] - 1
+    if value < _LEAST[name]:
+        raise ValueError(
+            f"the environment variable {name} must be an integer of at least {_LEAST[name]}, got "
+            f"{os.environ[name]!r}"
+        )
+    return value
 
 
 def start_ranks(count: int, words: Sequence[str]) -> int:
@@ -76,3 +106,11 @@ def join(device_type: str) -> Ranks:
         dist.init_process_group("gloo", **options)
     group_name = dist.group.WORLD.group_name
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group_name)
+
+
+def largest(errors: Tensor) -> float:
+    """The largest of all ranks' values, of which a rank may have none; infinite where one is NaN."""
+    worst = errors.max().reshape(1) if errors.numel() else errors.new_zeros(1)
+    worst = worst.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()

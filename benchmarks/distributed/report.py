@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..metrics import METRICS
 from ..results import Results
-from ..tables import ours, values_of
+from ..tables import is_ours, ours, values_of
 
 TORCH = "eager"
 #: Whom a test is compared with: the first of these that it measured. Ring attention has no eager form.
@@ -12,34 +14,41 @@ PEERS = (TORCH, "torch_cp", "single_device")
 HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | --- | --- |"]
 
 
-def lines_of(results: Results) -> list[str]:
-    """One Markdown row for each test that has both times; tokens/s beside the time where measured."""
+def lines_of(results: Results, every: bool = False) -> list[str]:
+    """One Markdown row for each test that has both times; tokens/s beside the time where measured.
+
+    `every`: a row for each of ours, not for the first alone.
+    """
     lines = []
-    metric, tokens = METRICS["latency_ms"], METRICS["tokens_per_s"]
     rates = values_of(results, "tokens_per_s")
-    for case, by_impl in values_of(results, "latency_ms").items():
-        own = ours(by_impl)
-        peer = next((name for name in PEERS if name in by_impl), None)
-        if own is None or peer is None:
-            continue
-        test, _, parameters = case.partition(" ")
-        cells = []
-        for impl in (peer, own):
-            cell = f"{metric.format(by_impl[impl])} ms"
-            if impl in rates.get(case, {}):
-                cell += f", {tokens.format(rates[case][impl])} tokens/s"
-            cells.append(cell)
-        speedup = metric.speedup(by_impl[own], by_impl[peer])
-        ratio = f"{speedup:.2f}×" if speedup >= 1 else f"**{speedup:.2f}×**"
-        compared = "" if peer == TORCH else f" ({peer})"
-        strategy = own.partition("/")[2]
-        lines.append(
-            f"| {test} {strategy} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"
-        )
+    for case, times in values_of(results, "latency_ms").items():
+        peer = next((name for name in PEERS if name in times), None)
+        own = [name for name in times if is_ours(name)] if every else [ours(times)]
+        lines += [
+            _line(case, peer, name, times, rates.get(case, {})) for name in own if peer and name
+        ]
     return lines
+
+
+def _line(
+    case: str, peer: str, own: str, times: Mapping[str, float], rates: Mapping[str, float]
+) -> str:
+    metric, tokens = METRICS["latency_ms"], METRICS["tokens_per_s"]
+    test, _, parameters = case.partition(" ")
+    cells = []
+    for impl in (peer, own):
+        cell = f"{metric.format(times[impl])} ms"
+        if impl in rates:
+            cell += f", {tokens.format(rates[impl])} tokens/s"
+        cells.append(cell)
+    speedup = metric.speedup(times[own], times[peer])
+    ratio = f"{speedup:.2f}×" if speedup >= 1 else f"**{speedup:.2f}×**"
+    compared = "" if peer == TORCH else f" ({peer})"
+    strategy = own.partition("/")[2]
+    return f"| {test} {strategy} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"
 
 
 def table(results: Results) -> str:
     """Markdown; empty where no test has both times."""
-    lines = lines_of(results)
+    lines = lines_of(results, every=True)
     return "\n".join([*HEAD, *lines]) if lines else ""

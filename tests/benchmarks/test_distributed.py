@@ -1,4 +1,7 @@
-"""The distributed runs: every command on two CPU ranks, its table, its check, and what it refuses."""
+"""The distributed runs: every command on two CPU ranks, its table, its check, and what it refuses.
+
+Run under torchrun, this file makes the runs of FORMS on its ranks: `test_other_forms_on_two_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _parser, main
+from benchmarks.distributed import commands, processes
+from benchmarks.distributed.clock import compare
 from benchmarks.distributed.commands import NAMES, normalised
 from benchmarks.distributed.models import (
     CONFIGS,
@@ -22,34 +30,55 @@ from benchmarks.distributed.models import (
     require_memory,
     whole_model,
 )
+from benchmarks.distributed.peers import TorchModel
 from benchmarks.distributed.report import table
-from benchmarks.results import Results
+from benchmarks.results import Recorder, Results
+from torch_fdattn.dist.tp_layers import TPHead
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --layers 1 --check"
 RUNS = {
     "ring": "--seq 64 --dim 16 --heads 2 --causal --backward --strategy ring,star",
     "tp_mlp": f"--M 9 {SMALL}",
-    "ag_gemm": f"--M 8 {SMALL}",
+    "ag_gemm": f"--M 9 {SMALL}",
     "gemm_rs": f"--M 8 {SMALL}",
     "tp_attn": f"--bsz 2 --seq_len 8 --mode decode --use_allreduce --allreduce_method nccl {SMALL}",
     "e2e": f"--bsz 2 --seq-len 8 {SMALL}",
     "e2e_inference": "--bsz 2 --gen-len 3 --max-length 8 --backend all_reduce --model smollm2 --layers 1",
 }
+INFERENCE = "e2e_inference --bsz 1 --gen-len 2 --max-length 4 --model tiny-qwen3 --layers 1"
+#: One start of ranks for all of them. With M or bsz 1 the second rank has no row.
+FORMS = [
+    f"tp_mlp --M 1 {SMALL}",
+    f"tp_mlp --M 9 --use-allreduce {SMALL}",
+    f"gemm_rs --M 1 {SMALL}",
+    f"tp_attn --bsz 1 --seq-len 4 --mode decode {SMALL}",
+    f"tp_attn --bsz 3 --seq-len 3 --mode prefill {SMALL}",
+    f"{INFERENCE} --backend ag_rs",
+    f"{INFERENCE} --backend torch",
+]
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def call(*words: str, timeout: int = 120) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True,
+        [sys.executable, "-m", *words], capture_output=True, text=True,
         env=environment, timeout=timeout, check=False, cwd=ROOT,
     )  # fmt: skip
+
+
+@pytest.fixture
+def not_under_torchrun(monkeypatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = call(
+        "benchmarks",
         name,
         *RUNS[name].split(),
         "--gpus",
@@ -68,8 +97,10 @@ def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     times = {row.impl for row in results.rows if row.metric == "latency_ms"}
     if name == "ring":
         assert times == {"fdattn/ring", "fdattn/star", "single_device"}
-        assert "speed-up" in done.stdout
-        assert "maximum difference" in done.stdout
+        errors = [row.impl for row in results.rows if row.metric == "max_abs_err"]
+        assert errors == ["fdattn/ring", "fdattn/star"]
+        for text in ("speed-up   ", "maximum difference", "| ring ring |", "| ring star |"):
+            assert done.stdout.count(text) == (2 if text.startswith("|") else 4), done.stdout
     else:
         assert "eager" in times
         assert "| test | parameters | torch | ours | speed-up |" in done.stdout
@@ -79,15 +110,75 @@ def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
         assert ": ok" in done.stdout
 
 
-def test_a_failed_check_is_the_exit_status(tmp_path: Path, monkeypatch) -> None:
+def test_other_forms_on_two_ranks() -> None:
+    start = "torch.distributed.run --standalone --nproc-per-node 2"
+    done = call(*start.split(), __file__)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("check: largest error") == sum("--check" in words for words in FORMS)
+    # Of torch alone there is nothing to compare.
+    assert done.stdout.count("| test | parameters | torch | ours | speed-up |") == len(FORMS) - 1
+
+
+def run_forms() -> None:
+    """What each rank of the test above does."""
+    ranks = processes.join("cpu")
+    for words in FORMS:
+        options = _parser().parse_args([*normalised(words.split()), "--repeats", "1"])
+        assert commands._measure(options, words.split(), ranks) == 0, words
+    _check_uneven_head(ranks)
+    _check_alone(ranks)
+    sys.stdout.flush()
+    torch.distributed.barrier()
+    os._exit(0)  # as commands.run does
+
+
+def _check_uneven_head(ranks: processes.Ranks) -> None:
+    """torch's logits over a vocabulary that does not divide by the ranks."""
+    torch.manual_seed(0)
+    head, x = nn.Linear(4, 5, bias=False), torch.randn(3, 4)
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_layers=0, tie_embeddings=False),
+        lm_head=TPHead(head, ranks.group_name),
+    )
+    torch.testing.assert_close(TorchModel(model, None, ranks.size)._head(x), head(x))
+
+
+def _check_alone(ranks: processes.Ranks) -> None:
+    """Rank 0 alone makes the call, and all ranks have its time."""
+    calls = []
+
+    def sleep() -> None:
+        calls.append(None)
+        time.sleep(0.1)
+
+    recorder = Recorder(Results({}), None)
+    times = compare(ranks, recorder, "case", {"impl": sleep}, repeats=1, alone={"impl"})
+    assert bool(calls) == (ranks.rank == 0)
+    assert times["impl"] >= 100
+
+
+def test_a_failed_check_is_the_exit_status(tmp_path: Path, monkeypatch, not_under_torchrun) -> None:
     from benchmarks.distributed import layers
 
     monkeypatch.setattr(layers.peers, "mlp", lambda layer, x: x)
     monkeypatch.setattr(layers.TPMLP, "forward", lambda self, x: x)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     words = f"tp_mlp --M 8 {SMALL} --device cpu --repeats 1 --json {tmp_path / 'run.json'}"
     assert main(words.split()) == 1
+
+
+def test_every_strategy_of_a_ring_is_checked(monkeypatch, not_under_torchrun) -> None:
+    from benchmarks.distributed import ring
+
+    right = ring.ring_attention
+
+    def wrong(*tensors, strategy: str, **options) -> tuple:
+        out, *rest = right(*tensors, strategy=strategy, **options)
+        return (out + torch.nan if strategy == "star" else out, *rest)
+
+    monkeypatch.setattr(ring, "ring_attention", wrong)
+    words = "ring --seq 8 --dim 16 --gpus 1 --device cpu --repeats 1 --no-single --strategy"
+    assert main([*words.split(), "ring"]) == 0
+    assert main([*words.split(), "ring,star"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,24 +191,64 @@ def test_a_failed_check_is_the_exit_status(tmp_path: Path, monkeypatch) -> None:
         ("e2e_inference --model tiny-qwen3 --gen-len 8 --max-length 8 --device cpu", "must be more than"),
         ("ring --strategy query_split", "must be of ring"),
         ("e2e --model Qwen/Qwen3-32B --device cpu --bsz 4096", r"needs [\d,]+ bytes on each rank, [\d,]+ are free"),
+        *((f"{words} --model tiny-qwen3 --device cpu", r"of tiny-qwen3 needs [\d,]{15,} bytes on each rank") for words in (
+            "tp_mlp --M 200000000000", "ag_gemm --M 200000000000", "gemm_rs --M 200000000000 --use-allreduce",
+            "tp_attn --bsz 4000000000", "tp_attn --bsz 4000000000 --mode decode --check",
+        )),
+        *((f"{words} --model tiny-qwen3 --device cpu", "'one_shot' needs CUDA tensors") for words in (
+            "tp_mlp --M 8 --use-allreduce --allreduce-method one_shot",
+            "e2e_inference --gen-len 1 --max-length 2 --allreduce-method one_shot",
+        )),
     ],
 )  # fmt: skip
-def test_wrong_commands_are_named(words: str, text: str, capsys, monkeypatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def test_wrong_commands_are_named(words: str, text: str, capsys, not_under_torchrun) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
     assert stopped.value.code == 2
     assert re.search(text, capsys.readouterr().err)
 
 
-def test_torchrun_variables_missing(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit):
-        main(["tp_mlp", "--model", "tiny-qwen3", "--M", "8", "--device", "cpu"])
-    assert "torchrun's variables must be set together" in capsys.readouterr().err
+def test_a_method_that_takes_no_fp16() -> None:
+    words = "tp_mlp --use-allreduce --allreduce-method two_shot --dtype fp16"
+    options = _parser().parse_args(words.split())
+    with pytest.raises(ValueError, match=r"--allreduce-method: .* needs bfloat16 or float32"):
+        commands._check_method(options, "cuda")
+    options.use_allreduce = False  # then the method is not used
+    commands._check_method(options, "cpu")
+
+
+MASTER = "MASTER_ADDR=localhost MASTER_PORT=29500"
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ("RANK=0", "got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE=2", "got WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"),
+        ("LOCAL_RANK=0", "got LOCAL_RANK without RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (f"LOCAL_RANK=0 WORLD_SIZE=2 {MASTER}", "got WORLD_SIZE, LOCAL_RANK without RANK"),
+        (f"RANK= WORLD_SIZE=2 {MASTER}", "got WORLD_SIZE without RANK"),
+        (f"RANK=x WORLD_SIZE=2 {MASTER}", "RANK must be an integer of at least 0, got 'x'"),
+        (f"RANK=0 WORLD_SIZE=0 {MASTER}", "WORLD_SIZE must be an integer of at least 1, got '0'"),
+        (f"RANK=2 WORLD_SIZE=2 {MASTER}", "RANK must be below WORLD_SIZE 2, got 2"),
+        (f"RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=1 {MASTER}", "LOCAL_RANK must be below LOCAL_WORLD_SIZE 1, got 1"),
+        (f"RANK=0 WORLD_SIZE=2 {MASTER}", "--gpus must be 2 like torchrun's WORLD_SIZE, or left out, got 4"),
+    ],
+)  # fmt: skip
+def test_wrong_variables_of_torchrun_are_named(
+    variables: str, text: str, capsys, monkeypatch, not_under_torchrun
+) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(SystemExit) as stopped:
+        main(["tp_mlp", "--model", "tiny-qwen3", "--M", "8", "--device", "cpu", "--gpus", "4"])
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_master_alone_is_no_torchrun(monkeypatch, not_under_torchrun) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert not processes.under_torchrun()
 
 
 def test_underscores_and_hyphens_are_the_same() -> None:
@@ -145,3 +276,7 @@ def test_bytes_of_a_model_are_its_parameters() -> None:
 def test_too_much_memory_is_refused_with_the_bytes() -> None:
     with pytest.raises(ValueError, match=r"it needs 9,223,372,036,854,775,808 bytes on each rank"):
         require_memory("it", 2**63, torch.device("cpu"), 2)
+
+
+if __name__ == "__main__":
+    run_forms()

@@ -69,6 +69,20 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
             layer(x[0], x[0], x[0])
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             torch_fdattn.decode(x, x, x)
+        table, lens = torch.zeros(2, 1, 1, device=rank_device, dtype=torch.int32).unbind()
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            torch_fdattn.paged_decode(x, x, x, table, lens[0])
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            torch.ops.aten.scaled_dot_product_attention(x, x, x)
+    for wrong in (
+        dict(strategy="pigeon"),
+        dict(shards=SequenceShards.zigzag(8, dist.get_world_size() + 1)),
+    ):
+        with (
+            pytest.raises(ValueError, match="must"),
+            context_parallel(**{**dict(group_name=group, shards=shards), **wrong}),
+        ):
+            pass
     with (
         pytest.raises(ValueError, match="must shard keys too"),
         context_parallel(group, shards=shards, strategy="query_split"),

@@ -190,6 +190,7 @@ class TestBadInput:
             (dict(mesh="nosuch"), ValueError, "group_name must name a process group"),
             (dict(strategy="rows"), ValueError, "strategy must be one of .* got 'rows'"),
             (dict(allreduce_method="x"), ValueError, "allreduce_method must be one of .* got 'x'"),
+            (dict(linear_strategy="x"), ValueError, "linear_strategy must be one of .* got 'x'"),
             (dict(model=nn.Linear(2, 2)), TypeError, "model must be a torch_fdattn Transformer .* got Linear"),
         ],
     )  # fmt: skip
@@ -203,6 +204,26 @@ class TestBadInput:
         with pytest.raises(ValueError, match="module's activation must be SiLU, got ReLU"):
             parallelize(model, group)
         assert type(model.layers[0].mlp).__name__ == "MLP"
+
+    def test_an_attention_of_another_kind(self, group) -> None:
+        """With the same parts: Ernie turns neighbouring dims, as no Llama does."""
+        from transformers import Ernie4_5Config, Ernie4_5ForCausalLM
+
+        sizes = dict(
+            hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2
+        )
+        model = Ernie4_5ForCausalLM(Ernie4_5Config(vocab_size=64, num_hidden_layers=1, **sizes))
+        with pytest.raises(
+            TypeError, match=r"module must be the attention of .* got .*Ernie4_5Attention"
+        ):
+            parallelize(model, group)
+
+    def test_no_tokens(self, group) -> None:
+        model = parallelize(make("cpu"), group, "ag_rs")
+        with pytest.raises(
+            ValueError, match=r"tokens must have at least one position, got shape \(1, 0\)"
+        ):
+            model(torch.zeros(1, 0, dtype=torch.long))
 
     def test_twice(self, group) -> None:
         model = parallelize(make("cpu"), group)

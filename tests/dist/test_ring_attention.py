@@ -300,14 +300,19 @@ class _LiveTensors(TorchDispatchMode):
         return out
 
 
-def test_ring_holds_two_blocks_besides_its_own(group, rank_device) -> None:
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_ring_holds_two_blocks_besides_its_own(group, rank_device, heads_first) -> None:
     """Whatever the number of ranks: K and V of two blocks, and in the backward three sums of gradients."""
     world = dist.get_world_size()
     q = torch.randn(1, 6, 16, 32, device=rank_device).requires_grad_()
-    k, v = (torch.randn(1, 3, 16, 32, device=rank_device).requires_grad_() for _ in range(2))
+    k, v = (torch.randn(1, 3, 16, 32, device=rank_device) for _ in range(2))
+    if not heads_first:  # as projections leave them
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    k, v = k.requires_grad_(), v.requires_grad_()
     with _LiveTensors(3, k, v) as forward:
         out, lse = ring_attention(q, k, v, group, shards="zigzag", causal=True)
-    assert forward.most[4] == (0 if world == 1 else 2 if world == 2 else 4)
+    # What is sent must be contiguous: such K and V are copied once, and the copy is one of the blocks.
+    assert forward.most[4] == (0 if world == 1 else 2 if world == 2 and heads_first else 4)
     assert forward.most[5] == 0
     with _LiveTensors(3, k, v) as backward:
         torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_fdattn.dist.functional import ring_attention
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import agree, rank_and_size
 from torch_fdattn.dist.ring_attention.layout import exchange
+from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.sequence_shards import SequenceShards
 
 
@@ -38,7 +39,11 @@ def shard_batch(
 def unshard_batch(
     group_name: str, shards: SequenceShards, *parts: Tensor, dim: int = 1
 ) -> list[Tensor]:
-    """The whole tensors of all ranks' parts, on every rank; not differentiable."""
+    """The whole tensors of all ranks' parts, on every rank; not differentiable.
+
+    Raises:
+        ValueError: another number of tokens than the rank has, or parts that differ otherwise between ranks.
+    """
     rank = _rank(group_name, shards)
     whole = []
     for part in parts:
@@ -48,6 +53,8 @@ def unshard_batch(
                 f"got {part.shape[dim]}"
             )
         rows = part.detach().movedim(dim, 0)
+        same = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
+        agree(group_name, part, same | {"parts' shape beside dim": tuple(rows.shape[1:])})
         shapes = [[length, *rows.shape[1:]] for length in shards.lengths]
         received = exchange([rows] * shards.world_size, shapes, group_name)
         whole.append(shards.join(received, dim=0).movedim(0, dim))
@@ -71,7 +78,8 @@ def context_parallel(
 
     `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
     With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
-    nn.MultiheadAttention and torch_fdattn.decode: silently they would attend to this rank's tokens only.
+    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to
+    this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
     """
     if len(buffers) != len(seq_dims):
@@ -98,8 +106,12 @@ _LOCAL_ATTENTION = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
     torch.ops.fdattn.decode,
     torch.ops.fdattn.decode.default,
+    torch.ops.fdattn.paged_decode,
+    torch.ops.fdattn.paged_decode.default,
 )
 
 
@@ -108,9 +120,11 @@ class _RingMode(TorchFunctionMode):
 
     def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
         super().__init__()
-        if strategy == "query_split":
+        _rank(group_name, shards)
+        usable = tuple(name for name in STRATEGIES if name != "query_split")
+        if strategy not in usable:
             raise ValueError(
-                "strategy must shard keys too inside context_parallel, got 'query_split'"
+                f"strategy must shard keys too inside context_parallel: one of {usable}, got {strategy!r}"
             )
         self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
 

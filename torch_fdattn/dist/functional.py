@@ -79,7 +79,7 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
-            they disagree at the first call, before any data moves.
+            they disagree (on GPUs at the first call with such values), before any data moves.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
     """
     left, right = window_bounds(window)

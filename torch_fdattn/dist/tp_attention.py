@@ -26,9 +26,23 @@ from torch_fdattn.functional import attention
 from torch_fdattn.ops.rotary import rotate
 
 
+#: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
+#: pairs, differential heads, layers without positions).
+_KNOWN = {
+    "torch_fdattn": ("Attention",),
+    "transformers": ("LlamaAttention", "Qwen3Attention", "Qwen2Attention", "MistralAttention"),
+}
+
+
 def check_attention(module: nn.Module, world_size: int) -> None:
     """Refuses an attention that is not plain and causal, or that has fewer query heads than ranks."""
     expect_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
+    kind = type(module)
+    if kind.__name__ not in _KNOWN.get(kind.__module__.split(".")[0], ()):
+        raise TypeError(
+            "module must be the attention of a torch_fdattn Transformer or transformers' "
+            f"{', '.join(_KNOWN['transformers'])}, got {kind.__module__}.{kind.__name__}"
+        )
     for name, plain in (("sliding_window", None), ("attention_dropout", 0.0), ("is_causal", True)):
         if (value := getattr(module, name, plain)) != plain:
             raise ValueError(f"module's {name} must be {plain}, got {value}")
@@ -64,10 +78,10 @@ class TPAttention(TPLayer):
 
     def __init__(
         self, module: nn.Module, group_name: str, strategy: str, allreduce_method: str,
-        tokens: TokenRows | None,
+        tokens: TokenRows | None, linear_strategy: str,
     ) -> None:  # fmt: skip
         """Called by `from_module`."""
-        super().__init__(group_name, strategy, allreduce_method, tokens)
+        super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         rank, world_size = rank_and_size(group_name)
         check_attention(module, world_size)
         self.head_dim, self.scale = module.head_dim, getattr(module, "scaling", None)
@@ -101,7 +115,7 @@ class TPAttention(TPLayer):
     @staticmethod
     def from_module(
         module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "nccl",
-        tokens: TokenRows | None = None,
+        tokens: TokenRows | None = None, linear_strategy: str = "collective",
     ) -> TPAttention:  # fmt: skip
         """This rank's heads of an attention layer: ours, or transformers' LlamaAttention and
         Qwen3Attention (whose forward the result then has).
@@ -111,7 +125,7 @@ class TPAttention(TPLayer):
                 unknown strategy or method.
         """
         kind = TransformersTPAttention if hasattr(module, "layer_idx") else TPAttention
-        return kind(module, group_name, strategy, allreduce_method, tokens)
+        return kind(module, group_name, strategy, allreduce_method, tokens, linear_strategy)
 
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, K, T, D) of all tokens, from this rank's x."""

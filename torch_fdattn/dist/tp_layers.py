@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear.op import check_method
+from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -44,7 +44,8 @@ class TokenRows:
     rows: Sequence[int] | None = None
 
 
-def check_strategy(strategy: str, allreduce_method: str) -> None:
+def check_strategy(strategy: str, allreduce_method: str, linear_strategy: str) -> None:
+    check_linear_strategy("linear_strategy", linear_strategy)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
     check_method("allreduce_method", allreduce_method)
@@ -62,12 +63,13 @@ class TPLayer(nn.Module):
     """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
 
     def __init__(
-        self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None
-    ) -> None:
-        check_strategy(strategy, allreduce_method)
+        self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None,
+        linear_strategy: str,
+    ) -> None:  # fmt: skip
+        check_strategy(strategy, allreduce_method, linear_strategy)
         super().__init__()
         self.group_name, self.strategy = group_name, strategy
-        self.allreduce_method = allreduce_method
+        self.allreduce_method, self.linear_strategy = allreduce_method, linear_strategy
         self.tokens = tokens or TokenRows()
         # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
         rank, world_size = rank_and_size(group_name)
@@ -90,6 +92,7 @@ class TPLayer(nn.Module):
                 self.group_name,
                 [linear.bias for linear in linears],
                 rows=self.tokens.rows,
+                strategy=self.linear_strategy,
                 **self._ranks,
             )
         if torch.is_grad_enabled() and x.requires_grad:
@@ -100,14 +103,16 @@ class TPLayer(nn.Module):
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
         if self.strategy == "ag_rs":
             return torch.ops.fdattn.matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, **self._ranks
-            )
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows,
+                strategy=self.linear_strategy, **self._ranks,
+            )  # fmt: skip
         y = torch.ops.fdattn.matmul_all_reduce(
             x.flatten(0, -2),
             linear.weight,
             self.group_name,
             linear.bias,
             method=self.allreduce_method,
+            strategy=self.linear_strategy,
             **self._ranks,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -124,13 +129,15 @@ class TPMLP(TPLayer):
         group_name: the tensor-parallel process group's name.
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
+        linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
     """
 
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
         strategy: str, allreduce_method: str = "nccl", tokens: TokenRows | None = None,
+        linear_strategy: str = "collective",
     ) -> None:  # fmt: skip
-        super().__init__(group_name, strategy, allreduce_method, tokens)
+        super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, group_name)
@@ -138,7 +145,7 @@ class TPMLP(TPLayer):
     @classmethod
     def from_module(
         cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "nccl",
-        tokens: TokenRows | None = None,
+        tokens: TokenRows | None = None, linear_strategy: str = "collective",
     ) -> TPMLP:  # fmt: skip
         """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
         LlamaMLP and Qwen3MLP. The inner features are split as evenly as possible.
@@ -159,6 +166,7 @@ class TPMLP(TPLayer):
             strategy,
             allreduce_method,
             tokens,
+            linear_strategy,
         )
 
     def forward(self, x: Tensor) -> Tensor:

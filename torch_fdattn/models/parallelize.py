@@ -23,8 +23,9 @@ from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
 
 
 def parallelize(
-    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "nccl"
-) -> nn.Module:
+    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "nccl",
+    linear_strategy: str = "collective",
+) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
 
     Every rank calls it with the same full model, already on its device and in its dtype; nothing is
@@ -38,6 +39,7 @@ def parallelize(
         strategy: "all_reduce" (activations replicated) or "ag_rs" (activations sharded along tokens);
             see `torch_fdattn.dist.tp_layers`.
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
+        linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin.
 
     Returns:
         The model.
@@ -47,7 +49,7 @@ def parallelize(
     """
     group_name = _group_name(mesh)
     _, world_size = rank_and_size(group_name)
-    check_strategy(strategy, allreduce_method)
+    check_strategy(strategy, allreduce_method, linear_strategy)
     layers = _layers(model)
     if any(isinstance(layer.self_attn, TPAttention) for layer in layers):
         raise ValueError(
@@ -61,7 +63,7 @@ def parallelize(
         expect_linear(model, "lm_head")
 
     tokens = _Tokens(group_name, world_size)
-    options = (group_name, strategy, allreduce_method, tokens)
+    options = (group_name, strategy, allreduce_method, tokens, linear_strategy)
     for layer in layers:
         layer.self_attn = TPAttention.from_module(layer.self_attn, *options)
         layer.mlp = TPMLP.from_module(layer.mlp, *options)
@@ -96,6 +98,10 @@ class _Tokens(TokenRows):
     def enter(self, layer: nn.Module, args: tuple) -> tuple:
         x = args[0]
         self.shape = x.shape
+        if not x.shape[1]:
+            raise ValueError(
+                f"tokens must have at least one position, got shape {tuple(x.shape[:2])}"
+            )
         self.rows = split_evenly(x.shape[0] * x.shape[1], self.world_size)
         return own_rows(x.flatten(0, 1), self.group_name, self.rows), *args[1:]
 

@@ -129,6 +129,9 @@ def _dist_decode(
         {
             "q's shape": tuple(q.shape),
             "k_shard's heads": k_shard.shape[1],
+            **({"k_shard's capacity": k_shard.shape[2]} if kv_block is None and kv_start is None else {}),
+            "whether q_start and kv_start are given": (q_start is not None, kv_start is not None),
+            "strategy": strategy,
             "the dtype": q.dtype,
             "kv_block": kv_block,
             "causal and window": (mask.window_left, mask.window_right),

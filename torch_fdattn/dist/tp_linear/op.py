@@ -34,9 +34,10 @@ def check_method(name: str, method: str) -> None:
         raise ValueError(f"{name} must be one of {METHODS}, got {method!r}")
 
 
-def _check_strategy(strategy: str) -> None:
+def check_linear_strategy(name: str, strategy: str) -> None:
+    """That a strategy of the linear ops, the argument `name`, exists."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+        raise ValueError(f"{name} must be one of {STRATEGIES}, got {strategy!r}")
 
 
 def _check_linear(
@@ -73,7 +74,7 @@ def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
     strategy="collective",
 ):  # fmt: skip
-    _check_strategy(strategy)
+    check_linear_strategy("strategy", strategy)
     if not weights:
         raise ValueError("weights must hold at least one weight, got none")
     if biases is None:
@@ -104,7 +105,7 @@ def _matmul_reduce_scatter(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, rows=None,
     strategy="collective",
 ):  # fmt: skip
-    _check_strategy(strategy)
+    check_linear_strategy("strategy", strategy)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
@@ -125,7 +126,7 @@ def _matmul_all_reduce(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, method="nccl",
     strategy="collective",
 ):  # fmt: skip
-    _check_strategy(strategy)
+    check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
     if method != "nccl":

@@ -1,0 +1,86 @@
+"""Ranks that differ are told so, also where each of them makes a call that it has made before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.dist import (
+    SequenceShards,
+    all_gather_matmul,
+    decode,
+    ring_attention,
+    unshard_batch,
+)
+
+
+@pytest.fixture(autouse=True)
+def _compared(rank_device, monkeypatch) -> None:
+    """On GPUs only the checked mode compares what a rank has seen before."""
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    if rank_device.type == "cuda":
+        monkeypatch.setattr(checks, "CHECK_VALUES", True)
+
+
+def heads_of(rank: int, device) -> list[Tensor]:
+    return [torch.randn(1, 2 + 2 * rank, 8, 16, device=device) for _ in range(3)]
+
+
+@pytest.mark.parametrize("seen", ["both", "rank 0", "none"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_ring_attention(group, rank_device, strategy, seen) -> None:
+    rank = dist.get_rank()
+    if seen != "none":
+        for kind in (0, 1) if seen == "both" else (0,):
+            ring_attention(*heads_of(kind, rank_device), group, strategy=strategy)
+    mine = heads_of(min(rank, 1), rank_device)
+    with pytest.raises(
+        ValueError, match=r"heads and head dim must be the same on all ranks, got .* on rank 1"
+    ):
+        ring_attention(*mine, group, strategy=strategy)
+    ring_attention(*heads_of(0, rank_device), group, strategy=strategy)  # the group goes on
+
+
+def test_capacities_of_block_shards(group, rank_device) -> None:
+    """Where a rank's keys stand follows from its own capacity."""
+    capacity = 16 if dist.get_rank() else 8
+    q = torch.randn(1, 2, 1, 16, device=rank_device)
+    k = torch.randn(1, 2, capacity, 16, device=rank_device)
+    lens = torch.tensor([24], dtype=torch.int32, device=rank_device)
+    with pytest.raises(
+        ValueError, match=r"k_shard's capacity must be the same on all ranks, got 8 on rank 0"
+    ):
+        decode(q, k, k, lens, group)
+    decode(q, k, k, lens, group, kv_block=8)
+
+
+def test_who_gives_positions(group, rank_device) -> None:
+    q = torch.randn(1, 2, 1, 16, device=rank_device)
+    lens = torch.tensor([8], dtype=torch.int32, device=rank_device)
+    start = {"q_start": lens} if dist.get_rank() else {}
+    with pytest.raises(ValueError, match="whether q_start and kv_start are given must be the same"):
+        decode(q, q, q, lens, group, **start)
+
+
+def test_matmuls(group, rank_device) -> None:
+    weight = torch.randn(4, 6, device=rank_device)
+    for features in (5, 6):
+        x = torch.randn(3, features, device=rank_device)
+        all_gather_matmul(x, [weight[:, :features].contiguous()], group)
+    features = 6 if dist.get_rank() else 5
+    x = torch.randn(3, features, device=rank_device)
+    with pytest.raises(ValueError, match="x_shard's features must be the same on all ranks"):
+        all_gather_matmul(x, [weight[:, :features].contiguous()], group)
+
+
+def test_parts_of_a_batch(group, rank_device) -> None:
+    shards = SequenceShards.zigzag(8 * dist.get_world_size(), dist.get_world_size())
+    for batch in (1, 2):
+        unshard_batch(group, shards, torch.ones(batch, 8, device=rank_device))
+    part = torch.ones(2 if dist.get_rank() else 1, 8, device=rank_device)
+    with pytest.raises(ValueError, match="parts' shape beside dim must be the same on all ranks"):
+        unshard_batch(group, shards, part)
