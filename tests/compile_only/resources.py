@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from tests.compile_only.uniform_registers import disassembled, read_before_written
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention.backward import launch_backward
@@ -111,19 +112,23 @@ class Case:
     mask: str = "causal"
     rows: int = 4  # decode's group, append's tokens
     cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
-    v_dim: int | None = None  # append's, where it is not head_dim
+    v_dim: int | None = None  # decode's and append's, where it is not head_dim
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
     batch: int = 2  # decode's: how many items a processor has
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
         rows += f"-batch{self.batch}" if self.batch != 2 else ""
+        rows += f"-v{self.v_dim}" if self.v_dim else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a processor; `spills` in bytes a thread."""
+    """What a compiled kernel takes of a processor; `spills` in bytes a thread.
+
+    undefined: on sm_90, instructions that read uniform registers which nothing has written.
+    """
 
     kernel: str
     warps: int
@@ -131,6 +136,7 @@ class Resources:
     registers: int
     spills: int
     shared: int
+    undefined: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -183,12 +189,16 @@ def record(case: Case) -> list[Launch]:
         if case.op == "decode":
             q = _meta(case.batch, 8 * case.rows, 1, dim, dtype=dtype)
             lse, cache = _meta(*q.shape[:-1]), _cache(case.cache, dim, dtype, case.batch)
+            out = torch.empty_like(q)
+            if case.v_dim:
+                cache = cache._replace(v=_cache(case.cache, case.v_dim, dtype, case.batch).v)
+                out = _meta(*q.shape[:-1], case.v_dim, dtype=dtype)
             mask = Mask(
                 *(None if x is None else _meta(case.batch, dtype=x.dtype) for x in mask[:3]),
                 *mask[3:],
             )
             launch_decode(
-                q, cache, mask, scale, torch.empty_like(q), lse, config=case.tile, wanted=64,
+                q, cache, mask, scale, out, lse, config=case.tile, wanted=64,
                 capability=arch.capability,
             )  # fmt: skip
         elif case.op == "append":
@@ -243,7 +253,12 @@ def _resources(launch: Launch, arch: Arch) -> Resources:
     registers, spills = read(compiled)
     meta = compiled.metadata
     name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-    return Resources(name, meta.num_warps, meta.num_stages, registers, spills, meta.shared)
+    undefined = ()
+    if arch.name == "sm_90":
+        undefined = tuple(read_before_written(disassembled(compiled.asm["cubin"])))
+    return Resources(
+        name, meta.num_warps, meta.num_stages, registers, spills, meta.shared, undefined
+    )
 
 
 def _nvidia_usage(compiled) -> tuple[int, int]:
@@ -282,6 +297,7 @@ def rows_of(case: Case) -> list[str]:
     lines = []
     for item in found:
         notes = ["SPILLS"] * (item.spills > 0) + ["OVER THE LIMIT"] * (item.shared > limit)
+        notes += ["UNDEFINED REGISTERS"] * bool(item.undefined)
         lines.append(
             _COLUMNS.format(
                 item.kernel,

@@ -98,6 +98,12 @@ def decode_cases():
         for cache in ("same", "same-paged", "e4m3-paged"):  # equal lengths have a grid of their own
             yield Case("decode", arch.name, "bf16", 128, "full", 4, cache)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
+    # Values of other dims than keys: tiles in shared memory that differ in their swizzle.
+    for cache, dim, v_dim in (
+        ("e5m2", 128, 16), ("e4m3", 96, 32), ("int8", 64, 16), ("e4m3-paged", 128, 32), ("e5m2", 16, 64),
+        ("int8", 32, 128), ("e4m3", 256, 32), ("e5m2", 64, 256), ("e4m3", 32, 16), ("same", 128, 16),
+    ):  # fmt: skip
+        yield Case("decode", "sm_90", "fp16", dim, "padded", 64, cache, v_dim=v_dim)
 
 
 def append_cases():
@@ -132,6 +138,7 @@ def test_compiles_within_limits(case):
         assert kernel.spills <= allowed, (
             f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"
         )
+        assert not kernel.undefined, f"{where} reads registers that nothing wrote"
 
 
 def test_a_spilling_kernel_is_seen():

@@ -34,6 +34,8 @@ MAX_GRID = 65536
 E4M3_CAPABILITY = (8, 9)
 #: From here on the merge kernel can start before the pieces are finished.
 PDL_CAPABILITY = (9, 0)
+#: Rows from which on four warps multiply together (wgmma), and dims from which on the swizzle is the widest.
+WARP_GROUP_ROWS, SWIZZLED_DIMS = 64, 64
 #: fp32 elements of partial results that a program of the merge holds at once, and their share a warp.
 MERGE_ELEMENTS, MERGE_ELEMENTS_A_WARP = 4096, 1024
 
@@ -96,6 +98,19 @@ def loads_keys_first(
     return fits and config.num_warps > 1 and load < MANY and capability >= (8, 0)
 
 
+def tile_dims(head_dim: int, v_dim: int, converted: bool) -> tuple[int, int]:
+    """Head dims of the tiles of K and of V; converted: both pass through registers to a warp group's matmuls.
+
+    Then they share memory, one after the other, and have the same swizzle: with another for V than for K,
+    ptxas (of triton 3.6 and 3.7) made V's descriptors from registers that it had never written.
+    """
+    block_d, block_dv = padded(head_dim), padded(v_dim)
+    if converted:
+        least = min(SWIZZLED_DIMS, max(block_d, block_dv))
+        block_d, block_dv = max(block_d, least), max(block_dv, least)
+    return block_d, block_dv
+
+
 class MergeConfig(NamedTuple):
     """What a program of the merge kernel takes at a time."""
 
@@ -132,7 +147,7 @@ class Plan:
         batch, heads, q_len, head_dim = q.shape
         kv_heads, v_dim = k.shape[1], v.shape[3]
         group, paged = heads // kv_heads, page_table is not None
-        rows, block_dv = group * q_len, padded(v_dim)
+        rows = group * q_len
         capability = capability or device_capability(q.device)
         self._as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
 
@@ -144,6 +159,7 @@ class Plan:
             load = 1.0
         dims = max(head_dim, v_dim)
         config = config or decode_config(dims, q.dtype, rows, paged, narrow, load, capability)
+        block_d, block_dv = tile_dims(head_dim, v_dim, narrow and config.block_m >= WARP_GROUP_ROWS)
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         # Page numbers and conversions are more to wait for.
@@ -197,7 +213,7 @@ class Plan:
                 *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
                 groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
-                padded(head_dim), block_dv,
+                block_d, block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
         )  # fmt: skip

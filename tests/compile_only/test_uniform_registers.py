@@ -1,0 +1,79 @@
+"""Quantised caches whose values have fewer dims than keys: ptxas left registers undefined in such a kernel."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import triton
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
+
+from tests.compile_only.resources import ARCHS, _meta, compile_launch, recorded
+from tests.compile_only.uniform_registers import disassembled, read_before_written
+from torch_fdattn.ops.decode import launch
+from torch_fdattn.ops.launch import padded
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+#: Two draws of the serving cases that an H100 got wrong.
+CASES = {
+    "e5m2": (torch.float16, torch.float8_e5m2, 8, 128, 16, 5.0, False),
+    "e4m3": (torch.bfloat16, torch.float8_e4m3fn, 5, 96, 32, 0.0, True),
+}
+
+
+def found(case: str) -> list[str]:
+    dtype, cache_dtype, heads, dim, v_dim, softcap, invariant = CASES[case]
+    length = 304
+
+    def lens() -> torch.Tensor:
+        return _meta(1, dtype=torch.int32)
+
+    q, k = _meta(1, heads, 16, dim, dtype=dtype), _meta(1, 1, length, dim, dtype=cache_dtype)
+    v, scales = _meta(1, 1, length, v_dim, dtype=cache_dtype), _meta(1, 1, length)
+    v_scales = scales if invariant else _meta().expand(1, 1, length)
+    mask = Mask(lens(), lens(), None, -1, 0 if invariant else -1, 3, 9)
+    options = Scores(softcap=softcap, sinks=_meta(heads) if softcap else None)
+    out, lse = _meta(1, heads, 16, v_dim, dtype=dtype), _meta(1, heads, 16)
+    with recorded() as launches:
+        launch.launch_decode(
+            q, launch.Cache(k, v, None, scales, v_scales), mask, 0.1, out, lse, options, invariant, capability=(9, 0)
+        )  # fmt: skip
+    cubin = compile_launch(launches[0], ARCHS["sm_90"]).asm["cubin"]
+    return read_before_written(disassembled(cubin))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decode_reads_what_was_written(case):
+    assert not found(case)
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith(("3.6.", "3.7.")), reason="another ptxas may be right"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_padding_it_does_not(case):
+    """The check itself: what the padding is for is still there."""
+    with mock.patch.object(launch, "tile_dims", lambda k, v, _: (padded(k), padded(v))):
+        assert found(case)
+
+
+def test_what_counts_as_read_and_written():
+    fine = """
+        /*0000*/                   UMOV UR4, 0x400 ;
+        /*0010*/                   ULDC.64 UR8, c[0x0][0x208] ;
+        /*0020*/                   LDG.E R2, desc[UR8][R2.64] ;
+        /*0030*/              @UP0 USHF.L.U32 UR5, UR4, 0x1, URZ ;
+        /*0040*/                   UIMAD.WIDE UR6, UR4, UR5, UR8 ;
+        /*0050*/                   HGMMA.64x16x16.F32 R56, R24, gdesc[UR4].tnspB, R56 ;
+        /*0060*/                   UISETP.GE.AND UP0, UPT, UR4, UR9, UPT ;
+    """
+    assert not read_before_written(fine)
+    for wrong in (
+        "UIADD3 UR42, UP0, UR42, 0x20, URZ",
+        "STS [R4+UR9], R2",
+        "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24",
+    ):
+        assert len(read_before_written(f"/*0000*/ UMOV UR4, 0x1 ;\n/*0010*/ {wrong} ;")) == 1
