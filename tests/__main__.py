@@ -77,7 +77,17 @@ def layers(kind: str) -> list[Layer]:
                 "interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET
             ),
             distributed(2),
-            distributed(3),
+            # What does not divide by three: heads, rows, positions.
+            distributed(
+                3,
+                "ring_attention",
+                "decode",
+                "tp_layers",
+                "tp_linear",
+                "parallelize",
+                "kv_cache",
+                "agreement",
+            ),
             # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
             distributed(
                 4,

@@ -20,7 +20,7 @@ from torch_fdattn.testing import AttentionCase, expected_attention
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
 #: All of them on two ranks; more ranks take longer.
 WORLD_SIZE = os.environ.get("WORLD_SIZE")
-DRAWN = 200 if WORLD_SIZE == "2" or (WORLD_SIZE == "4" and torch.cuda.is_available()) else 40
+DRAWN = 200 if WORLD_SIZE == "2" or (WORLD_SIZE == "4" and torch.cuda.is_available()) else 24
 
 
 def drawn_shards(rng: random.Random, total: int, world: int) -> SequenceShards:
