@@ -12,6 +12,7 @@ from torch_fdattn.dist import (
     SequenceShards,
     all_gather_matmul,
     decode,
+    groups,
     ring_attention,
     unshard_batch,
 )
@@ -84,3 +85,20 @@ def test_parts_of_a_batch(group, rank_device) -> None:
     part = torch.ones(2 if dist.get_rank() else 1, 8, device=rank_device)
     with pytest.raises(ValueError, match="parts' shape beside dim must be the same on all ranks"):
         unshard_batch(group, shards, part)
+
+
+def test_steps_that_follow_from_one_another_are_compared_once(
+    group, rank_device, monkeypatch
+) -> None:
+    monkeypatch.setattr(checks, "CHECK_VALUES", False)
+    q = torch.randn(1, 2, 1, 16, device=rank_device)
+    lens = torch.tensor([1 + dist.get_world_size()], dtype=torch.int32, device=rank_device)
+    k = torch.randn(1, 2, 11, 16, device=rank_device)
+    compared = []
+    monkeypatch.setattr(groups, "_same_digests", lambda *_: compared.append(1) or True)
+    for _ in range(2):
+        decode(q, k, k, lens, group)
+    assert len(compared) == (2 if rank_device.type == "cpu" else 0)
+    with groups.same_everywhere():
+        decode(q, k, k, lens, group)
+    assert len(compared) == (2 if rank_device.type == "cpu" else 0)

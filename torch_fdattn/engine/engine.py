@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.checks import expect_shape
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import rank_and_size, same_everywhere
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
 from torch_fdattn.engine.prompts import check_prompts
@@ -217,7 +217,8 @@ class Engine:
 
     @torch.inference_mode()
     def _decode(self) -> _Output:
-        return self._forward(self._tokens, self._counts)
+        with same_everywhere():
+            return self._forward(self._tokens, self._counts)
 
     def _forward(self, tokens: Tensor, counts: Tensor, longest: int | None = None) -> _Output:
         """A pass over the last counts[b] of the columns of tokens (B, T), for each sequence b."""
