@@ -58,7 +58,10 @@ class Job:
                 check=False,
             )
         except subprocess.TimeoutExpired as late:
-            return -1, f"no end within {limit_s:.0f} s\n{late.stdout or b''}"
+            return (
+                -1,
+                f"no end within {limit_s:.0f} s\n{(late.stdout or b'').decode(errors='replace')}",
+            )
         return done.returncode, done.stdout + done.stderr
 
 

@@ -19,7 +19,7 @@ from ..runner import DTYPES
 from ..shapes import DecodeCase
 from .base import DecodeCall, Implementation, missing
 
-#: Other head dims compile, and then read outside their memory (96, on an H100 with 0.7.2).
+#: A run with head dim 96 (0.7.2, H100) ended in an illegal memory access while this peer was measured.
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 * 2**20  # twice what its documentation recommends: 128 × 64 heads need more
 

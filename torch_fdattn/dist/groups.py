@@ -106,10 +106,11 @@ def same_everywhere() -> Iterator[None]:
 def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
     """Compares what must be the same on all ranks, before any data moves.
 
-    CPU tensors: 8 bytes a rank in every call (but see `same_everywhere`). On other devices a small collective, and a wait for the device,
-    the first time that this rank sees these values, and nothing later (with TORCH_FDATTN_CHECK=1 every time):
-    what happens where ranks differ while one of them has seen its values before is undefined (a time-out,
-    an error of the backend, or wrong numbers). Nothing is compared in traces and CUDA graphs.
+    CPU tensors: 8 bytes a rank in every call (but see `same_everywhere`). On other devices a small collective,
+    and a wait for the device, the first time that this rank sees these values, and nothing later (with
+    TORCH_FDATTN_CHECK=1 every time): what happens where ranks differ while one of them has seen its values
+    before is undefined (a time-out, an error of the backend, or wrong numbers). Nothing is compared in traces
+    and CUDA graphs.
 
     Raises:
         ValueError: on every rank, naming the value and what each rank has.
@@ -119,22 +120,29 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
     group = distributed_c10d._resolve_process_group(group_name)
     agreed = _agreed.setdefault(group, {})
     key = tuple(values.items())
+    digest = agreed.get(key)
     on_cpu = like.device.type == "cpu"
-    compares = on_cpu and not getattr(_trust, "given", False)
-    if key in agreed and not compares and not checks.CHECK_VALUES:
+    compares = checks.CHECK_VALUES or (on_cpu and not getattr(_trust, "given", False))
+    if digest is not None and not compares:
         return
-    if len(agreed) >= _MOST_AGREED:
+    if digest is None:
+        digest = _digest(key)
+    if not (on_cpu and _same_digests(group, digest)):
+        _compare(group, values)
+    if len(agreed) >= _MOST_AGREED:  # the same on all ranks, which agreed on all of them
         agreed.clear()
-    if on_cpu and _same_digests(group, agreed.setdefault(key, _digest(key))):
-        return
+    agreed[key] = digest
+
+
+def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
+    """Raises on every rank, naming what differs."""
     everywhere: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, {name: str(value) for name, value in key}, group=group)
+    dist.all_gather_object(everywhere, {name: str(value) for name, value in values.items()}, group=group)
     for name in values:
         found = [theirs.get(name) for theirs in everywhere]
         if len(set(found)) > 1:
             ranks = ", ".join(f"{value} on rank {r}" for r, value in enumerate(found))
             raise ValueError(f"{name} must be the same on all ranks, got {ranks}")
-    agreed[key] = _digest(key)
 
 
 def _digest(key: tuple) -> Tensor:

@@ -212,8 +212,8 @@ class Plan:
                 ragged, size, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
-                groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n,
-                block_d, block_dv,
+                groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
+                config.block_n, block_d, block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
         )  # fmt: skip
