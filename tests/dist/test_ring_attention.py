@@ -18,9 +18,7 @@ from torch_fdattn.dist import SequenceShards, ring_attention
 from torch_fdattn.testing import AttentionCase, expected_attention
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
-#: All of them on two ranks; more ranks take longer.
-WORLD_SIZE = os.environ.get("WORLD_SIZE")
-DRAWN = 200 if WORLD_SIZE == "2" or (WORLD_SIZE == "4" and torch.cuda.is_available()) else 24
+DRAWN = 200
 
 
 def drawn_shards(rng: random.Random, total: int, world: int) -> SequenceShards:
