@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch_fdattn
 from torch_fdattn.dist import (
     SequenceShards,
+    all_gather_matmul,
     decode,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -43,6 +44,7 @@ def calls(group: str) -> dict:
     options = dict(causal=True)
     return {
         "decode": lambda: decode(x[:, :, :1], x, x, lens, group),
+        "all_gather_matmul": lambda: all_gather_matmul(torch.randn(2, 8), [w], group),
         "matmul_all_reduce": lambda: matmul_all_reduce(torch.randn(6, 8), w, group),
         "matmul_reduce_scatter": lambda: matmul_reduce_scatter(torch.randn(6, 8), w, group),
         **{

@@ -14,7 +14,10 @@ import pytest
 
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT_S = 6  # of the process groups in process_worker.py
-CALLS = ("ring_backward", "star_backward", "decode", "ring", "all_gather", "ulysses", "star", "matmul_all_reduce", "matmul_reduce_scatter")  # fmt: skip
+CALLS = (
+    "ring_backward", "star_backward", "all_gather_backward", "ulysses_backward", "decode", "ring", "all_gather",
+    "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
+)  # fmt: skip
 
 
 def free_port() -> int:
