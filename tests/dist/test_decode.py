@@ -52,10 +52,11 @@ def test_equals_one_process(group: str, rank_device: torch.device, seed: int) ->
     options = dict(causal=causal, window=window, scale=rng.choice([None, 0.3]))
     op = "decode_forward" if new <= 16 else "attention_forward"
     paths = [expected_path(name, rank_device, q.dtype) for name in (op, "merge_states_forward")]
-    with assert_launched(*paths):
+    with assert_launched(*paths, "dist_decode/all_gather"):
         out, lse = decode(
-            q, sharded(k, shards), sharded(v, shards), lens, group, kv_block=kv_block, **options
-        )
+            q, sharded(k, shards), sharded(v, shards), lens, group, kv_block=kv_block,
+            strategy="all_gather", **options,
+        )  # fmt: skip
     expected, expected_lse = torch_fdattn.attention(q, k, v, lens, **options)
     torch.testing.assert_close(out, expected, atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)

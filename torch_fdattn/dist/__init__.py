@@ -6,6 +6,7 @@ from torch_fdattn.dist.ring_attention import op as _ring_op  # noqa: F401  # iso
 from torch_fdattn.dist.tp_linear import op as _tp_linear_op  # noqa: F401  # isort: skip
 
 from torch_fdattn.dist.context_parallel import context_parallel, shard_batch, unshard_batch
+from torch_fdattn.dist.decode.auto import chosen_strategy
 from torch_fdattn.dist.decode_attention import DistributedDecodeAttention
 from torch_fdattn.dist.functional import decode, ring_attention
 from torch_fdattn.dist.kv_cache import ShardedKVCache
@@ -27,6 +28,7 @@ __all__ = [
     "ShardedKVCache",
     "TPAttention",
     "all_gather_matmul",
+    "chosen_strategy",
     "context_parallel",
     "decode",
     "matmul_all_reduce",

@@ -13,44 +13,85 @@ from torch_fdattn.functional import window_bounds
 
 def decode(
     q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, group_name: str, *,
-    q_start: Tensor | None = None, kv_start: Tensor | None = None, kv_block: int | None = None,
-    causal: bool = True, window: tuple[int, int] | None = None, scale: float | None = None,
-    strategy: str = "all_gather",
+    page_table: Tensor | None = None, q_start: Tensor | None = None, kv_start: Tensor | None = None,
+    kv_block: int | None = None, causal: bool = True, window: tuple[int, int] | None = None,
+    scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    batch_invariant: bool = False, strategy: str = "auto", head_sharded: bool = False,
+    hierarchy: tuple[str, str] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a KV cache whose positions are sharded over the ranks of a process group.
 
     Args:
         q: queries (B, H, T, D), the same on every rank: the last T tokens of each sequence. Up to 16
-            run the decode kernel, more (chunked prefill) the attention kernel.
-        k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D); it may be empty.
+            run the decode kernel, more (chunked prefill) the attention kernel, which knows contiguous,
+            unquantised shards and none of decode's scores.
+        k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D or DV); it may be empty.
         kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank.
         group_name: the process group's name (``group.group_name``).
+        page_table: int32 (B, pages a sequence), of this rank alone: k_shard and v_shard are then its pages
+            (P, H_kv, page, D or DV), and token j of those that it holds is where `torch_fdattn.paged_decode`
+            looks for token j.
         kv_block: rank r of W holds the positions ``p`` with ``(p // kv_block) % W == r``, in order
             (round-robin in blocks). None: block sharding, kv_block is the local capacity, which must
             then be equal on all ranks.
         kv_start: instead of kv_block, int32 (B,): this rank holds the contiguous run of positions from
-            kv_start on. The runs of all ranks must be disjoint and cover the sequence; uneven is fine.
+            kv_start on, as long as its capacity (of pages: whole pages). The runs of all ranks must be disjoint
+            and cover the sequence; uneven is fine.
         q_start: int32 (B,), position of the first query. Default: kv_lens - T.
         causal, window, scale: as `torch_fdattn.attention`.
-        strategy: how partial results travel: "all_gather".
+        k_scale, v_scale: of this rank's shard; see `torch_fdattn.decode`.
+        softcap, alibi_slopes, sinks, batch_invariant: as `torch_fdattn.decode`, the same on every rank.
+        strategy: how partial results travel: "all_gather", "star", "ring", "hierarchical" on the group's
+            collectives; "symm_all_gather", "push", "push_tiled", "two_shot", "fused" through memory that ranks
+            map (one host, CUDA); "auto" takes one of them (`torch_fdattn.dist.chosen_strategy`), and "all_gather"
+            where gradients are wanted or torch.compile traces. One rank alone exchanges nothing.
+        head_sharded: each rank gets its H / W heads alone, in the order of ranks.
+        hierarchy: for "hierarchical", the names of the groups (inner, outer): of the ranks of this rank's node,
+            and of those of its place in every node. Rank = node · (ranks a node) + place.
 
     Returns:
-        out (B, H, T, D), contiguous, and lse (B, H, T) float32 (float64 for float64 inputs), the same bits on every rank. Differentiable: the
+        out (B, H, T, DV), contiguous, and lse (B, H, T) float32 (float64 for float64 inputs), the same bits on
+        every rank; with head_sharded (B, H / W, T, DV) and (B, H / W, T). Differentiable where attention is
+        (contiguous unquantised shards, no scales, softcap, alibi_slopes or sinks, all heads), by any strategy: the
         gradients of k_shard and v_shard are local, that of q is summed over the ranks, under the
         convention that every rank computes the same loss from the replicated out and lse.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came.
+        ValueError, TypeError, NotImplementedError: naming the argument, what was expected and what came.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
+        PeerTimeout: one-sided strategies, here, at a later call or at `torch_fdattn.dist.check`: a rank did not
+            come; out and lse of such a call are NaN.
     """
     left, right = window_bounds(window)
+    named = dict(
+        page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
+    )  # fmt: skip
     tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
-    checks.expect_types(tensors, (kv_lens, q_start, kv_start), scale)
+    given = (pair for pair in named.items() if pair[1] is not None)
+    checks.expect_types((*tensors, *given), (kv_lens, q_start, kv_start), scale)
+    inner, outer = _pair_of_names(hierarchy)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
         q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, rank=rank,
-        world_size=world_size, kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, strategy=strategy,
+        world_size=world_size, kv_block=kv_block, causal=causal, window_left=left, window_right=right,
+        scale=scale, softcap=softcap, batch_invariant=batch_invariant, strategy=strategy,
+        head_sharded=head_sharded, inner_group=inner, outer_group=outer, **named,
     )  # fmt: skip
+
+
+def _pair_of_names(hierarchy: tuple[str, str] | None) -> tuple[str | None, str | None]:
+    if hierarchy is None:
+        return None, None
+    if (
+        not isinstance(hierarchy, (tuple, list))
+        or len(hierarchy) != 2
+        or not all(isinstance(name, str) for name in hierarchy)
+    ):
+        raise TypeError(
+            f"hierarchy must be a pair of group names (inner, outer) or None, got {hierarchy!r}"
+        )
+    return hierarchy[0], hierarchy[1]
 
 
 def ring_attention(

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch_fdattn import checks
 
 
-def rank_and_size(group_name: str) -> tuple[int, int]:
-    """(rank, world size) of this process in the group.
+def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, int]:
+    """(rank, world size) of this process in the group; `argument` is what errors call the name.
 
     Raises:
         TypeError: group_name is no string.
@@ -27,12 +27,12 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
     """
     if not isinstance(group_name, str):
         raise TypeError(
-            "group_name must be a process group's name (group.group_name), "
+            f"{argument} must be a process group's name (group.group_name), "
             f"got {type(group_name).__name__}"
         )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            f"group_name {group_name!r} needs an initialised torch.distributed: call "
+            f"{argument} {group_name!r} needs an initialised torch.distributed: call "
             "init_process_group first (or start the program with torchrun)"
         )
     try:
@@ -41,7 +41,7 @@ def rank_and_size(group_name: str) -> tuple[int, int]:
     except (RuntimeError, ValueError) as error:
         known = sorted(str(name) for name in distributed_c10d._world.pg_names.values())
         raise ValueError(
-            f"group_name must name a process group of this process, got {group_name!r} (known: {known})"
+            f"{argument} must name a process group of this process, got {group_name!r} (known: {known})"
         ) from error
 
 
@@ -103,10 +103,11 @@ def same_everywhere() -> Iterator[None]:
         _trust.given = before
 
 
-def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
+def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False) -> None:
     """Compares what must be the same on all ranks, before any data moves.
 
-    CPU tensors: 8 bytes a rank in every call (but see `same_everywhere`). On other devices a small collective,
+    CPU tensors: 8 bytes a rank in every call (but see `same_everywhere`), unless `once` is set: for exchanges
+    that are not the group's, where a dead rank is to be found by them. On other devices a small collective,
     and a wait for the device, the first time that this rank sees these values, and nothing later (with
     TORCH_FDATTN_CHECK=1 every time): what happens where ranks differ while one of them has seen its values
     before is undefined (a time-out, an error of the backend, or wrong numbers). Nothing is compared in traces
@@ -122,7 +123,8 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
     key = tuple(values.items())
     digest = agreed.get(key)
     on_cpu = like.device.type == "cpu"
-    compares = checks.CHECK_VALUES or (on_cpu and not getattr(_trust, "given", False))
+    trusted = once or getattr(_trust, "given", False)
+    compares = checks.CHECK_VALUES or (on_cpu and not trusted)
     if digest is not None and not compares:
         return
     if digest is None:
@@ -137,7 +139,9 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object]) -> None:
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
     """Raises on every rank, naming what differs."""
     everywhere: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, {name: str(value) for name, value in values.items()}, group=group)
+    dist.all_gather_object(
+        everywhere, {name: str(value) for name, value in values.items()}, group=group
+    )
     for name in values:
         found = [theirs.get(name) for theirs in everywhere]
         if len(set(found)) > 1:

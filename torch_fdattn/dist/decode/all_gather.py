@@ -1,8 +1,9 @@
-"""Strategy `all_gather`: one packed functional all-gather of the partial states, then the merge.
+"""Strategy `all_gather`: one packed functional collective over the partial states, then the merge.
 
-Every rank sends its fp32 (out, lse) as rows of D + 1 numbers and merges all W parts in rank order, so
-that all ranks hold the same bits. Runs wherever functional collectives do (NCCL, gloo), also between
-nodes, and torch.compile traces it. Cost: W · B · H · T · (D + 1) · 4 bytes received by every rank.
+What travels: every rank's fp32 rows, to every rank, which merges all W parts in rank order, so that all
+ranks hold the same bits. With head_sharded an all-to-all takes to each rank the rows of its heads alone.
+Cost: one collective; each rank receives W · B · H · T · (D + 1) · 4 bytes, or a W-th of it with head_sharded.
+Wins where ranks cannot map each other's memory (between nodes, gloo), and is what torch.compile traces.
 """
 
 from __future__ import annotations
@@ -10,13 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.decode.exchange import Exchange, merge_rows, pack
 
-def gather_and_merge(
-    out: Tensor, lse: Tensor, dtype: torch.dtype, group_name: str, world_size: int
+
+def merge(
+    out: Tensor, lse: Tensor, dtype: torch.dtype, exchange: Exchange
 ) -> tuple[Tensor, Tensor]:
-    """The merged (out in `dtype`, lse) from every rank's fp32 partial out (B, H, T, D), lse (B, H, T)."""
-    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, world_size, group_name)
-    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
-    parts = gathered.view(world_size, *packed.shape)
-    return torch.ops.fdattn.merge_states_forward(parts[..., :-1], parts[..., -1], dtype)
+    """The merged (out in `dtype`, lse) from every rank's partial out (B, H, T, D), lse (B, H, T)."""
+    rows, group, world_size = pack(out, lse), exchange.group_name, exchange.world_size
+    if exchange.head_sharded:
+        by_rank = rows.unflatten(1, (world_size, -1)).movedim(1, 0).contiguous()
+        shape, share = by_rank.shape, [by_rank[0].numel()] * world_size
+        received = torch.ops._c10d_functional.all_to_all_single(
+            by_rank.flatten(), share, share, group
+        )
+    else:
+        shape = (world_size, *rows.shape)
+        received = torch.ops._c10d_functional.all_gather_into_tensor(rows, world_size, group)
+    received = torch.ops._c10d_functional.wait_tensor(received)
+    return merge_rows(received.view(shape), dtype)

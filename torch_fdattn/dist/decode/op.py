@@ -5,6 +5,9 @@ size are arguments: torch keys its compile caches by the graph that Dynamo saw, 
 rank read inside the op would hand one rank's compiled graph to the others. The
 gradient needs no collective merge: with the global (out, lse) saved, `attention_backward` over the
 local shard gives this shard's exact dK and dV, and a part of dQ that is summed over the ranks.
+
+A strategy is a module with `merge(out, lse, dtype, exchange)`, or the name of a one-sided exchange
+(`one_sided.py`, imported where it is asked for: its kernels need triton).
 """
 
 from __future__ import annotations
@@ -12,80 +15,101 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn import checks
-from torch_fdattn.dist.decode.all_gather import gather_and_merge
-from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
-from torch_fdattn.dist.sharding import ShardMap
+from torch_fdattn.dist.decode import all_gather, hierarchical, ring, star
+from torch_fdattn.dist.decode.auto import choose_for
+from torch_fdattn.dist.decode.exchange import Exchange
+from torch_fdattn.dist.decode.inputs import (
+    Extras,
+    Shard,
+    check_local_call,
+    check_positions,
+    check_tensors,
+    refuse_gradients,
+    runs_decode,
+)
+from torch_fdattn.dist.decode.local_mask import local_mask
+from torch_fdattn.dist.groups import agree, given_rank_and_size, is_traced, wants_gradients
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention.op import check_inputs, default_scale, options_to_mask
-from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
-from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+from torch_fdattn.ops.positions import Mask
 
-STRATEGIES = ("all_gather",)
+#: On the group's own collectives.
+PORTABLE = {
+    "all_gather": all_gather,
+    "star": star,
+    "ring": ring,
+    "hierarchical": hierarchical,
+}
+#: Through memory that ranks map; the names of `one_sided.ONE_SIDED`, which is not imported for them.
+ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
+STRATEGIES = ("auto", *PORTABLE, *ONE_SIDED)
 
 
-def _check(q, k_shard, v_shard, kv_lens, q_start, kv_start, strategy) -> None:
-    checks.check_qkv(q, k_shard, v_shard, ("q", "k_shard", "v_shard"))
-    if kv_lens is None:
-        raise TypeError("kv_lens must be an int32 tensor of global lengths (batch,), got None")
-    # The bound is the same on all ranks, so that under TORCH_FDATTN_CHECK all of them raise or none.
-    checks.check_lengths("kv_lens", kv_lens, q, bound=FAR)
-    checks.check_lengths("q_start", q_start, q)
-    checks.check_lengths("kv_start", kv_start, q)
+def check_strategy(strategy: str, hierarchy: tuple[str | None, str | None] | None) -> None:
+    """The name, and `hierarchy` where it is needed and nowhere else."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    given = hierarchy is not None and None not in hierarchy
+    if given != (strategy == "hierarchical"):
+        expected = "None" if given else "the names of an inner and an outer group"
+        raise ValueError(
+            f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy!r}"
+        )
 
 
-def local_mask(
-    q: Tensor, k_shard: Tensor, mask: Mask, kv_block: int | None, rank: int, world_size: int
-) -> Mask:
-    """The rank's own mask from the global one: local lengths, and positions of queries and keys."""
-    capacity = k_shard.shape[2]
-    # With block sharding the whole capacity is known; otherwise lengths are trusted up to FAR.
-    explicit = kv_block is not None or mask.kv_start is not None
-    lengths = mask.kv_lens.clamp(0, FAR if explicit else world_size * capacity).int()
-    q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
-    if mask.kv_start is not None:
-        # An explicit contiguous shard: this rank's keys stand at kv_start, kv_start + 1, …
-        local = (lengths - mask.kv_start.clamp(-FAR, FAR).int()).clamp(0, capacity)
-        return mask._replace(kv_lens=local, q_start=q_start, kv_block=0, kv_stride=0)
-    shards = ShardMap(rank, world_size, kv_block or max(capacity, 1))
-    return mask._replace(
-        kv_lens=shards.local_lengths(lengths).clamp(max=capacity),
-        q_start=q_start,
-        kv_start=torch.full_like(lengths, shards.kv_start),
-        kv_block=shards.kv_block,
-        kv_stride=shards.kv_stride,
-    )
+def _check_exchange(q: Tensor, exchange: Exchange, strategy: str) -> None:
+    if exchange.head_sharded and q.shape[1] % exchange.world_size:
+        raise ValueError(
+            "head_sharded must be False where the group's size does not divide q's heads, got True with "
+            f"{q.shape[1]} heads on {exchange.world_size} ranks"
+        )
+    if strategy in ONE_SIDED and q.dtype == torch.float64:
+        raise TypeError(f"q must not be float64 with strategy={strategy!r}, got {q.dtype}")
 
 
-def _forward(q, k_shard, v_shard, mask, scale, group_name, world_size):
-    """Global (out, lse), the same bits on every rank."""
-    raw = torch.ops.fdattn.decode_forward
-    if not 1 <= q.shape[2] <= MAX_QUERY_TOKENS:
-        raw = torch.ops.fdattn.attention_forward
-    partial_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = raw(q, k_shard, v_shard, *mask, scale, partial_dtype)
-    return gather_and_merge(out, lse, q.dtype, group_name, world_size)
+def _forward(q, shard, mask, scale, extras, exchange, strategy):
+    """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads)."""
+    library.launches[f"dist_decode/{strategy}"] += 1
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = q.dtype if strategy == "none" else wide
+    if not runs_decode(q):
+        out, lse = torch.ops.fdattn.attention_forward(q, shard.k, shard.v, *mask, scale, dtype)
+    elif shard.page_table is None:
+        out, lse = torch.ops.fdattn.decode_forward(
+            q, shard.k, shard.v, *mask, scale, dtype, *extras
+        )
+    else:
+        out, lse = torch.ops.fdattn.paged_decode_forward(
+            q, shard.k, shard.v, shard.page_table, *mask, scale, dtype, *extras
+        )
+    out = out.contiguous()
+    if strategy == "none":
+        return out, lse
+    if strategy in PORTABLE:
+        return PORTABLE[strategy].merge(out, lse, q.dtype, exchange)
+    from torch_fdattn.dist.decode import one_sided
+
+    return one_sided.merge(out, lse, q.dtype, exchange.group_name, strategy, exchange.head_sharded)
 
 
 class _DistDecode(torch.autograd.Function):
     """q and the outputs are replicated: every rank computes the same loss from them."""
 
     @staticmethod
-    def forward(ctx, q, k_shard, v_shard, group_name, world_size, *mask_and_scale):
+    def forward(ctx, q, k_shard, v_shard, batch_invariant, exchange, strategy, *mask_and_scale):
         mask, scale = Mask(*mask_and_scale[:-1]), mask_and_scale[-1]
-        out, lse = _forward(q, k_shard, v_shard, mask, scale, group_name, world_size)
+        shard, extras = Shard(k_shard, v_shard, None), Extras(batch_invariant=batch_invariant)
+        out, lse = _forward(q, shard, mask, scale, extras, exchange, strategy)
         ctx.save_for_backward(q, k_shard, v_shard, out, lse, *mask[:3])
         ctx.options = mask_and_scale[3:]
-        ctx.group_name = group_name
+        ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("dist_decode")
-        no_gradients = (None,) * (5 + len(ctx.options))
+        no_gradients = (None,) * (6 + len(ctx.options))
         if dout is None and dlse is None:
             return None, None, None, *no_gradients
         q, k_shard, v_shard, out, lse, *pointers = ctx.saved_tensors
@@ -95,60 +119,89 @@ class _DistDecode(torch.autograd.Function):
         dq, dk, dv = torch.ops.fdattn.attention_backward(
             dout, dlse, q, k_shard, v_shard, out, lse, *pointers, *ctx.options, partial_dtype
         )
-        dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group_name)
-        dq = torch.ops._c10d_functional.wait_tensor(dq)
+        if ctx.exchange.world_size > 1:
+            dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)
+            dq = torch.ops._c10d_functional.wait_tensor(dq)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *no_gradients
 
 
 def _dist_decode(
-    q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, rank=None,
-    world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None, strategy="all_gather",
+    q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, page_table=None, rank=None,
+    world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None,
+    k_scale=None, v_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
+    strategy="auto", head_sharded=False, inner_group=None, outer_group=None,
 ):  # fmt: skip
-    _check(q, k_shard, v_shard, kv_lens, q_start, kv_start, strategy)
+    shard = Shard(k_shard, v_shard, page_table)
+    check_tensors(q, shard, kv_lens, q_start, kv_start)
+    hierarchy = None if inner_group is None and outer_group is None else (inner_group, outer_group)
+    check_strategy(strategy, hierarchy)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    if kv_block is not None and kv_block < 1:
-        raise ValueError(f"kv_block must be at least 1, got {kv_block}")
-    # Positions are int32 in the kernels. The condition is the same on all ranks: all raise, or none.
-    block, name = (
-        (k_shard.shape[2], "k_shard's capacity") if kv_block is None else (kv_block, "kv_block")
-    )
-    if kv_start is None and block * world_size > FAR:
-        raise ValueError(f"{name} must be at most 2**30 // {world_size} ranks, got {block}")
-    if kv_block is not None and kv_start is not None:
-        raise ValueError(
-            "kv_block and kv_start exclude each other: round-robin or explicit shards, got both"
-        )
+    exchange = Exchange(group_name, rank, world_size, head_sharded, inner_group, outer_group)
+    _check_exchange(q, exchange, strategy)
+    if hierarchy is not None:
+        hierarchical.check_hierarchy(exchange)
+    check_positions(shard, kv_block, kv_start, world_size)
     mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
-    mask = local_mask(q, k_shard, mask, kv_block, rank, world_size)
+    mask = local_mask(q, shard.capacity, mask, kv_block, rank, world_size)
     scale = default_scale(q, scale)
-    check_inputs(q, k_shard, v_shard, mask, scale, ("q", "k_shard", "v_shard"))
-    gradients = wants_gradients(q, k_shard, v_shard)
-    agree(
-        group_name,
-        q,
-        {
-            "q's shape": tuple(q.shape),
-            "k_shard's heads": k_shard.shape[1],
-            **({"k_shard's capacity": k_shard.shape[2]} if kv_block is None and kv_start is None else {}),
-            "whether q_start and kv_start are given": (q_start is not None, kv_start is not None),
-            "strategy": strategy,
-            "the dtype": q.dtype,
-            "kv_block": kv_block,
-            "causal and window": (mask.window_left, mask.window_right),
-            "scale": scale,
-            **gradients,
-        },
-    )
+    extras = Extras(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    check_local_call(q, shard, mask, scale, extras)
+    inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
+    gradients = wants_gradients(*inputs)
+    if world_size == 1:
+        strategy = "none"
+    elif strategy == "auto":
+        portable = any(gradients.values()) or is_traced(q)
+        strategy = "all_gather" if portable else choose_for(q, exchange, batch_invariant)
+    if world_size > 1:
+        positions_are_implicit = kv_block is None and kv_start is None
+        agree(
+            group_name,
+            q,
+            {
+                "q's shape": tuple(q.shape),
+                "k_shard's heads": k_shard.shape[1],
+                "v_shard's head dim": v_shard.shape[3],
+                **({"k_shard's capacity": shard.capacity} if positions_are_implicit else {}),
+                "whether q_start and kv_start are given": (
+                    q_start is not None,
+                    kv_start is not None,
+                ),
+                "whether page_table is given": page_table is not None,
+                "which of decode's tensors are given": extras.given(),
+                "strategy": strategy,
+                "head_sharded": head_sharded,
+                "the sizes of hierarchy's groups": hierarchical.sizes(exchange),
+                "the dtype": q.dtype,
+                "the cache's dtype": k_shard.dtype,
+                "kv_block": kv_block,
+                "causal and window": (mask.window_left, mask.window_right),
+                "scale": scale,
+                "softcap": softcap,
+                "batch_invariant": batch_invariant,
+                **gradients,
+            },
+            # A dead rank is to be found by the kernels, which name it and leave the group usable.
+            once=strategy in ONE_SIDED,
+        )
+    # A sink is a key whose value is 0: one rank adds it, and the merge needs to know nothing of it.
+    local = extras if rank == 0 else extras._replace(sinks=None)
     if any(gradients.values()):
-        return _DistDecode.apply(q, k_shard, v_shard, group_name, world_size, *mask, scale)
-    return _forward(q, k_shard, v_shard, mask, scale, group_name, world_size)
+        refuse_gradients(q, shard, extras, head_sharded)
+        return _DistDecode.apply(
+            q, k_shard, v_shard, batch_invariant, exchange, strategy, *mask, scale
+        )
+    return _forward(q, shard, mask, scale, local, exchange, strategy)
 
 
 library.define_composite(
     "dist_decode(Tensor q, Tensor k_shard, Tensor v_shard, Tensor kv_lens, str group_name, "
-    "Tensor? q_start=None, Tensor? kv_start=None, *, int? rank=None, int? world_size=None, "
-    "SymInt? kv_block=None, bool causal=True, "
-    "int window_left=-1, int window_right=-1, float? scale=None, str strategy='all_gather') "
+    "Tensor? q_start=None, Tensor? kv_start=None, *, Tensor? page_table=None, int? rank=None, "
+    "int? world_size=None, SymInt? kv_block=None, bool causal=True, "
+    "int window_left=-1, int window_right=-1, float? scale=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, bool batch_invariant=False, str strategy='auto', bool head_sharded=False, "
+    "str? inner_group=None, str? outer_group=None) "
     "-> (Tensor out, Tensor lse)",
     _dist_decode,
     autocast_args=3,

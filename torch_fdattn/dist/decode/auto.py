@@ -1,0 +1,63 @@
+"""Strategy `auto`: which one a call takes, by measured crossovers, and saying which it was."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from torch_fdattn.dist.decode.exchange import Exchange
+from torch_fdattn.dist.groups import is_traced, rank_and_size
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
+
+#: Up to so many rows (batch · heads · query tokens) latency decides, and beyond it bytes.
+FUSED_ROWS = 512
+
+_log = logging.getLogger("torch_fdattn")
+
+
+def choose(rows: int, world_size: int, one_sided: bool, head_sharded: bool) -> str:
+    """The strategy for `rows` rows; one_sided: whether the ranks can map each other's memory."""
+    if world_size == 1:
+        return "none"
+    if not one_sided:
+        return "all_gather"
+    return "fused" if head_sharded or rows <= FUSED_ROWS else "two_shot"
+
+
+def chosen_strategy(
+    q: Tensor, group_name: str, *, head_sharded: bool = False, batch_invariant: bool = False
+) -> str:
+    """What strategy "auto" of `torch_fdattn.dist.decode` takes for queries like q (B, H, T, D).
+
+    "none" where the group has one rank. The same on every rank, without communication. With gradients wanted
+    and under torch.compile "auto" is "all_gather", which this does not know.
+    """
+    exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
+    return choose_for(q, exchange, batch_invariant)
+
+
+def choose_for(q: Tensor, exchange: Exchange, batch_invariant: bool) -> str:
+    """`choose` for a call in eager mode without gradients, logged."""
+    tokens, world_size, head_sharded = q.shape[2], exchange.world_size, exchange.head_sharded
+    # Chunks of a prompt are megabytes, for which workspaces would grow and stay.
+    one_sided = (
+        world_size > 1 and tokens <= MAX_QUERY_TOKENS and _maps_peers(exchange.group_name, q)
+    )
+    # A strategy that changes with the batch might change bits with it.
+    rows = 0 if batch_invariant else q.shape[0] * q.shape[1] * tokens
+    chosen = choose(rows, world_size, one_sided, head_sharded)
+    _log.debug(
+        "dist.decode: strategy %s for %d rows on %d ranks (one-sided exchange: %s, head_sharded: %s)",
+        chosen, rows, world_size, one_sided, head_sharded,
+    )  # fmt: skip
+    return chosen
+
+
+def _maps_peers(group_name: str, q: Tensor) -> bool:
+    """On CPUs the kernels would be interpreted, which is slower than gloo."""
+    if q.device.type != "cuda" or is_traced(q):
+        return False
+    from torch_fdattn.dist.decode import one_sided
+
+    return one_sided.available(group_name, q.device)
