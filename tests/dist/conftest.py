@@ -46,6 +46,18 @@ def mesh(rank_device: torch.device) -> DeviceMesh:
     return init_device_mesh(rank_device.type, (dist.get_world_size(),))
 
 
+@pytest.fixture(scope="session")
+def hierarchies(rank_device: torch.device) -> list[tuple[str, str]]:
+    """(inner, outer) group names of every mesh (nodes, ranks of a node) that the ranks make."""
+    world, found = dist.get_world_size(), []
+    for nodes in range(1, world + 1):
+        if world % nodes == 0:
+            names = "nodes", "places"
+            mesh = init_device_mesh(rank_device.type, (nodes, world // nodes), mesh_dim_names=names)
+            found.append(tuple(mesh[name].get_group().group_name for name in reversed(names)))
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _same_seed_everywhere(group: str) -> None:
     """Replicated inputs are drawn alike on all ranks."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import torch_fdattn
 from tests.dist.test_decode import make, rank_map, sharded
@@ -18,18 +17,6 @@ from torch_fdattn.dist.decode.auto import FUSED_ROWS, choose
 from torch_fdattn.ops.library import launches
 
 PORTABLE = ("all_gather", "star", "ring", "hierarchical")
-
-
-@pytest.fixture(scope="session")
-def hierarchies(rank_device: torch.device) -> list[tuple[str, str]]:
-    """(inner, outer) group names of every mesh (nodes, ranks of a node) that the ranks make."""
-    world, found = dist.get_world_size(), []
-    for nodes in range(1, world + 1):
-        if world % nodes == 0:
-            names = "nodes", "places"
-            mesh = init_device_mesh(rank_device.type, (nodes, world // nodes), mesh_dim_names=names)
-            found.append(tuple(mesh[name].get_group().group_name for name in reversed(names)))
-    return found
 
 
 def by(strategy: str, hierarchies: list[tuple[str, str]], draw: int = 0) -> dict:

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.test_decode_strategies import PORTABLE, by
 from torch_fdattn import attention
 from torch_fdattn.dist import DistributedDecodeAttention, ShardedKVCache
+from torch_fdattn.dist.kv_scales import KV_FORMATS
 
 SHAPE = dict(num_layers=2, batch=2, kv_heads=2, head_dim=16)
 
@@ -64,15 +66,54 @@ def test_storage_is_a_share_plus_at_most_one_block(group: str, rank_device, kv_b
     per_token = 2 * 2 * 2 * 2 * 16 * 4  # k and v, layers, batch, heads, dim, bytes
     total = 40 * per_token
     block = cache.shards.kv_block
-    one_row = per_token  # the row for other ranks' tokens
     share = -(-40 // dist.get_world_size()) * per_token
-    assert cache.nbytes <= share + min(block, 4) * per_token + one_row
+    assert cache.nbytes <= share + min(block, 4) * per_token
     step(cache, 40, 0)
     used = torch.tensor([cache.bytes_used()], device=rank_device)
     assert used.item() <= total / dist.get_world_size() + block * per_token
     dist.all_reduce(used)
     assert used.item() == total
-    assert whole.nbytes == total + one_row
+    assert whole.nbytes == total
+
+
+@pytest.mark.parametrize("kv_block", [None, 4])
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
+def test_quantised_shards_hold_what_one_process_holds(group, rank_device, kv_block, kv_dtype):
+    """Scales follow from all new tokens, which every rank sees; long prompts attend over a shard read back."""
+    cache = make(rank_device, group_name=group, kv_block=kv_block, kv_dtype=kv_dtype)
+    whole = make(rank_device, kv_dtype=kv_dtype)
+    for seed, tokens in enumerate([3, 18, 1, 16]):
+        found, expected = (step(each, tokens, seed) for each in (cache, whole))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(cache.layer(1), whole.layer(1), strict=True):
+        mine, places = cache.shards.locate(torch.arange(38, device=rank_device))
+        kept = ours.view(torch.uint8)[:, :, places[mine]]
+        assert torch.equal(kept, theirs.view(torch.uint8)[:, :, :38][:, :, mine])
+    assert torch.equal(cache.scales.k, whole.scales.k)
+
+
+def test_more_ranks_than_blocks(group, rank_device) -> None:
+    """A rank that never holds a position."""
+    cache = make(rank_device, capacity=3, group_name=group, kv_block=3)
+    whole = make(rank_device, capacity=3)
+    for seed, tokens in enumerate([2, 1]):
+        found, expected = (step(each, tokens, seed) for each in (cache, whole))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_every_strategy(group, rank_device, hierarchies) -> None:
+    whole = make(rank_device)
+    caches = [
+        make(rank_device, group_name=group, kv_block=3, **by(strategy, hierarchies, 1))
+        for strategy in PORTABLE
+    ]
+    for seed, tokens in enumerate([18, 1, 4]):
+        expected = step(whole, tokens, seed)
+        for cache in caches:
+            for ours, theirs in zip(step(cache, tokens, seed), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=1e-5)
 
 
 def test_reset_forgets(group: str, rank_device) -> None:
@@ -168,6 +209,7 @@ class TestBadInput:
             (dict(kv_block=0), "kv_block must be at least 1, got 0"),
             (dict(kv_block=-1), "kv_block must be at least 1, got -1"),
             (dict(strategy="none"), "strategy must be one of"),
+            (dict(strategy="hierarchical"), "hierarchy must be the names of an inner and an outer"),
             (dict(group_name="nosuch"), "group_name must name a process group"),
         ],
     )

@@ -114,8 +114,7 @@ def _ask() -> None:
 def report(stats: Stats, engine: Engine, world: World) -> None:
     """Statistics of one run, and what the cache takes on each rank; all ranks call it."""
     cache = engine.cache
-    nbytes = cache.num_layers * sum(view.nbytes for view in cache.layer(0))
-    held = [(nbytes, cache.nbytes - nbytes)] * world.size
+    held = [_pages(cache) if isinstance(cache, PagedKVCache) else cache.nbytes] * world.size
     if world.group is not None:
         dist.all_gather_object(held, held[0], group=world.group)
     if world.rank > 0:
@@ -127,23 +126,22 @@ def report(stats: Stats, engine: Engine, world: World) -> None:
         f"read{' by rank 0' if world.size > 1 else ''}"
     )
     if isinstance(cache, PagedKVCache):
-        _report_pages(cache, world)
+        same = len(set(held)) == 1 < world.size
+        for rank, pages in enumerate(held[:1] if same else held):
+            stderr.print(f"{'each rank' if same else f'rank {rank}'}: {pages}")
         return
     total = cache.capacity * position_bytes(engine.model, cache.stored_dtype)
-    for rank, (nbytes, _) in enumerate(held):
+    for rank, nbytes in enumerate(held):
         stderr.print(
             f"rank {rank}: KV cache of {nbytes:,} bytes, {nbytes / total:.1%} of {total:,} in all"
         )
-    spare = max(spare for _, spare in held)
-    stderr.print(f"+ one spare position of {spare:,} bytes on each rank")
 
 
-def _report_pages(cache: PagedKVCache, world: World) -> None:
-    """The same on every rank: they split heads alone."""
+def _pages(cache: PagedKVCache) -> str:
     table = cache.table
-    stderr.print(
-        f"{'rank 0' if world.size == 1 else 'each rank'}: KV cache of {cache.nbytes:,} bytes in "
-        f"{table.pages} pages of {table.page_size} positions, {table.pages - len(table.free)} in use"
+    return (
+        f"KV cache of {cache.nbytes:,} bytes in {table.pages} pages of {table.page_size} positions, "
+        f"{table.pages - len(table.free)} in use"
     )
 
 

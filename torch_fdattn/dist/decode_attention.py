@@ -15,7 +15,7 @@ class DistributedDecodeAttention(nn.Module):
     decode steps (few) go through the same call.
 
     Args:
-        batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy: as `ShardedKVCache`.
+        batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy: as `ShardedKVCache`.
         group_name: the process group that shares the cache; None keeps all of it here.
         window, scale: as `torch_fdattn.attention`; the mask is causal.
 
@@ -26,14 +26,16 @@ class DistributedDecodeAttention(nn.Module):
     def __init__(
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, group_name: str | None = None,
-        kv_block: int | None = None, strategy: str = "all_gather",
+        kv_block: int | None = None, strategy: str = "auto",
         window: tuple[int, int] | None = None, scale: float | None = None,
+        hierarchy: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.window, self.scale = window, scale
         self.cache = ShardedKVCache(
             1, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
             group_name=group_name, kv_block=kv_block, strategy=strategy,
+            hierarchy=hierarchy,
         )  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,24 +1,124 @@
-"""A KV cache whose positions are spread over the ranks of a group, or whole on one process.
+"""KV caches whose positions are spread over the ranks of a group, or whole on one process.
 
 Every rank is given all new tokens and keeps those that the `ShardMap` assigns to it; queries and
-outputs are replicated. On one process new tokens go through `append_kv`, quantised where asked for.
+outputs are replicated. New tokens go through the append ops, quantised where asked for: what a rank keeps of
+consecutive positions is consecutive in its shard too.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_fdattn.dist.batch_cache import BatchKVCache, Columns, aligned, expect_at_least_one
-from torch_fdattn.dist.decode.op import STRATEGIES
+from torch_fdattn.dist.decode.inputs import runs_decode
+from torch_fdattn.dist.decode.op import check_strategy
 from torch_fdattn.dist.functional import decode as sharded_decode
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.functional import append_kv
 from torch_fdattn.functional import decode as local_decode
+from torch_fdattn.ops.positions import key_positions
 
 
-class ShardedKVCache(BatchKVCache):
+class _Share(NamedTuple):
+    """`Columns.places` of a rank: which of a step's tokens it keeps, and where."""
+
+    begins: (
+        Tensor  # (B,) tokens that it holds before the step, which is where the first new one goes
+    )
+    counts: Tensor  # (B,) tokens of the step that it keeps
+    columns: (
+        Tensor | None
+    )  # (B, 1, rows, 1) the column of the first, second, … of them; None: there is one
+
+
+class SharedKVCache(BatchKVCache):
+    """A `BatchKVCache` whose positions a group may share; how a rank stores its own is its subclasses' matter.
+
+    Args:
+        group_name: the process group that shares the cache; None keeps all of it here.
+        kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
+            round the ranks in blocks of this many.
+        strategy, hierarchy: of `torch_fdattn.dist.decode`.
+
+    Attributes:
+        shards: the positions that this rank holds.
+    """
+
+    def __init__(
+        self, *sizes: int, dtype: torch.dtype, device: torch.device | str, kv_dtype: str | None,
+        group_name: str | None, kv_block: int | None, strategy: str,
+        hierarchy: tuple[str, str] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(*sizes, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        if kv_block is not None:
+            expect_at_least_one("kv_block", kv_block)
+        check_strategy(strategy, hierarchy)
+        rank, world_size = rank_and_size(group_name) if group_name is not None else (0, 1)
+        # A block larger than the capacity holds it whole, as one of exactly that size does.
+        kv_block = min(kv_block or -(-self.capacity // world_size), self.capacity)
+        self.shards = ShardMap(rank, world_size, kv_block)
+        self.group_name, self.strategy, self.hierarchy = group_name, strategy, hierarchy
+
+    def bytes_used(self) -> int:
+        """Bytes of K and V that hold tokens on this rank."""
+        _, kv_heads, _, head_dim = self._new_shape
+        per_token = self.num_layers * kv_heads * head_dim * self.stored_dtype.itemsize
+        return 2 * sum(map(self.shards.local_capacity, self.held)) * per_token
+
+    def _places(self, starts: Tensor, counts: Tensor | None, tokens: int) -> Tensor | _Share | None:
+        """`Columns.places`, for columns that stand at starts, starts + 1, …"""
+        if self.group_name is None:
+            return super()._places(starts, counts, tokens)
+        ends = self.lengths + (tokens if counts is None else counts)
+        begins = self.shards.local_lengths(self.lengths)
+        kept = self.shards.local_lengths(ends.clamp(max=self.capacity)) - begins
+        if tokens == 1:
+            return _Share(begins, kept, None)
+        rounds, rest = divmod(tokens, self.shards.kv_stride)
+        most = rounds * self.shards.kv_block + min(rest, self.shards.kv_block)
+        slots = begins[:, None] + torch.arange(most, dtype=torch.int32, device=starts.device)
+        shards = self.shards
+        positions = key_positions(slots, shards.kv_start, shards.kv_block, shards.kv_stride)
+        columns = positions - starts[:, None]
+        return _Share(begins, kept, columns.clamp(0, tokens - 1).long()[:, None, :, None])
+
+    def _kept(
+        self, k: Tensor, v: Tensor, columns: Columns
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The append ops' k, v, kv_lens and new_lens: what of a step this rank keeps."""
+        share = columns.places
+        if not isinstance(share, _Share):
+            return *aligned(columns, k, v), self.lengths, columns.counts
+        if share.columns is not None:
+            k, v = (x.take_along_dim(share.columns, 2) for x in (k, v))
+        return k, v, share.begins, share.counts
+
+    def _attend(
+        self, layer: int, q: Tensor, lengths: Tensor, longest: int, scale: float | None = None,
+        window: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        if self.group_name is None:
+            return super()._attend(layer, q, lengths, longest, scale, window)
+        if q.dim() == 4 and runs_decode(q):
+            shard = dict(self._shard(layer), **self._scales_of(layer))
+        else:
+            k, v = self._contiguous(layer, self.shards.local_capacity(longest), q.dtype)
+            shard = dict(k_shard=k, v_shard=v)
+        return sharded_decode(
+            q, kv_lens=lengths, group_name=self.group_name, kv_block=self.shards.kv_block, scale=scale,
+            window=window, strategy=self.strategy, hierarchy=self.hierarchy, **shard,
+        )[0]  # fmt: skip
+
+    def _shard(self, layer: int) -> dict[str, Tensor]:
+        """`dist.decode`'s arguments k_shard, v_shard and, for pages, page_table."""
+        raise NotImplementedError
+
+
+class ShardedKVCache(SharedKVCache):
     """K and V of all layers for `batch` sequences of up to `capacity` tokens, contiguous on each rank.
 
     Steps are those of `BatchKVCache`; a step's tokens may straddle a shard border. No gradient flows into
@@ -31,9 +131,9 @@ class ShardedKVCache(BatchKVCache):
         group_name: the process group that shares the cache; None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
-        strategy: of `torch_fdattn.dist.decode`.
+        strategy, hierarchy: of `torch_fdattn.dist.decode`.
         kv_dtype: None stores in dtype; "fp8_e4m3", "fp8_e5m2" or "int8" in a byte, with the scales of
-            `torch_fdattn.dist.kv_scales`. Only without a group: `dist.decode` takes no scales.
+            `torch_fdattn.dist.kv_scales`: from all new tokens, so the same on every rank.
 
     Attributes:
         lengths: int32 (batch,) on the device, tokens stored before the current step.
@@ -45,76 +145,28 @@ class ShardedKVCache(BatchKVCache):
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, group_name: str | None = None,
-        kv_block: int | None = None, strategy: str = "all_gather", kv_dtype: str | None = None,
+        kv_block: int | None = None, strategy: str = "auto", kv_dtype: str | None = None,
+        hierarchy: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype, group_name=group_name, kv_block=kv_block, strategy=strategy,
+            hierarchy=hierarchy,
         )  # fmt: skip
-        if kv_block is not None:
-            expect_at_least_one("kv_block", kv_block)
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
-        rank, world_size = rank_and_size(group_name) if group_name is not None else (0, 1)
-        if kv_dtype is not None and group_name is not None:
-            raise NotImplementedError(
-                f"kv_dtype must be None where a group shares the cache, got {kv_dtype!r}"
-            )
-        # A block larger than the capacity holds it whole, as one of exactly that size does.
-        kv_block = min(kv_block or -(-capacity // world_size), capacity)
-        self.shards = ShardMap(rank, world_size, kv_block)
-        self.group_name, self.strategy = group_name, strategy
-        self._slots = self.shards.local_capacity(capacity)
-        # One row more than the shard: tokens of other ranks are written there, so that the shapes of
-        # a write do not depend on whose token it is.
-        shape = (num_layers, batch, kv_heads, self._slots + 1, head_dim)
+        shape = (num_layers, batch, kv_heads, self.shards.local_capacity(capacity), head_dim)
         self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)
         self._v = torch.zeros(shape, dtype=self.stored_dtype, device=device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """This rank's K and V of a layer, (batch, kv_heads, local capacity, head_dim), not copied."""
-        return self._k[layer, :, :, : self._slots], self._v[layer, :, :, : self._slots]
-
-    def bytes_used(self) -> int:
-        """Bytes of K and V that hold tokens on this rank."""
-        tokens = int(self.shards.local_lengths(torch.tensor(self.held)).sum())
-        per_token = self._k.shape[0] * self._k.shape[2] * self._k.shape[4] * self._k.element_size()
-        return 2 * tokens * per_token
-
-    def _places(self, starts: Tensor, counts: Tensor | None, tokens: int) -> Tensor | None:
-        """Where columns that stand at starts, starts + 1, … are written: int64 (batch, tokens).
-
-        Tokens of other ranks, columns whose position is already stored (padding) and positions past
-        the capacity go to the spare row.
-        """
-        if self.group_name is None:
-            return super()._places(starts, counts, tokens)
-        positions = starts[:, None] + torch.arange(tokens, device=starts.device)
-        mine, index = self.shards.locate(positions)
-        mine &= (positions >= self.lengths[:, None]) & (positions < self.capacity)
-        return torch.where(mine, index, self._slots).long()
+        return self._k[layer], self._v[layer]
 
     def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:
-        if self.group_name is None:
-            append_kv(
-                *self.layer(layer), *aligned(columns, k, v), self.lengths, columns.counts,
-                **self._scales_of(layer),
-            )  # fmt: skip
-            return
-        index = columns.places[:, None, :, None].expand_as(k)
-        self._k[layer].scatter_(2, index, k)
-        self._v[layer].scatter_(2, index, v)
+        append_kv(*self.layer(layer), *self._kept(k, v, columns), **self._scales_of(layer))
 
-    def _attend(
-        self, layer: int, q: Tensor, lengths: Tensor, longest: int, scale: float | None = None,
-        window: tuple[int, int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        if self.group_name is None:
-            return super()._attend(layer, q, lengths, longest, scale, window)
-        return sharded_decode(
-            q, *self.layer(layer), lengths, self.group_name, kv_block=self.shards.kv_block,
-            scale=scale, window=window, strategy=self.strategy,
-        )[0]  # fmt: skip
+    def _shard(self, layer: int) -> dict[str, Tensor]:
+        k, v = self.layer(layer)
+        return dict(k_shard=k, v_shard=v)
 
     def _decode(self, layer: int, q: Tensor, lengths: Tensor, **options) -> Tensor:
         return local_decode(q, *self.layer(layer), lengths, **options)[0]

@@ -40,6 +40,8 @@ PORTABLE = {
     "ring": ring,
     "hierarchical": hierarchical,
 }
+#: Those of them that never wait for a peer in a kernel.
+COLLECTIVES_ALONE = ("all_gather", "star", "ring")
 #: Through memory that ranks map; the names of `one_sided.ONE_SIDED`, which is not imported for them.
 ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
 STRATEGIES = ("auto", *PORTABLE, *ONE_SIDED)
