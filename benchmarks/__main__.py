@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from . import show
-from .cases import ATTENTION_CASES, DECODE_CASES, GENERATE_CASES, SWEEPS, select, swept
+from .cases import (
+    ATTENTION_CASES,
+    DECODE_CASES,
+    DIST_DECODE_CASES,
+    GENERATE_CASES,
+    SWEEPS,
+    select,
+    swept,
+)
 from .distributed import commands as distributed
 from .kernel_ladder import run as ladder
 from .results import Recorder, Results, collect_meta, output_path
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
 _CASES = {
     "attention": ATTENTION_CASES,
     "decode": DECODE_CASES,
+    "dist_decode": DIST_DECODE_CASES,
     "generate": GENERATE_CASES,
     "host": [case for case in DECODE_CASES if case.page is None],
 }

@@ -1,4 +1,5 @@
-"""What floors and peers reached on one H100 80GB HBM3, and the check that a run is worth reading.
+"""What floors and peers reached on one H100 80GB HBM3 and, over ranks, on four H200, and the check that a
+run is worth reading.
 
 A run counts when its floors and peers are within 8 % of these figures, or faster: with a slow floor
 or a peer called wrongly, a good ratio proves nothing. Where several baseline runs differed, the
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cases import ATTENTION_CASES, DECODE_CASES
+from .cases import ATTENTION_CASES, DECODE_CASES, DIST_DECODE_CASES
 from .metrics import Metric, metric_named
 from .results import Results
 from .shapes import MATMUL, MATMUL_CASE, PURE_READ
@@ -65,6 +66,20 @@ _PAGED = {  # µs in a graph: flashinfer (tensor cores), fa3
     "B32 H32/8 N32768 page16 ragged-uniform": (816, 729),
     "B64 H32/8 N32768 page16 ragged-power": (566, 437),
 }
+_DIST_DECODE = {  # µs in a graph, slowest of four ranks: pure_read of the shard, nccl
+    "B1 H32/8 N32768": (9.9, 34.4),
+    "B1 H32/8 N131072": (32.0, 58.2),
+    "B1 H64/8 N1048576": (236, 265),
+    "B16 H32/8 N32768": (119, 149),
+    "B64 H32/8 N8192": (120, 181),
+}
+_MESSAGES = {  # µs in a graph, slowest of four ranks, by bytes a rank: nccl, torch_symm
+    "message 4096 B": (10.9, 6.6),
+    "message 16384 B": (11.2, 7.6),
+    "message 65536 B": (11.5, 8.3),
+    "message 262144 B": (15.4, 10.8),
+    "message 1048576 B": (37, 18.6),
+}
 
 
 def _table() -> dict[tuple[str, str, str], float]:
@@ -83,7 +98,22 @@ def _table() -> dict[tuple[str, str, str], float]:
     return rows
 
 
+def _table_of_four() -> dict[tuple[str, str, str], float]:
+    names = {case.label: case.name for case in DIST_DECODE_CASES}
+    return {
+        (names.get(label, label), impl, "graph_us"): value
+        for impls, figures in (
+            ((PURE_READ, "nccl"), _DIST_DECODE),
+            (("nccl", "torch_symm"), _MESSAGES),
+        )
+        for label, values in figures.items()
+        for impl, value in zip(impls, values, strict=True)
+    }
+
+
 BASELINES = _table()
+#: The figures of each machine: part of its GPU's name, how many (None: any number), the table.
+_MACHINES = ((GPU, None, BASELINES), ("H200", 4, _table_of_four()))
 
 
 @dataclass(frozen=True)
@@ -107,12 +137,18 @@ class Check:
 
 
 def checks(results: Results) -> list[Check] | None:
-    """Each row that has a baseline, or None for a GPU that has no baselines."""
-    if GPU not in results.meta["gpu"]:
+    """Each row that has a baseline, or None for a machine that has no baselines."""
+    meta = results.meta
+    tables = [
+        table
+        for gpu, count, table in _MACHINES
+        if gpu in str(meta["gpu"]) and count in (None, meta["count"])
+    ]
+    if not tables:
         return None
     found = []
     for row in results.rows:
-        baseline = BASELINES.get((row.case, row.impl, row.metric))
+        baseline = tables[0].get((row.case, row.impl, row.metric))
         if baseline is not None:
             found.append(
                 Check(row.case, row.impl, metric_named(row.metric), float(row.value), baseline)

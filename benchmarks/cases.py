@@ -109,6 +109,17 @@ SWEEPS: dict[str, tuple[DecodeCase, ...]] = {
     ),
 }
 
+#: One cache sharded over ranks; kv_len is of all of them together.
+DIST_DECODE_CASES: tuple[DecodeCase, ...] = (
+    DecodeCase(1, 32, 8, 32768),
+    DecodeCase(1, 32, 8, 131072),
+    DecodeCase(1, 64, 8, 1048576),
+    DecodeCase(16, 32, 8, 32768),
+    DecodeCase(64, 32, 8, 8192),
+    DecodeCase(1, 2, 1, 32, 16, "fp32", tiny=True),
+    DecodeCase(1, 2, 2, 19, 16, "fp32", tiny=True),  # the last rank's shard is not full
+)
+
 GENERATE_CASES: tuple[GenerateCase, ...] = (
     _smollm2(32, 128, "bf16"),
     _smollm2(4096, 128, "bf16"),

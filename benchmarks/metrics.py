@@ -40,6 +40,7 @@ _SPEEDS = (
     Metric("latency_ms", "ms", "Latency, ms", False),
     Metric("tokens_per_s", "tokens/s", "Generated tokens per second", True),
     Metric("first_token_ms", "ms", "Time to first token, ms", False),
+    Metric("scaling", "x", "Times faster than on one rank", True),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
 )
 _OTHERS = (

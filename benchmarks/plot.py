@@ -1,4 +1,5 @@
-"""Plots from a results file: decode bandwidth over KV length or another axis, prefill rates as bars.
+"""Plots from a results file: decode bandwidth over KV length or another axis, prefill rates as bars,
+times over ranks.
 
 Needs matplotlib (the extra `bench`). Every figure carries its machine, versions and commit, and the
 pure read as the roofline where the file has it.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import plot_scaling
 from .cases import SWEEPS
 from .results import Results
 from .shapes import PURE_READ, Shape, parse_name
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _PREFILL = (("fwd_TFLOPs", "forward"), ("bwd_TFLOPs", "backward"))
 PREFILL = "prefill"
+RANKS = "ranks"
 
 
 def _kilo(tokens: int) -> str:
@@ -73,11 +76,13 @@ def series_of(axis: str, cases: Sequence[str]) -> Series:
 
 
 def plottable(results: Results) -> list[str]:
-    """The plots that a file's rows allow: axes with two cases or more, or PREFILL."""
+    """The plots that a file's rows allow: axes with two cases or more, or PREFILL, or RANKS."""
     bandwidth = list(values_of(results, "GBps"))
     if bandwidth:
         return [axis for axis in AXES if axis == "length" or len(series_of(axis, bandwidth)) > 1]
-    return [PREFILL] if any(values_of(results, name) for name, _ in _PREFILL) else []
+    if any(values_of(results, name) for name, _ in _PREFILL):
+        return [PREFILL]
+    return [RANKS] if plot_scaling.lines_of(results)[1] else []
 
 
 def plot(results: Results, path: str | Path, axis: str | None = None) -> Path:
@@ -106,7 +111,9 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
 
     possible = plottable(results)
     if not possible:
-        raise ValueError("results must hold GBps, fwd_TFLOPs or bwd_TFLOPs rows to plot, got none")
+        raise ValueError(
+            "results must hold GBps, fwd_TFLOPs or bwd_TFLOPs rows, or times over ranks, to plot; got none"
+        )
     if axis is not None and axis not in possible:
         raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
     axis = axis or possible[0]
@@ -121,7 +128,10 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
             _bars(axes, values, title)
     else:
         figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
-        _bandwidth(axes, values_of(results, "GBps"), axis)
+        if axis == RANKS:
+            plot_scaling.draw(axes, results)
+        else:
+            _bandwidth(axes, values_of(results, "GBps"), axis)
     _caption(figure, results)
     figure.savefig(to, format=form, bbox_inches="tight", dpi=160)
     pyplot.close(figure)

@@ -181,7 +181,8 @@ def commit(root: Path = ROOT) -> str:
     if top is None or head is None or Path(top).resolve() != root.resolve():
         return "unknown"
     # New result files are what a run leaves behind, not a change of what it measures.
-    changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    written = (":(exclude)benchmarks/results", ":(exclude)*_results.json")
+    changed = _git(root, "status", "--porcelain", "--", ".", *written)
     return head + ("" if changed == "" else "+dirty")
 
 
@@ -199,8 +200,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def command_line(arguments: Sequence[str], count: int = 1) -> str:
-    """The command to repeat the run; folders of this machine are left out of it."""
+def command_line(arguments: Sequence[str], count: int = 1, mpi: bool = False) -> str:
+    """The command to repeat the run, over ranks that torchrun or mpirun started; folders of this machine
+    are left out of it.
+    """
     words: list[str] = []
     for word in arguments:
         option, equals, value = word.partition("=")
@@ -210,11 +213,13 @@ def command_line(arguments: Sequence[str], count: int = 1) -> str:
             word = f"{option}={os.path.basename(value.rstrip('/'))}"
         words.append(word)
     program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
+    if mpi:
+        program = f"mpirun -np {count} python"
     return f"{program} -m benchmarks {shlex.join(words)}"
 
 
 def collect_meta(
-    arguments: Sequence[str], device: torch.device, count: int = 1
+    arguments: Sequence[str], device: torch.device, count: int = 1, mpi: bool = False
 ) -> dict[str, object]:
     """What a number needs beside it to be a result."""
     import torch
@@ -231,7 +236,7 @@ def collect_meta(
         "torch": torch.__version__,
         "triton": triton_version,
         "commit": commit(),
-        "command": command_line(arguments, count),
+        "command": command_line(arguments, count, mpi),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime(DATE_FORMAT),
     }
 

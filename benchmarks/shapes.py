@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 _NAME = re.compile(r"B(\d+) H(\d+)/(\d+) N(\d+) D(\d+)((?: \S+)*)")
 PURE_READ, MATMUL = "pure_read", "matmul"
-FLOORS = (PURE_READ, MATMUL)
+LOCAL = "local"  # the same call without its communication
+FLOORS = (PURE_READ, MATMUL, LOCAL)
 MATMUL_CASE = "M8192 N8192 K8192 bf16"
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
@@ -134,10 +135,13 @@ def sequence_lengths(batch: int, kv_len: int, ragged: str | None) -> tuple[int, 
 
     `uniform` is 1 to kv_len. `power` is kv_len · u⁶, u uniform in [0, 1), at least 1: many short
     sequences and few long ones. It is drawn after 32 lengths of the former, which are thrown away,
-    because the published baselines were drawn that way; these are their very lengths.
+    because the published baselines were drawn that way; these are their very lengths. `short` is a
+    sixteenth of kv_len: of a cache sharded over ranks in blocks, the first alone has any key.
     """
     if ragged is None:
         return (kv_len,) * batch
+    if ragged == "short":
+        return (-(-kv_len // 16),) * batch
     import torch
 
     made = torch.Generator().manual_seed(0)
@@ -147,7 +151,7 @@ def sequence_lengths(batch: int, kv_len: int, ragged: str | None) -> tuple[int, 
         torch.randint(1, kv_len + 1, (32,), generator=made)
         drawn = kv_len * torch.rand(batch, generator=made) ** 6
         return tuple(drawn.int().clamp(min=1).tolist())
-    raise ValueError(f"ragged must be uniform, power or None, got {ragged!r}")
+    raise ValueError(f"ragged must be uniform, power, short or None, got {ragged!r}")
 
 
 @dataclass(frozen=True)

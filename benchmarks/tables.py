@@ -71,7 +71,7 @@ def render(results: Results) -> str:
         if values:
             parts.append(_metric_table(results, metric, values))
     spreads = "\n".join(f"- {line}" for line in spread_lines(results))
-    parts += [spreads, _baseline_table(results), failures(results)]
+    parts += [spreads, baseline_table(results), failures(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -82,7 +82,7 @@ def render_summary(results: Results) -> str:
         values = values_of(results, metric.name)
         if values and metric.higher is not None:
             parts.append("#" + _metric_table(results, metric, values))
-    parts += [_baseline_table(results), failures(results)]
+    parts += [baseline_table(results), failures(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -186,7 +186,7 @@ def spread_lines(results: Results) -> list[str]:
     return lines
 
 
-def _baseline_table(results: Results) -> str:
+def baseline_table(results: Results) -> str:
     found = checks(results)
     if found is None:
         return "" if results.meta["gpu"] == "cpu" else "No baselines for this GPU."

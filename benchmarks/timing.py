@@ -66,6 +66,11 @@ def calls_within(estimate_us: float, target_us: float, low: int, high: int) -> i
     return max(low, min(high, round(target_us / max(estimate_us, 1e-3))))
 
 
+def rounds_within(estimate_us: float, target_us: float, calls: int) -> int:
+    """How many rounds over `calls` calls of a graph fill `target_us`, within sensible sizes of graphs."""
+    return -(-calls_within(estimate_us, target_us, 2, 200) // calls)
+
+
 def copies_needed(bytes_per_copy: int, l2_bytes: int) -> int:
     """Copies that together hold ROTATION_FACTOR times the L2; at least two, or nothing rotates."""
     return max(2, -(-ROTATION_FACTOR * l2_bytes // bytes_per_copy))
@@ -151,10 +156,15 @@ class Timer:
 class RotatedGraph:
     """One CUDA graph of calls on rotated inputs; `sample` gives the time per call.
 
-    The first call of a replay reads the copy that was used longest ago, like every other.
+    The first call of a replay reads the copy that was used longest ago, like every other. `rounds` over
+    the calls are captured: given where they communicate, since all ranks must capture equally many.
+    `last` is what the last call gave: each replay writes it anew.
     """
 
-    def __init__(self, timer: Timer, calls: Sequence[Call], target_us: float = 20e3) -> None:
+    def __init__(
+        self, timer: Timer, calls: Sequence[Call], target_us: float = 20e3,
+        rounds: int | None = None,
+    ) -> None:  # fmt: skip
         self._timer = timer
         self._calls = calls  # what they hold besides their inputs is the graph's as well
         stream = torch.cuda.Stream(timer.device)
@@ -163,14 +173,15 @@ class RotatedGraph:
             for call in calls[:2]:
                 call()
         torch.cuda.current_stream(timer.device).wait_stream(stream)
-        estimate = timer.eager_us(calls, len(calls))
-        rounds = -(-calls_within(estimate, target_us, 2, 200) // len(calls))
+        if rounds is None:
+            rounds = rounds_within(timer.eager_us(calls, len(calls)), target_us, len(calls))
         self._count = rounds * len(calls)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Of this thread only: NCCL's watchdog may query events in its own meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             for _ in range(rounds):
                 for call in calls:
-                    call()
+                    self.last = call()
         self._graph.replay()
         timer.synchronize()
 

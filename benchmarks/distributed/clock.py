@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,10 @@ class Clock:
         for _ in range(count):
             if prepare is not None:
                 prepare()
-            self._meet()
+            meet(self._ranks)
             # Who waits is at the next barrier already. 0 is never the largest: all get rank 0's time.
             times.append(0.0 if waits else self._one_ms(call))
-        slowest = torch.tensor(times, dtype=torch.float64, device=self._ranks.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.tolist()
+        return slowest(self._ranks, times)
 
     def _one_ms(self, call: Call) -> float:
         if self._ranks.device.type == "cpu":
@@ -55,12 +53,21 @@ class Clock:
         end.synchronize()
         return start.elapsed_time(end)
 
-    def _meet(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()
+
+def meet(ranks: Ranks) -> None:
+    """Returns when every rank is here and its device has nothing left to do."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(ranks.group)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(ranks: Ranks, times: Sequence[float]) -> list[float]:
+    """Each time's largest over the ranks."""
+    found = torch.tensor(times, dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, ranks.group)
+    return found.tolist()
 
 
 def compare(

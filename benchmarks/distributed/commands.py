@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-NAMES = ("ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "e2e", "e2e_inference")
+NAMES = ("ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "e2e", "e2e_inference", "dist_decode")
 METHODS = ("nccl", "one_shot", "two_shot", "two_shot_multimem")
+DIST_DECODE = ("correctness", "compare", "latency", "scaling")
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
 
 
@@ -52,6 +53,7 @@ def add_commands(names) -> None:
     command.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
     _add_parallel(command)
 
+    _add_dist_decode(names)
     command = _command(names, "e2e", "a whole model: prefill and decode step")
     command.add_argument("--bsz", type=int, default=8)
     command.add_argument("--seq-len", type=int, default=256)
@@ -70,6 +72,32 @@ def add_commands(names) -> None:
     _add_parallel(command, layers=True, generation=True)
 
 
+def _add_dist_decode(names) -> None:
+    command = _command(names, "dist_decode", "decode over a sharded KV cache; also under mpirun")
+    command.add_argument("--case", choices=DIST_DECODE, default="compare")
+    command.add_argument(
+        "--cases", metavar="TEXT", help="comma-separated parts of cases' names (list dist_decode)"
+    )
+    for option in ("batch", "heads", "kv-heads", "kv-len", "head-dim"):
+        command.add_argument(f"--{option}", type=int, metavar="N", help="of one case instead")
+    command.add_argument(
+        "--lengths", metavar="A,B",
+        help="of full, uniform, power, short: how long the sequences are (default: full; in "
+        "correctness full,uniform,short)",
+    )  # fmt: skip
+    command.add_argument(
+        "--strategies", type=_words, metavar="A,B",
+        help="default: all, in compare without hierarchical; in scaling auto",
+    )  # fmt: skip
+    command.add_argument(
+        "--vs", type=_peers, default=_peers("nccl,mpi"), metavar="A,B",
+        help="peers of nccl (gloo on a CPU), mpi; or none (default: nccl,mpi)",
+    )  # fmt: skip
+    command.add_argument(
+        "--nccl-symmetric", action="store_true", help="also NCCL's symmetric kernels (nccl_symm)"
+    )
+
+
 def _command(names, name: str, text: str) -> argparse.ArgumentParser:
     command = names.add_parser(name, help=text + "; also under torchrun")
     command.add_argument("--gpus", type=int, metavar="N", help="start N ranks on this machine")
@@ -80,7 +108,7 @@ def _command(names, name: str, text: str) -> argparse.ArgumentParser:
         "--repeats", type=int, default=3,
         help="rounds over all (default: 3); e2e_inference runs each once",
     )  # fmt: skip
-    command.add_argument("--json", metavar="PATH")
+    command.add_argument("--json", metavar="PATH", help="file or folder for the results")
     command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     command.set_defaults(run=run)
     return command
@@ -111,8 +139,22 @@ def _strategies(text: str) -> list[str]:
     return found
 
 
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _peers(text: str) -> list[str]:
+    found = [] if text == "none" else _words(text)
+    if wrong := [word for word in found if word not in ("nccl", "mpi")]:
+        raise argparse.ArgumentTypeError(f"must be of nccl, mpi or none, got {wrong[0]!r}")
+    return found
+
+
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """The exit status: 1 where a check fails."""
+    from . import mpi
+
+    mpi.adopt()  # before torch is imported, since it sets how many threads torch takes
     from . import processes
 
     _check(options)
@@ -139,13 +181,17 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         # without an active exception", torch 2.13): everything is written, so leave without them.
         sys.stdout.flush()
         sys.stderr.flush()
+        mpi.finish()
         os._exit(status)
     return status
 
 
 def _check(options: argparse.Namespace) -> None:
     """What is wrong with the options alone, before any process or tensor is made."""
-    for name in ("gpus", "seq", "heads", "M", "bsz", "seq_len", "gen_len", "repeats"):
+    for name in (
+        "gpus", "seq", "heads", "M", "bsz", "seq_len", "gen_len", "repeats", "batch", "kv_heads", "kv_len",
+        "head_dim",
+    ):  # fmt: skip
         value = getattr(options, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -182,24 +228,46 @@ def _check_method(options: argparse.Namespace, device_type: str) -> None:
 def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
     from ..results import Recorder, Results, collect_meta, output_path
     from ..tables import render
-    from . import end_to_end, layers, report, ring
+    from . import mpi
 
     options.dtype = options.dtype or ("fp32" if ranks.device.type == "cpu" else "bf16")
     _check_method(options, ranks.device.type)
-    meta = collect_meta(words, ranks.device, ranks.size)
-    path = output_path(options.json, meta, _file_name(options)) if ranks.rank == 0 else None
-    recorder = Recorder(Results(meta), path)
-    functions: dict[str, Callable] = {
-        "ring": ring.run,
-        **{name: getattr(layers, name) for name in ("tp_mlp", "ag_gemm", "gemm_rs", "tp_attn")},
-        **{name: getattr(end_to_end, name) for name in ("e2e", "e2e_inference")},
-    }
-    holds = functions[options.name](options, ranks, recorder)
-    recorder.save()
+    function, table = _function(options.name, ranks.device.type)
+    meta = collect_meta(words, ranks.device, ranks.size, mpi.under_mpirun())
+    path = None
     if ranks.rank == 0:
-        print(report.table(recorder.results) or render(recorder.results))
+        path = output_path(options.json or _default_path(options), meta, _file_name(options))
+    recorder = Recorder(Results(meta), path)
+    try:
+        holds = function(options, ranks, recorder)
+    finally:
+        recorder.save()  # what a run that fails has measured
+    if ranks.rank == 0:
+        print(table(recorder.results) or render(recorder.results))
         print(f"Written to {path}" if path else "Not written: figures from a CPU are no results.")
     return 0 if holds else 1
+
+
+def _function(name: str, device_type: str) -> tuple[Callable, Callable[..., str]]:
+    """(what measures it, its table); triton, which they import, reads at once whether to interpret."""
+    if name == "dist_decode":
+        if device_type == "cpu" and "triton" not in sys.modules:
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+        from . import decode_report, dist_decode
+
+        return dist_decode.run, decode_report.table
+    from . import end_to_end, layers, report, ring
+
+    module = ring if name == "ring" else end_to_end if name.startswith("e2e") else layers
+    return getattr(module, "run" if name == "ring" else name), report.table
+
+
+def _default_path(options: argparse.Namespace) -> str | None:
+    """None: among the results. dist_decode writes to the current folder, its two main runs to one name."""
+    if options.name != "dist_decode":
+        return None
+    kind = options.case if options.case in ("latency", "scaling") else "compare"
+    return f"{kind}_results.json"
 
 
 def _file_name(options: argparse.Namespace) -> str:
@@ -207,6 +275,8 @@ def _file_name(options: argparse.Namespace) -> str:
     parts = [options.name.replace("_", "-")]
     if options.name == "ring":
         parts += [str(options.seq)]
+    elif options.name == "dist_decode":
+        parts += [options.case]
     elif options.name == "e2e_inference":
         parts += [options.backend.replace("_", "-"), f"bsz{options.bsz}"]
     else:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 TIMEOUT_S = 300
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,7 +31,7 @@ class Ranks(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
+        return distributed_c10d._resolve_process_group(self.group_name)
 
 
 def under_torchrun() -> bool:
@@ -106,6 +107,15 @@ def join(device_type: str) -> Ranks:
         dist.init_process_group("gloo", **options)
     group_name = dist.group.WORLD.group_name
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group_name)
+
+
+#: torch 2.13 gave it a new name, and warns about the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(received: Tensor, own: Tensor, ranks: Ranks) -> None:
+    """Every rank's `own` into `received` (W, *own.shape), both contiguous."""
+    _all_gather(received.flatten(0, 1) if own.dim() else received, own, group=ranks.group)
 
 
 def largest(errors: Tensor) -> float:

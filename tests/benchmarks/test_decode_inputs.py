@@ -26,7 +26,9 @@ def test_ragged_lengths_are_those_of_the_baselines() -> None:
     assert min(power.kv_lens) == 1
     assert max(uniform.kv_lens) <= 32768
     assert DecodeCase(2, 4, 2, 9).kv_lens == (9, 9)
-    with pytest.raises(ValueError, match="ragged must be uniform, power or None, got 'even'"):
+    with pytest.raises(
+        ValueError, match="ragged must be uniform, power, short or None, got 'even'"
+    ):
         sequence_lengths(2, 9, "even")
 
 

@@ -1,0 +1,107 @@
+"""Decode over a KV cache that is sharded over ranks: every strategy, stock ways, floors.
+
+`correctness` calls each way several times and checks it; `compare` also times it, in a CUDA graph over
+rotated inputs, and eager; `latency` and `scaling` have files of their own. All times are the slowest
+rank's. On a CPU, where the kernels are interpreted, there is wall time alone, and the cases say `cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+
+import torch
+
+from ..cases import DIST_DECODE_CASES, select
+from ..results import Recorder
+from ..shapes import DecodeCase
+from . import latency, scaling, ways
+from .case_run import CaseRun
+from .processes import Ranks
+
+LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
+_DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    """Whether all that was measured is right."""
+    _check_strategies(options.strategies)
+    with torch.no_grad():
+        if options.case == "latency":
+            return latency.measure(options, ranks, recorder)
+        cases = chosen_cases(options, ranks.device)
+        if options.case == "scaling":
+            return scaling.measure(options, ranks, recorder, cases)
+        return _measure(options, ranks, recorder, cases)
+
+
+def chosen_cases(options: argparse.Namespace, device: torch.device) -> list[DecodeCase]:
+    """Those of --cases, or the one that the shape options make of the first; at every --lengths."""
+    cases = select(DIST_DECODE_CASES, options.cases, tiny_only=device.type == "cpu")
+    fields = ("batch", "heads", "kv_heads", "kv_len", "head_dim")
+    given = {name: getattr(options, name) for name in fields if getattr(options, name)}
+    if given:
+        cases = [dataclasses.replace(cases[0], **given)]
+    elif options.case == "scaling" and not options.cases:
+        cases = scaling.default_cases(device)
+    if cases[0].heads % cases[0].kv_heads:
+        raise ValueError(
+            f"--heads must be a multiple of --kv-heads {cases[0].kv_heads}, got {cases[0].heads}"
+        )
+    words = (options.lengths or _DEFAULT_LENGTHS.get(options.case, "full")).split(",")
+    if wrong := [word for word in words if word not in LENGTHS]:
+        raise ValueError(f"--lengths must be of {', '.join(LENGTHS)}, got {wrong[0]!r}")
+    return [
+        dataclasses.replace(case, dtype=options.dtype, ragged=LENGTHS[word])
+        for word in words
+        for case in cases
+    ]
+
+
+def _check_strategies(names: list[str] | None) -> None:
+    for name in names or ():
+        if name not in ways.strategies():
+            raise ValueError(
+                f"--strategies must be of {', '.join(ways.strategies())}, got {name!r}"
+            )
+
+
+def _chosen_ways(options: argparse.Namespace, ranks: Ranks) -> list[ways.Way]:
+    strategies = options.strategies or [
+        name
+        for name in ways.strategies()
+        if name != ways.HIERARCHICAL or options.case == "correctness"
+    ]
+    peers = [*options.vs, *([ways.NCCL_SYMMETRIC] if options.nccl_symmetric else [])]
+    return [
+        *(ways.ours(name, ranks) for name in strategies),
+        *(ways.peer(name, ranks) for name in dict.fromkeys(peers)),
+    ]
+
+
+def _measure(
+    options: argparse.Namespace, ranks: Ranks, recorder: Recorder, cases: list[DecodeCase]
+) -> bool:
+    holds = True
+    timed = options.case == "compare"
+    chosen = _chosen_ways(options, ranks)
+    for case in cases:
+        begin = time.monotonic()
+        name = f"{case.name} cpu" if ranks.device.type == "cpu" else case.name
+        run = CaseRun(case, name, ranks, recorder, timed)
+        with contextlib.ExitStack() as stack:
+            for way in [*chosen, *([ways.LOCAL_WAY] if timed else [])]:
+                run.take(way, stack)
+            if timed:
+                run.take_floor()
+                run.sample(options.repeats)
+            run.rounds.clear()
+        holds &= run.holds
+        recorder.save()
+        if ranks.rank == 0:
+            taken = f"{time.monotonic() - begin:.1f} s, auto is {run.auto}"
+            print(f"{run.name}: {taken}", file=sys.stderr, flush=True)
+    return holds
