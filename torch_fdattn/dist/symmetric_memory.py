@@ -1,15 +1,24 @@
-"""Workspaces in torch's symmetric memory, by (group, purpose, dtype), and the all-reduces on them.
+"""Memory that every rank of a group maps, and all-reduces on workspaces in it.
 
-A workspace is memory that every rank of a group maps. It is allocated and exchanged at the first need,
-a collective step that every rank reaches with the same sizes, and grows by powers of two. CUDA only,
-one host; no NVLink multicast (multimem) anywhere.
+    allocate     bytes with every rank's address of them: torch's symmetric memory on CUDA, shared memory between
+                 CPU processes. What kernels of ours that reach into other ranks' memory are given.
+    workspace    the same for torch's own symmetric-memory kernels, by (group, purpose, dtype). CUDA only.
+
+Both are exchanged at the first need, a collective step that every rank reaches with the same sizes, and are
+of one host; no NVLink multicast (multimem) anywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+import uuid
 import weakref
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -20,6 +29,68 @@ METHODS = ("one_shot", "two_shot")
 DTYPES = (torch.bfloat16, torch.float32)
 
 _ALIGNMENT = 16  # bytes: the widest loads of those kernels
+
+
+class PeerMemory(NamedTuple):
+    """Bytes of this rank, and where in this process's address space every rank's begin."""
+
+    local: Tensor  # uint8 (bytes,)
+    addresses: Tensor  # int64 (world size,), on the device
+    keep: object  # what must live as long as the mappings
+
+
+def allocate(group_name: str, nbytes: int, device: torch.device) -> PeerMemory:
+    """Zeroed bytes that every rank of the group maps; all ranks call it, with the same size.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, or the ranks cannot map each other's memory.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "memory shared between ranks cannot be exchanged while a CUDA graph is captured: "
+            "run the step once beforehand"
+        )
+    group = distributed_c10d._resolve_process_group(group_name)
+    with torch.inference_mode(False):  # or else it could be written in inference mode alone
+        if device.type == "cuda":
+            return _symmetric(group, group_name, nbytes, device)
+        return _mapped(group, nbytes)
+
+
+def _symmetric(group, group_name: str, nbytes: int, device: torch.device) -> PeerMemory:
+    import torch.distributed._symmetric_memory as symmetric  # not at import: most callers have no need
+
+    local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(local, group_name)
+    local.zero_()
+    torch.cuda.synchronize(device)  # before the exchange below, after which others may write
+    # A tensor may lie anywhere in its allocation, whose address is what the handle knows.
+    offsets: list[int] = [0] * group.size()
+    dist.all_gather_object(
+        offsets, local.data_ptr() - handle.buffer_ptrs[group.rank()], group=group
+    )
+    addresses = [p + offset for p, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
+    return PeerMemory(local, torch.tensor(addresses, device=device), handle)
+
+
+def _mapped(group, nbytes: int) -> PeerMemory:
+    """Through files in shared memory, which have no names any more once all ranks have mapped them."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    mine = os.path.join(folder, f"fdattn-{uuid.uuid4().hex}")
+    names: list[str] = [""] * group.size()
+    try:
+        local = torch.from_file(mine, shared=True, size=nbytes, dtype=torch.uint8).zero_()
+        dist.all_gather_object(names, mine, group=group)
+        others = [
+            local if name == mine else torch.from_file(name, True, nbytes, dtype=torch.uint8)
+            for name in names
+        ]
+        dist.barrier(group)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(mine)
+    return PeerMemory(local, torch.tensor([x.data_ptr() for x in others]), others)
+
 
 # Weak: a group's workspaces go with it, and its name may come again.
 _workspaces: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.dtype], list[Tensor]]] = (

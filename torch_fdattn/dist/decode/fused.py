@@ -1,0 +1,142 @@
+"""Strategy `fused`: rows travel as low-latency words, and the kernel that sends them also merges them.
+
+Every program takes a tile of rows, writes each number together with the call's epoch as one 64-bit word into
+every other rank's memory, looks at its own memory until the words of all ranks are there, and merges them in the
+order of ranks: one launch, one trip over the wire, no flag and no fence (the LL protocol of NCCL, whose docs
+name it for small messages). Cost: (W - 1) · R · (DV + 1) · 8 bytes sent by every rank, twice the payload; so it
+is for few rows, where latency counts. With head_sharded outputs each row goes to its owner alone.
+
+Its programs wait for their own kind on other ranks alone: all ranks take the tiles in the same order, so those
+that run can always finish.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.channel import Channel, channel
+from torch_fdattn.dist.decode.rows import (
+    Rows,
+    merged,
+    outputs,
+    own_heads,
+    own_rows,
+    with_own,
+    write_rows,
+)
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.signals import as_words, at_rank, payload, receive, take_epoch, word
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import launches
+
+
+@triton.jit
+def slots(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to the words of a source's rows: values' first ones, and lses'."""
+    at = (source * rows + row).to(tl.int64)
+    base = as_words(address)
+    return base + at * BLOCK_D, base + (rows * BLOCK_D).to(tl.int64) * WORLD + at
+
+
+@triton.jit
+def send_rows(values, lses, row, row_in, peer, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Writes rows (M, D) and lses (M,) as words into a peer's memory."""
+    d = tl.arange(0, BLOCK_D)
+    value_ptr, lse_ptr = slots(
+        at_rank(channel[0], peer, epoch, channel[1]), rank, row, rows, WORLD, BLOCK_D
+    )
+    inside = row_in[:, None] & (d[None, :] < v_dim)
+    tl.store(value_ptr[:, None] + d[None, :], word(values, epoch), mask=inside)
+    tl.store(lse_ptr, word(lses, epoch), mask=row_in)
+
+
+@triton.jit
+def receive_rows(row, row_in, sources, inside, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """(values (S, M, D), lses (S, M), whether they came) of the sources (S,) that are `inside`."""
+    d = tl.arange(0, BLOCK_D)
+    address = at_rank(channel[0], rank, epoch, channel[1])
+    value_ptr, lse_ptr = slots(address, sources[:, None], row[None, :], rows, WORLD, BLOCK_D)
+    wanted = inside[:, None] & row_in[None, :]
+    values, lses, came = receive(
+        value_ptr[:, :, None] + d[None, None, :], lse_ptr, wanted[:, :, None] & (d < v_dim)[None, None, :], wanted,
+        sources, epoch, channel[2], channel[3], channel[4],
+    )  # fmt: skip
+    return payload(values, tl.float32), payload(lses, tl.float32), came
+
+
+@triton.jit(
+    do_not_specialize=["half_bytes", "limit_ns", "rank", "batch", "rows", "share", "first_head"]
+)
+def _fused_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
+    limit_ns, rank, batch, rows, share, first_head, heads: tl.constexpr, out_heads: tl.constexpr,
+    q_len: tl.constexpr, v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr, OWNERS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    shape = (batch, heads, q_len, v_dim)
+    channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
+    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    # With owners, tile t of owner p is program t · OWNERS + p: on all ranks at the same time.
+    owner = tl.program_id(0) % OWNERS
+    within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
+    row, row_in = owner * share + within, within < share
+    own_values, own_lses = own_rows(
+        row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
+    )
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        if (OWNERS == 1) | (peer == owner):
+            send_rows(
+                own_values,
+                own_lses,
+                row,
+                row_in,
+                peer,
+                rank,
+                rows,
+                epoch,
+                channel,
+                v_dim,
+                WORLD,
+                BLOCK_D,
+            )
+    if (OWNERS == 1) | (owner == rank):
+        sources = tl.arange(0, SOURCES)
+        others = (sources < WORLD) & (sources != rank)
+        values, lses, came = receive_rows(
+            row, row_in, sources, others, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+        )
+        values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
+        out, lse = merged(values, lses)
+        write_rows(
+            out, lse, came, row, row_in, (out_ptr, lse_ptr, first_head, out_heads), shape, BLOCK_D
+        )
+
+
+def words_bytes(rows: Rows) -> int:
+    """Bytes of all sources' words."""
+    return rows.world * rows.count * (rows.block_d + 1) * 8
+
+
+def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
+    """The merged (out, lse) of all ranks' partial results."""
+    rows = Rows.of(part, rank_and_size(group_name)[1])
+    where: Channel = channel(group_name, "fused", words_bytes(rows), part.device)
+    first_head, heads = own_heads(rows.heads, where, head_sharded)
+    out, lse = outputs(part, dtype, heads)
+    owners = rows.world if head_sharded else 1
+    block, tiles = rows.tile(owners)
+    where.enter()
+    launches["dist_merge/fused"] += 1
+    with on_device(part):
+        _fused_kernel[(owners * tiles,)](
+            part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
+            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, rows.count // owners, first_head,
+            rows.heads, heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
+            num_warps=1,
+        )  # fmt: skip
+    return out, lse

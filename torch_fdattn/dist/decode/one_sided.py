@@ -1,0 +1,144 @@
+"""The op `fdattn::dist_merge`: partial results of all ranks, merged through memory that the ranks map.
+
+One file a strategy does the work; here are the op, and what all of them need: ranks of one host that can map
+each other's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from torch_fdattn import checks
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.ops import library
+
+ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
+
+_available: weakref.WeakKeyDictionary[object, dict[str, str | None]] = weakref.WeakKeyDictionary()
+
+
+def available(group_name: str, device: torch.device) -> bool:
+    """Whether the group's ranks can map each other's memory; see `obstacle`."""
+    return obstacle(group_name, device) is None
+
+
+def obstacle(group_name: str, device: torch.device) -> str | None:
+    """Why the one-sided strategies cannot run in this group; None: they can.
+
+    A collective at the first call of a group, which all ranks make; later the same answer. While a CUDA graph is
+    captured, a group that was never asked is taken for one that cannot.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    known = _available.setdefault(group, {})
+    if device.type not in known:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "the group has not been used before this CUDA graph's capture"
+        known[device.type] = _find_obstacle(group, device)
+    return known[device.type]
+
+
+def _find_obstacle(group, device: torch.device) -> str | None:
+    mine = _about_this_rank(device)
+    everywhere: list[dict] = [{}] * group.size()
+    dist.all_gather_object(everywhere, mine, group=group)
+    for rank, theirs in enumerate(everywhere):
+        if theirs["obstacle"]:
+            return f"rank {rank}: {theirs['obstacle']}"
+    if len({x["host"] for x in everywhere}) > 1:
+        return "the group's ranks are on several hosts"
+    devices = [x["device"] for x in everywhere]
+    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") not in ("", "0")
+    if device.type == "cuda" and len(set(devices)) < len(devices) and not shared:
+        return "several ranks use the same GPU"
+    return None
+
+
+def _about_this_rank(device: torch.device) -> dict:
+    reason = None
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            reason = "the one-sided kernels are for NVIDIA GPUs"
+    elif device.type != "cpu":
+        reason = f"no memory of {device.type} devices is shared"
+    elif not library.INTERPRET:
+        reason = "CPU tensors go through the kernels with TRITON_INTERPRET=1 alone"
+    name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {"host": _host(), "device": name, "obstacle": reason}
+
+
+def _host() -> str:
+    """The same on all processes that can share memory, and on no others."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/dev/shm').st_dev} {os.stat('/dev/shm').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def merge(
+    out: Tensor, lse: Tensor, dtype: torch.dtype, group_name: str, strategy: str, head_sharded: bool
+) -> tuple[Tensor, Tensor]:
+    """The merged (out in dtype, lse fp32) of every rank's partial out (B, H, T, DV) and lse (B, H, T), fp32.
+
+    head_sharded: of this rank's H / W heads alone.
+
+    Raises:
+        NotImplementedError: the ranks cannot map each other's memory.
+        PeerTimeout: in an earlier call of this strategy a rank's part did not come.
+    """
+    return torch.ops.fdattn.dist_merge(
+        out, lse, group_name, strategy, dtype, head_sharded, rank_and_size(group_name)[1]
+    )
+
+
+def _merge(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):
+    _check(part, part_lse, strategy, head_sharded, world_size)
+    why_not = obstacle(group_name, part.device)
+    if why_not is not None:
+        raise NotImplementedError(
+            f"strategy {strategy!r} needs ranks that map each other's memory: {why_not}; "
+            "strategy 'all_gather' runs everywhere"
+        )
+    if part.numel() == 0:
+        return _merge_fake(part, part_lse, group_name, strategy, dtype, head_sharded, world_size)
+    module = __import__(f"torch_fdattn.dist.decode.{strategy}", fromlist=["merge"])
+    return module.merge(part, part_lse, dtype, group_name, head_sharded)
+
+
+def _check(part, part_lse, strategy, head_sharded, world_size) -> None:
+    if strategy not in ONE_SIDED:
+        raise ValueError(f"strategy must be one of {ONE_SIDED}, got {strategy!r}")
+    checks.expect_4d("out", part)
+    checks.expect_shape("lse", part_lse, tuple(part.shape[:3]), "out")
+    checks.expect_dtype("lse", part_lse, torch.float32, "every exchange")
+    checks.expect_dtype("out", part, torch.float32, "every exchange")
+    if not part_lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got strides {part_lse.stride()}")
+    if head_sharded and part.shape[1] % world_size:
+        raise ValueError(
+            f"out must have heads that {world_size} ranks divide evenly, got {part.shape[1]}"
+        )
+
+
+def _merge_fake(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):
+    batch, heads, q_len, v_dim = part.shape
+    if head_sharded:
+        heads = heads // world_size
+    out = part.new_empty(batch, heads, q_len, v_dim, dtype=dtype)
+    return out, part.new_empty(batch, heads, q_len)
+
+
+library.define_raw(
+    "dist_merge(Tensor out, Tensor lse, str group_name, str strategy, ScalarType dtype, bool head_sharded, "
+    "int world_size) -> (Tensor, Tensor)",
+    _merge,
+    _merge_fake,
+)

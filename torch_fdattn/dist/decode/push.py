@@ -1,0 +1,128 @@
+"""Strategy `push`: rows are pushed to the other ranks, with one signal for all of a source's rows.
+
+Two kernels. In the first every program writes its tile of rows into all other ranks' memory; the last one to have
+done so raises this source's one flag there. The second waits, in each program, for the flags of all sources,
+and merges (the coarse signals of iris's flash decode). Cost: the bytes of `push_tiled`; one fence and W - 1 flags
+in all, but no row is merged before the last one has come.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.channel import channel
+from torch_fdattn.dist.decode.push_tiled import (
+    flags_at,
+    push_rows,
+    pushed_bytes,
+    pushed_rows,
+)
+from torch_fdattn.dist.decode.rows import (
+    Rows,
+    merged,
+    outputs,
+    own_heads,
+    own_rows,
+    with_own,
+    write_rows,
+)
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.signals import (
+    ARRIVALS,
+    as_words,
+    at_rank,
+    await_flags,
+    raise_flags,
+    read_epoch,
+    take_epoch,
+)
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import launches
+
+
+@triton.jit(do_not_specialize=["half_bytes", "rank", "batch", "rows", "share"])
+def _push_kernel(
+    part_ptr, part_lse_ptr, addresses_ptr, state_ptr, part_strides, half_bytes, rank, batch, rows, share,
+    heads: tl.constexpr, q_len: tl.constexpr, v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr,
+    OWNERS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    shape = (batch, heads, q_len, v_dim)
+    epoch = read_epoch(state_ptr)
+    owner = tl.program_id(0) % OWNERS
+    within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
+    row, row_in = owner * share + within, within < share
+    values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        if (OWNERS == 1) | (peer == owner):
+            address = at_rank(addresses_ptr, peer, epoch, half_bytes)
+            push_rows(values, lses, row, row_in, address, rank, rows, v_dim, WORLD, BLOCK_D)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state_ptr + ARRIVALS, 1, sem="acq_rel", scope="sys")
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(state_ptr + ARRIVALS, 0)
+        sources = tl.arange(0, SOURCES)
+        others = (sources < WORLD) & (sources != rank)
+        flags = flags_at(addresses_ptr, sources, others, epoch, half_bytes)
+        raise_flags(flags + rank, others, epoch)
+
+
+@triton.jit(
+    do_not_specialize=["half_bytes", "limit_ns", "rank", "batch", "rows", "share", "first_head"]
+)
+def _merge_pushed_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
+    limit_ns, rank, batch, rows, share, first_head, heads: tl.constexpr, out_heads: tl.constexpr,
+    q_len: tl.constexpr, v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr, OWNERS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    shape = (batch, heads, q_len, v_dim)
+    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    first_row = rank * share if OWNERS > 1 else 0
+    within = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row, row_in = first_row + within, within < share
+    sources = tl.arange(0, SOURCES)
+    others = (sources < WORLD) & (sources != rank)
+    address = at_rank(addresses_ptr, rank, epoch, half_bytes)
+    came = await_flags(
+        as_words(address) + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns
+    )
+    own_values, own_lses = own_rows(
+        row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
+    )
+    values, lses = pushed_rows(row, row_in, sources, others, address, rows, v_dim, WORLD, BLOCK_D)
+    values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
+    out, lse = merged(values, lses)
+    write_rows(
+        out, lse, came, row, row_in, (out_ptr, lse_ptr, first_head, out_heads), shape, BLOCK_D
+    )
+
+
+def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
+    """The merged (out, lse) of all ranks' partial results."""
+    rows = Rows.of(part, rank_and_size(group_name)[1])
+    where = channel(group_name, "push", pushed_bytes(rows), part.device)
+    first_head, heads = own_heads(rows.heads, where, head_sharded)
+    out, lse = outputs(part, dtype, heads)
+    owners = rows.world if head_sharded else 1
+    block, tiles = rows.tile(owners)
+    share = rows.count // owners
+    where.enter()
+    launches["dist_merge/push"] += 1
+    memory, strides = where.memory.addresses, part.stride()
+    with on_device(part):
+        _push_kernel[(owners * tiles,)](
+            part, part_lse, memory, where.state, strides, where.half_bytes, where.rank, rows.batch, rows.count, share,
+            rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
+            num_warps=1,
+        )  # fmt: skip
+        _merge_pushed_kernel[(tiles,)](
+            part, part_lse, out, lse, memory, where.state, where.fault.tensor, strides, where.half_bytes,
+            timeout_ns(), where.rank, rows.batch, rows.count, share, first_head, rows.heads, heads, rows.q_len,
+            rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d, num_warps=1,
+        )  # fmt: skip
+    return out, lse

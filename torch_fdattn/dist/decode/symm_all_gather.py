@@ -1,0 +1,27 @@
+"""Strategy `symm_all_gather`: `all_gather` with the one-sided all-gather in place of the group's collective.
+
+Three steps, each useful by itself: the packed fp32 rows of D + 1 numbers, their all-gather through memory that all
+ranks map, and the merge in rank order. Cost: the bytes of `all_gather` (twice as many for few rows, which travel as
+words), three launches. The yardstick for the strategies that do these steps in one kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
+from torch_fdattn.ops.library import launches
+
+
+def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
+    """The merged (out, lse) of all ranks' partial results."""
+    launches["dist_merge/symm_all_gather"] += 1
+    packed = torch.cat([part, part_lse.unsqueeze(-1)], -1)
+    parts = one_sided_all_gather(packed, group_name)
+    if head_sharded:
+        rank, world = rank_and_size(group_name)
+        parts = parts.chunk(world, 2)[rank]
+    out, lse = torch.ops.fdattn.merge_states_forward(parts[..., :-1], parts[..., -1], dtype)
+    return out.contiguous(), lse.contiguous()

@@ -1,0 +1,123 @@
+"""Strategy `two_shot`: each rank merges its own share of the rows, and sends the result to all.
+
+First shot: every rank sends each row's fp32 partial result to the row's owner, as words (`fused.py`). The owner
+merges them and, second shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in
+one launch. Cost: (W - 1) / W · R · ((DV + 1) · 8 + DV · 4 + 8) bytes sent by every rank with a 16-bit output,
+2 / W of what `fused` sends and less, but two trips over the wire: for many rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.channel import channel
+from torch_fdattn.dist.decode import fused
+from torch_fdattn.dist.decode.fused import receive_rows, send_rows
+from torch_fdattn.dist.decode.rows import Rows, merged, outputs, own_rows, with_own, write_rows
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.signals import as_words, at_rank, payload, receive, take_epoch, word
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import launches
+
+
+@triton.jit
+def _packed(values, dtype: tl.constexpr):
+    """Payloads of finished rows (M, D): fp32 numbers, or pairs of 16-bit ones, (M, D / 2)."""
+    if dtype.primitive_bitwidth == 16:
+        pairs = tl.reshape(values.to(dtype), [values.shape[0], values.shape[1] // 2, 2])
+        low, high = tl.split(pairs)
+        low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return values.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _unpacked(bits, dtype: tl.constexpr):
+    """The rows (M, D) again, fp32."""
+    if dtype.primitive_bitwidth == 16:
+        low = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        pairs = tl.join(low, high).to(tl.float32)
+        return tl.reshape(pairs, [bits.shape[0], bits.shape[1] * 2])
+    else:
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "batch", "rows", "share"])
+def _two_shot_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
+    limit_ns, rank, batch, rows, share, heads: tl.constexpr, q_len: tl.constexpr, v_dim: tl.constexpr,
+    WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
+    shape = (batch, heads, q_len, v_dim)
+    channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
+    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    owner = tl.program_id(0) % WORLD
+    within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = owner * share + within
+    row_in = (within < share) & (row < rows)
+    values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    target = (out_ptr, lse_ptr, 0, heads)
+
+    # The second shot's words lie behind all of the first one's.
+    second = (rows * (BLOCK_D + 1)).to(tl.int64) * WORLD
+    w = tl.arange(0, WORDS)
+    value_at = second + row.to(tl.int64)[:, None] * WORDS + w[None, :]
+    lse_at = second + rows.to(tl.int64) * WORDS + row
+    words_in = row_in[:, None] & (w[None, :] < tl.cdiv(v_dim * WORDS, BLOCK_D))
+    if owner == rank:
+        sources = tl.arange(0, SOURCES)
+        others = (sources < WORLD) & (sources != rank)
+        theirs, their_lses, came = receive_rows(
+            row, row_in, sources, others, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+        )
+        parts, part_lses = with_own(theirs, their_lses, values, lses, sources, rank, WORLD)
+        out, lse = merged(parts, part_lses)
+        if came:  # or else those who wait for it time out, too, and know whom they waited for
+            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse, epoch)
+            for i in tl.static_range(1, WORLD):
+                base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+                tl.store(base + value_at, value_words, mask=words_in)
+                tl.store(base + lse_at, lse_words, mask=row_in)
+        write_rows(out, lse, came, row, row_in, target, shape, BLOCK_D)
+    else:
+        send_rows(
+            values, lses, row, row_in, owner, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+        )
+        base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+        one = tl.arange(0, 1)
+        value_words, lse_words, came = receive(
+            base + value_at[None, :, :], base + lse_at[None, :], words_in[None, :, :], row_in[None, :],
+            one + owner, epoch, state_ptr, fault_ptr, limit_ns,
+        )  # fmt: skip
+        bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
+        lse = tl.reshape(payload(lse_words, tl.float32), [BLOCK_R])
+        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, target, shape, BLOCK_D)
+
+
+def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
+    """The merged (out, lse) of all ranks' partial results."""
+    if head_sharded:  # its first shot alone
+        return fused.merge(part, part_lse, dtype, group_name, True)
+    rows = Rows.of(part, rank_and_size(group_name)[1])
+    second = rows.count * (rows.block_d + 1) * 8
+    where = channel(group_name, "two_shot", fused.words_bytes(rows) + second, part.device)
+    out, lse = outputs(part, dtype, rows.heads)
+    block, tiles = rows.tile(rows.world)
+    where.enter()
+    launches["dist_merge/two_shot"] += 1
+    with on_device(part):
+        _two_shot_kernel[(rows.world * tiles,)](
+            part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
+            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, triton.cdiv(rows.count, rows.world),
+            rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
+            num_warps=1,
+        )  # fmt: skip
+    return out, lse

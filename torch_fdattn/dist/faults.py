@@ -1,0 +1,93 @@
+"""What becomes of a wait for a peer that never comes.
+
+Kernels of the one-sided strategies wait for other ranks' data, and every wait is bounded (`set_timeout`).
+One that times out leaves a word that the host can read, gives NaN, and ends; so do the later kernels of the
+same channel, at once. The exception comes at the next call that uses the channel or at `check`. Nothing is
+left in doubt on the device: survivors may go on in a new process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+
+import torch
+
+_MAX_SECONDS = 1e6
+_timeout_s = 10.0
+
+
+class PeerTimeout(RuntimeError):
+    """A rank's data did not come in time.
+
+    Attributes:
+        rank: this process's rank in the group.    peer: the rank that was waited for.
+        strategy: who waited, e.g. "fused".        epoch: which of its calls on the group.
+    """
+
+    def __init__(self, group_name: str, rank: int, peer: int, strategy: str, epoch: int) -> None:
+        self.rank, self.peer, self.strategy, self.epoch = rank, peer, strategy, epoch
+        super().__init__(
+            f"rank {rank} waited for rank {peer} of group {group_name!r} in vain (strategy {strategy!r}, "
+            f"epoch {epoch}): it died, hangs, or did not make the same call. The results since are NaN; "
+            "make a new process group of the surviving ranks to go on"
+        )
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets how long one-sided strategies wait for a peer, in seconds; 10 unless set.
+
+    For calls from now on: a captured CUDA graph keeps the limit of its capture.
+    """
+    global _timeout_s
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
+        raise TypeError(f"seconds must be a number, got {type(seconds).__name__}")
+    if not 0 < seconds <= _MAX_SECONDS or math.isnan(seconds):
+        raise ValueError(f"seconds must be above 0 and at most {_MAX_SECONDS:g}, got {seconds}")
+    _timeout_s = float(seconds)
+
+
+def timeout_ns() -> int:
+    """The limit of a wait, in nanoseconds."""
+    return int(_timeout_s * 1e9)
+
+
+class FaultWord:
+    """An int64 that kernels write and the host reads without waiting: 0, or epoch · 2**32 + peer + 1."""
+
+    def __init__(self, group_name: str, rank: int, strategy: str, device: torch.device) -> None:
+        self.device = device
+        self.tensor = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._word = ctypes.c_int64.from_address(self.tensor.data_ptr())
+        self._where = group_name, rank, strategy
+        _words.add(self)
+
+    def raise_if_set(self) -> None:
+        word = self._word.value
+        if word:
+            group_name, rank, strategy = self._where
+            peer, epoch = (word & 0xFFFFFFFF) - 1, (word >> 32) & 0xFFFFFFFF
+            raise PeerTimeout(group_name, rank, peer, strategy, epoch)
+
+
+_words: weakref.WeakSet[FaultWord] = weakref.WeakSet()
+
+
+def check(synchronize: bool = True) -> None:
+    """Raises what the kernels so far left behind.
+
+    Args:
+        synchronize: first wait for the devices. False where the caller has waited itself, as an engine
+            that has read its tokens.
+
+    Raises:
+        PeerTimeout: a peer's data did not come in time. It is raised again at every later check and call on
+            that group: its state is lost.
+    """
+    words = sorted(_words, key=id)
+    if synchronize:
+        for device in {word.device for word in words if word.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+    for word in words:
+        word.raise_if_set()

@@ -1,0 +1,208 @@
+"""Device side of one-sided exchanges: epochs, words that say when they arrived, flags, bounded waits.
+
+**Epochs.** The calls on a channel are numbered on the device, so that a replayed CUDA graph goes on counting:
+1, 2, …, 2**32 - 1, 2, … (0 is what fresh memory holds; odd and even alternate). All programs of a launch read the
+number, and the last one to have read it writes the next.
+
+**Halves.** Calls of odd and even epochs use two halves of a channel's memory. A rank that is in call n + 2 has
+seen data of call n + 1 from every rank, each of which had then finished call n: nobody reads what it overwrites.
+This holds where every call makes every rank wait, directly or through an owner, for all ranks.
+
+**Words.** 64 bits: 32 of payload and the epoch (NCCL's LL protocol). 8 bytes arrive whole, so a reader that sees
+this call's epoch has the payload: no fence and no flag.
+
+**Flags.** 64 bits that hold the epoch of the data that was written before them. `tl.debug_barrier` comes before a
+release: an atomic orders the accesses of one thread, and the barrier those of the program's others (Triton adds
+none before triton#10816). After a wait comes an acquire, and a barrier again.
+
+**One warp.** Kernels that wait have one warp a program: tiles smaller than a program are loaded by each of its
+warps for itself, and warps that see a word at different times would leave the loop at different times and hang at
+the next barrier.
+
+**Time.** Every wait ends when data came, when the channel broke earlier, or after limit_ns. Threads read the clock
+at different times, too, so the time passes through an atomic, which one thread makes for all; what it returns is
+the time that this or another program put there last. A wait that timed out marks the channel as broken and
+writes {epoch, peer + 1} where the host sees it.
+
+state (int64): [epoch, tickets, broken, arrivals, clock].
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+from torch_fdattn.ops.library import INTERPRET
+
+try:
+    from triton.language.extra.cuda import gdc_wait, globaltimer
+except ImportError:  # a build of Triton for AMD alone, where one-sided strategies are refused
+    gdc_wait = globaltimer = None
+
+TICKETS = tl.constexpr(1)
+BROKEN = tl.constexpr(2)
+ARRIVALS = tl.constexpr(3)
+CLOCK = tl.constexpr(4)
+STATE_WORDS = 8
+#: Looks at memory between two looks at the clock, which costs as much as several of them.
+LOOKS = tl.constexpr(1 if INTERPRET else 32)
+
+if INTERPRET:
+
+    def clock_ns():
+        time.sleep(2e-5)  # others may need this processor to come
+        return time.monotonic_ns()
+
+else:
+
+    @triton.jit
+    def clock_ns():
+        return globaltimer()
+
+
+@triton.jit
+def await_previous(PDL: tl.constexpr):
+    """Waits for the kernel before, where this one may start earlier."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def read_epoch(state_ptr):
+    return tl.load(state_ptr)
+
+
+@triton.jit
+def take_epoch(state_ptr, programs):
+    """This call's epoch; the last of the launch's programs to take it moves the channel on."""
+    epoch = tl.load(state_ptr)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="acq_rel", scope="gpu")
+    if ticket == programs - 1:
+        tl.store(state_ptr + TICKETS, 0)
+        tl.store(state_ptr, tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1))
+    return epoch
+
+
+@triton.jit
+def at_rank(addresses_ptr, rank, epoch, half_bytes):
+    """Address of the half that this epoch uses in a rank's memory."""
+    return tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes
+
+
+@triton.jit
+def as_words(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def word(payload, epoch):
+    """A word of a 32-bit payload."""
+    bits = payload.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (epoch << 32) | bits
+
+
+@triton.jit
+def payload(word, dtype: tl.constexpr):
+    return (word & 0xFFFFFFFF).to(tl.int32).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _old(words, inside, epoch):
+    """1 where a word is still of another epoch."""
+    return (inside & (((words >> 32) & 0xFFFFFFFF) != epoch)).to(tl.int32)
+
+
+@triton.jit
+def _peer_of(missing, sources):
+    return tl.max(tl.where(missing > 0, sources, -1), 0)
+
+
+@triton.jit
+def _last_time(state_ptr):
+    return tl.atomic_xchg(state_ptr + CLOCK, clock_ns(), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def is_late(start, state_ptr, limit_ns):
+    """Whether limit_ns have passed since `start`, the same for all threads."""
+    return _last_time(state_ptr) - start > limit_ns
+
+
+@triton.jit
+def start_clock(state_ptr):
+    _last_time(state_ptr)  # what it returns may be of any earlier call
+    return _last_time(state_ptr)
+
+
+@triton.jit
+def report(peer, epoch, state_ptr, fault_ptr):
+    """Breaks the channel: this wait timed out on `peer`."""
+    tl.store(state_ptr + BROKEN, 1)
+    tl.store(fault_ptr, (epoch << 32) | (peer + 1).to(tl.int64))
+
+
+@triton.jit
+def receive(
+    values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
+):
+    """Words of values (S, M, D) and lses (S, M) from sources (S,), once all that are `in` have come.
+
+    Returns (values, lses, whether they came).
+    """
+    values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
+    lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
+    old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
+    missing = tl.sum(old, 0)
+    if missing > 0:
+        start = start_clock(state_ptr)
+        stop = tl.load(state_ptr + BROKEN) != 0
+        looks = 0
+        while (missing > 0) & (stop == 0):
+            values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
+            lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
+            old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
+            missing = tl.sum(old, 0)
+            looks += 1
+            if (looks % LOOKS == 0) & (missing > 0):
+                stop = is_late(start, state_ptr, limit_ns)
+                if stop:
+                    report(_peer_of(old, sources), epoch, state_ptr, fault_ptr)
+    return values, lses, missing == 0
+
+
+@triton.jit
+def await_flags(flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_ns):
+    """Whether the flags (S,) of all sources that are `inside` came to be `epoch`; then their data may be read."""
+    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
+    missing = (inside & (flags != epoch)).to(tl.int32)
+    if tl.sum(missing, 0) > 0:
+        start = start_clock(state_ptr)
+        stop = tl.load(state_ptr + BROKEN) != 0
+        looks = 0
+        while (tl.sum(missing, 0) > 0) & (stop == 0):
+            flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
+            missing = (inside & (flags != epoch)).to(tl.int32)
+            looks += 1
+            if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
+                stop = is_late(start, state_ptr, limit_ns)
+                if stop:
+                    report(_peer_of(missing, sources), epoch, state_ptr, fault_ptr)
+    tl.atomic_add(flags_ptr, 0, mask=inside, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return tl.sum(missing, 0) == 0
+
+
+@triton.jit
+def raise_flags(flags_ptr, inside, epoch):
+    """Sets flags in other ranks' memory, after everything that this program wrote."""
+    tl.debug_barrier()
+    tl.atomic_xchg(
+        flags_ptr,
+        tl.zeros_like(inside).to(tl.int64) + epoch,
+        mask=inside,
+        sem="release",
+        scope="sys",
+    )
