@@ -144,11 +144,10 @@ def test_an_empty_environment_variable_is_unset(monkeypatch, tiny):
     assert invoke(*tiny_options(tiny)).exit_code == 0
 
 
-def test_the_cache_is_counted_without_its_spare_position(tiny):
+def test_the_cache_is_counted(tiny):
     result = invoke(*tiny_options(tiny))
     assert cache_bytes(result.stderr) == [16 * POSITION]
     assert "100.0% of 8,192 in all" in result.stderr
-    assert result.stderr.count(f"+ one spare position of {POSITION:,} bytes") == 1
 
 
 def test_bfloat16_halves_the_cache(tiny):
@@ -188,15 +187,32 @@ def test_cache_options_that_do_not_go_together(tiny):
         assert option in result.stderr
 
 
-@pytest.mark.parametrize("option", [("--kv-cache", "paged"), ("--kv-dtype", "int8")])
-def test_ranks_that_share_positions_share_no_such_cache(option, tiny):
+def test_ranks_that_share_positions_may_page_and_quantise_them(tiny):
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
-    result = run("-m", *torchrun, "-m", "torch_fdattn", *tiny_options(tiny, *option))
+    cache = "--kv-cache", "paged", "--page-size", "3", "--kv-dtype", "int8"
+    shared = "--kv-block", "2", "--strategy", "hierarchical"
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *tiny_options(tiny, *cache, *shared))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == invoke(*tiny_options(tiny, *cache)).stdout != ""
+    pages = f"KV cache of {9 * POSITION // 4:,} bytes in 3 pages of 3 positions"
+    assert f"each rank: {pages}, 3 in use" in result.stderr  # 8 and 7 tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--strategy", "fused"), "--strategy fused needs ranks that map each other's memory"),
+        (
+            ("--strategy", "hierarchical", "--tensor-parallel", "2"),
+            "--strategy hierarchical needs --tensor-parallel 1, got 2",
+        ),
+    ],
+)
+def test_strategies_that_these_ranks_do_not_have(options, message, tiny):
+    torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    result = run("-m", *torchrun, "-m", "torch_fdattn", *tiny_options(tiny, *options))
     assert result.returncode != 0
-    assert (
-        f"{' '.join(option)} needs the whole cache on each rank: one process, or --tensor-parallel 2 "
-        "on these 2 ranks, got --tensor-parallel 1"
-    ) in result.stderr
+    assert message in result.stderr
 
 
 def test_ranks_that_split_the_model_may_page_the_cache(tiny):
@@ -298,7 +314,6 @@ def test_ranks_may_split_the_model(tiny):
     assert result.returncode == 0, result.stderr
     assert result.stdout == invoke(*tiny_options(tiny)).stdout
     assert cache_bytes(result.stderr) == [16 * POSITION / 2] * 2
-    assert f"+ one spare position of {POSITION // 2:,} bytes on each rank" in result.stderr
 
 
 def test_a_model_is_split_over_a_part_of_the_ranks_or_all(tiny):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.tiny import PROMPTS, greedy, random_model
-from torch_fdattn.engine import Engine, Sampling
+from torch_fdattn.engine import Engine, PromptError, Sampling
 from torch_fdattn.models.parallelize import parallelize
 
 
@@ -53,26 +53,28 @@ def test_ranks_agree_and_write_what_one_process_writes(shape, strategy, tmp_path
     assert drawn[0] == drawn[1] != expected
 
 
-def refusing_rank(rank: int, folder: Path) -> None:
-    """What a cache cannot be where ranks share it; and that it can be where they split heads alone."""
+def caching_rank(rank: int, folder: Path) -> None:
+    """Pages of bytes, where ranks share the cache's positions and where they split its heads."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     group, model = dist.group.WORLD.group_name, random_model("cpu")
-    for options in ({"kv_cache": "paged"}, {"kv_dtype": "int8"}):
-        ((name, value),) = options.items()
-        with pytest.raises(
-            NotImplementedError, match=f"{name} must be .* a group .*, got '{value}'"
-        ):
-            Engine(model, capacity=8, kv_group=group, **options)
     options = dict(batch=4, capacity=36, kv_cache="paged", page_size=5, kv_dtype="fp8_e4m3")
     expected = list(Engine(model, **options).generate(PROMPTS, 6))
+    for strategy, kv_block in (("star", 3), ("ring", None)):
+        engine = Engine(model, kv_group=group, kv_block=kv_block, strategy=strategy, **options)
+        for _ in range(2):
+            assert list(engine.generate(PROMPTS, 6)) == expected
+            engine.reset()
+    few = Engine(model, batch=4, capacity=36, kv_group=group, kv_block=3, kv_cache="paged", pages=1)
+    with pytest.raises(PromptError, match="pages must be at least"):
+        few.generate(PROMPTS, 6)  # on both ranks, though one of them would have enough
     engine = Engine(parallelize(model, group), tp_group=group, **options)
     assert list(engine.generate(PROMPTS, 6)) == expected
     (folder / f"{rank}").touch()
     dist.destroy_process_group()
 
 
-def test_paged_and_quantised_caches_are_not_shared_by_position(tmp_path):
-    torch.multiprocessing.spawn(refusing_rank, (tmp_path,), nprocs=2)
+def test_paged_and_quantised_caches_are_shared_out(tmp_path):
+    torch.multiprocessing.spawn(caching_rank, (tmp_path,), nprocs=2)
     assert all((tmp_path / f"{rank}").exists() for rank in range(2))

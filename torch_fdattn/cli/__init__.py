@@ -19,6 +19,7 @@ from torch_fdattn.cli.setup import (
     DType,
     KVCache,
     KVDType,
+    KVStrategy,
     TPStrategy,
     check_ranks,
     load,
@@ -54,6 +55,9 @@ KVCacheOption = Annotated[KVCache, typer.Option(help="One run of memory, or page
 PageSize = Annotated[int | None, typer.Option(min=1, help="Positions of a page; default 16.")]
 KVDTypeOption = Annotated[
     KVDType, typer.Option(help="How K and V are stored; auto: in the model's dtype.")
+]
+StrategyOption = Annotated[
+    KVStrategy, typer.Option(help="How ranks that share the cache merge their results.")
 ]
 PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
 TensorParallel = Annotated[
@@ -94,6 +98,7 @@ def generate(
     kv_cache: KVCacheOption = KVCache.contiguous,
     page_size: PageSize = None,
     kv_dtype: KVDTypeOption = KVDType.auto,
+    strategy: StrategyOption = KVStrategy.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
@@ -101,7 +106,7 @@ def generate(
     """Write text that continues a prompt, streaming to the terminal."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
-        cache = CacheOptions(kv_cache, page_size, kv_dtype)
+        cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
         cache.check(tensor_parallel, world)
         sampling = make_sampling(temperature, top_p, seed)
         path = resolve(model)
@@ -150,6 +155,7 @@ def chat(
     kv_cache: KVCacheOption = KVCache.contiguous,
     page_size: PageSize = None,
     kv_dtype: KVDTypeOption = KVDType.auto,
+    strategy: StrategyOption = KVStrategy.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
@@ -157,7 +163,7 @@ def chat(
     """Talk with a model: a line is a turn; /reset forgets the conversation, /exit or the input's end ends it."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
-        cache = CacheOptions(kv_cache, page_size, kv_dtype)
+        cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
         cache.check(tensor_parallel, world)
         sampling = make_sampling(temperature, top_p, seed)
         path = resolve(model)

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.cli.terminal import position_bytes, stderr
 from torch_fdattn.cli.world import World
+from torch_fdattn.dist.decode.one_sided import obstacle
+from torch_fdattn.dist.decode.op import ONE_SIDED, STRATEGIES
 from torch_fdattn.dist.kv_scales import kv_format
 from torch_fdattn.engine import Engine, Sampling
 from torch_fdattn.models import Transformer, load_model
@@ -29,6 +31,9 @@ class TPStrategy(str, Enum):
     ag_rs = "ag_rs"
 
 
+KVStrategy = Enum("KVStrategy", {name: name for name in STRATEGIES}, type=str)
+
+
 class KVCache(str, Enum):
     contiguous = "contiguous"
     paged = "paged"
@@ -43,24 +48,21 @@ class KVDType(str, Enum):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """--kv-cache, --page-size, --kv-dtype."""
+    """--kv-cache, --page-size, --kv-dtype, --strategy."""
 
     kind: KVCache
     page_size: int | None
     dtype: KVDType
+    strategy: KVStrategy
 
     def check(self, tensor_parallel: int, world: World) -> None:
         """Before the model is loaded, which may take minutes."""
-        paged = self.kind is KVCache.paged
-        if self.page_size is not None and not paged:
+        if self.page_size is not None and self.kind is not KVCache.paged:
             raise UsageError("--page-size needs --kv-cache paged")
-        if world.size == tensor_parallel or not (paged or self.stored):
-            return
-        name = "--kv-cache paged" if paged else f"--kv-dtype {self.stored}"
-        raise UsageError(
-            f"{name} needs the whole cache on each rank: one process, or --tensor-parallel "
-            f"{world.size} on these {world.size} ranks, got --tensor-parallel {tensor_parallel}"
-        )
+        if self.strategy is KVStrategy.hierarchical and tensor_parallel > 1:
+            raise UsageError(
+                f"--strategy hierarchical needs --tensor-parallel 1, got {tensor_parallel}"
+            )
 
     @property
     def stored(self) -> str | None:
@@ -109,11 +111,22 @@ def make_engine(
         kv_group = None if world.group is None else world.group.group_name
     else:
         kv_group, tp_group = _spread(model, world, tensor_parallel, tp_strategy)
+    strategy, hierarchy = cache.strategy.value, None
+    if kv_group is None:  # nothing to exchange
+        strategy = "auto"
+    elif strategy == "hierarchical":
+        hierarchy = _nodes(world)
+    elif strategy in ONE_SIDED and (why_not := obstacle(kv_group, world.device)):
+        raise UsageError(
+            f"--strategy {strategy} needs ranks that map each other's memory: {why_not}"
+        )
     try:
         return Engine(
             model,
             capacity=capacity,
             kv_group=kv_group,
+            strategy=strategy,
+            hierarchy=hierarchy,
             kv_block=kv_block or None,
             tp_group=tp_group,
             prefill_chunk=prefill_chunk,
@@ -148,3 +161,17 @@ def _spread(
         raise UsageError(f"--tensor-parallel {ranks}: {error}") from None
     kv_group = mesh["kv"].get_group().group_name if shape[0] > 1 else None
     return kv_group, mesh["tp"].get_group().group_name
+
+
+def _nodes(world: World) -> tuple[str, str]:
+    """The names of this rank's groups in its node and across nodes, which torchrun fills in order of ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if world.size % world.local_size:
+        raise UsageError(
+            f"--strategy hierarchical needs as many ranks on each node, got {world.size} ranks, "
+            f"{world.local_size} of them on this node"
+        )
+    shape = world.size // world.local_size, world.local_size
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "place"))
+    return mesh["place"].get_group().group_name, mesh["node"].get_group().group_name

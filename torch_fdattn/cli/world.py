@@ -24,6 +24,7 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    local_size: int = 1  # ranks of this node
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def join(device_name: str | None) -> Iterator[World]:
     except (ValueError, dist.DistError) as error:  # ValueError: a variable of torchrun is missing
         raise UsageError(f"no process group ({error}); `fdattn doctor` says more") from None
     try:
-        yield World(rank, size, device, dist.group.WORLD)
+        yield World(rank, size, device, dist.group.WORLD, local_size)
     finally:
         dist.destroy_process_group()
 

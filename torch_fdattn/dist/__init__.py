@@ -8,6 +8,7 @@ from torch_fdattn.dist.tp_linear import op as _tp_linear_op  # noqa: F401  # iso
 from torch_fdattn.dist.context_parallel import context_parallel, shard_batch, unshard_batch
 from torch_fdattn.dist.decode.auto import chosen_strategy
 from torch_fdattn.dist.decode_attention import DistributedDecodeAttention
+from torch_fdattn.dist.faults import PeerTimeout, check, set_timeout
 from torch_fdattn.dist.functional import decode, ring_attention
 from torch_fdattn.dist.kv_cache import ShardedKVCache
 from torch_fdattn.dist.sequence_shards import SequenceShards
@@ -23,17 +24,20 @@ from torch_fdattn.dist.tp_linear.functional import (
 __all__ = [
     "TPMLP",
     "DistributedDecodeAttention",
+    "PeerTimeout",
     "SequenceShards",
     "ShardMap",
     "ShardedKVCache",
     "TPAttention",
     "all_gather_matmul",
+    "check",
     "chosen_strategy",
     "context_parallel",
     "decode",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "ring_attention",
+    "set_timeout",
     "shard_batch",
     "unshard_batch",
 ]

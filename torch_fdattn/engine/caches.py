@@ -13,22 +13,20 @@ Cache = ShardedKVCache | PagedKVCache
 
 def make_cache(
     model: Transformer, batch: int, capacity: int, kind: str, *, kv_group: str | None,
-    kv_block: int | None, strategy: str, page_size: int, pages: int | None, kv_dtype: str | None,
+    kv_block: int | None, strategy: str, hierarchy: tuple[str, str] | None, page_size: int,
+    pages: int | None, kv_dtype: str | None,
 ) -> Cache:  # fmt: skip
     """The cache of `Engine`'s arguments of these names; kind is its kv_cache."""
     if kind not in KV_CACHES:
         raise ValueError(f"kv_cache must be one of {KV_CACHES}, got {kind!r}")
     config, weight = model.config, model.norm.weight
     sizes = config.num_layers, batch, local_kv_heads(model), capacity, config.head_dim
-    common = dict(dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype)
+    common = dict(
+        dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype, group_name=kv_group,
+        kv_block=kv_block, strategy=strategy, hierarchy=hierarchy,
+    )  # fmt: skip
     if kind == "contiguous":
         if pages is not None:
             raise ValueError(f"pages must be None for a contiguous cache, got {pages}")
-        return ShardedKVCache(
-            *sizes, **common, group_name=kv_group, kv_block=kv_block, strategy=strategy
-        )
-    if kv_group is not None:
-        raise NotImplementedError(
-            f"kv_cache must be 'contiguous' where a group shares the cache, got {kind!r}"
-        )
+        return ShardedKVCache(*sizes, **common)
     return PagedKVCache(*sizes, **common, page_size=page_size, pages=pages)

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.checks import expect_shape
+from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE
+from torch_fdattn.dist.faults import check
 from torch_fdattn.dist.groups import rank_and_size, same_everywhere
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
@@ -44,31 +46,32 @@ class Engine:
         model: on the device to run on, already parallelised where `tp_group` is given.
         batch, capacity: sequences, and tokens that each can hold.
         kv_group: name of the process group that shards the cache by position; None keeps it whole.
-        kv_block, strategy: how positions are dealt and partial results travel; see ShardedKVCache.
+        kv_block, strategy, hierarchy: how positions are dealt and partial results travel; see ShardedKVCache.
         tp_group: name of the process group that the model is parallelised over.
         sync_group: name of the group of all ranks of this engine. By default the one group given, and
             the default group where both are.
         prefill_chunk: columns of prompt a pass.
         cuda_graph: whether decode steps are captured in a CUDA graph, here and once. None: on CUDA.
-        kv_cache: "contiguous", or "paged": not with kv_group.
+        kv_cache: "contiguous" or "paged".
         page_size, pages: of a paged cache; see PagedKVCache.
-        kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8": not with kv_group. The first chunk of the first
-            prompt sets the scales; see torch_fdattn.dist.kv_scales.
+        kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8". The first chunk of the first prompt sets the
+            scales; see torch_fdattn.dist.kv_scales.
 
     Attributes:
         cache: a ShardedKVCache or PagedKVCache; `cache.held` says how many tokens each sequence has stored.
 
     Raises:
         ValueError: a size below 1, a group or a name that is not known, cuda_graph without a CUDA device.
-        NotImplementedError: a cache that is sharded, and paged or quantised.
+        PeerTimeout: from `generate`, before it yields a token, where a rank did not come to an exchange of a
+            one-sided strategy.
     """
 
     def __init__(
         self, model: Transformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
         kv_block: int | None = None, tp_group: str | None = None, sync_group: str | None = None,
-        prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "all_gather",
+        prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "auto",
         kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
-        kv_dtype: str | None = None,
+        kv_dtype: str | None = None, hierarchy: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
         if prefill_chunk < 1:
@@ -82,8 +85,10 @@ class Engine:
         self._sync_group = _group_of_all(kv_group, tp_group, sync_group)
         self.cache = make_cache(
             model, batch, capacity, kv_cache, kv_group=kv_group, kv_block=kv_block,
-            strategy=strategy, page_size=page_size, pages=pages, kv_dtype=kv_dtype,
+            strategy=strategy, hierarchy=hierarchy, page_size=page_size, pages=pages,
+            kv_dtype=kv_dtype,
         )  # fmt: skip
+        self._may_wait_for_peers = kv_group is not None and strategy not in COLLECTIVES_ALONE
         # What the captured step reads. With counts of 0 its warm-up leaves the cache as it is.
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._counts = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -231,6 +236,11 @@ class Engine:
         """The next tokens (B, 1), the same on all ranks."""
         greedy = sampling.temperature == 0
         tokens = output.greedy if greedy else sampling.draw(output.logits, generator)
+        if self._may_wait_for_peers:
+            # A rank that died in the step is named here; the broadcast could only wait for it.
+            if tokens.is_cuda:
+                torch.cuda.current_stream(self.device).synchronize()
+            check(synchronize=False)
         if self._sync_group is not None:
             dist.broadcast(tokens, group=self._sync_group, group_src=0)
         return tokens

@@ -1,8 +1,8 @@
-"""A KV cache in pages, on one device: memory follows what sequences hold, not what they might.
+"""A KV cache in pages: memory follows what sequences hold, not what they might.
 
 It stands in the engine's room, beside the free list, because handing out pages is a decision of whoever
-serves the sequences; the model takes it as it takes `ShardedKVCache`, by what it can do. `dist` knows
-nothing of it: a cache that is both paged and sharded is not supported.
+serves the sequences; the model takes it as it takes `ShardedKVCache`, by what it can do. Where a group shares
+its positions, each rank has pages and a table of its own, for the tokens that it keeps.
 
 K and V of a layer are pages (P, page, H_kv, D) in memory, (P, H_kv, page, D) as the ops see them: the
 tokens of a page are written in runs of H_kv · D elements. New tokens go through `paged_append_kv`, up to
@@ -21,12 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.batch_cache import BatchKVCache, Columns, aligned, expect_at_least_one
+from torch_fdattn.dist.batch_cache import Columns, expect_at_least_one
+from torch_fdattn.dist.kv_cache import SharedKVCache
 from torch_fdattn.engine.pages import PageTable
 from torch_fdattn.functional import paged_append_kv, paged_decode
 
 
-class PagedKVCache(BatchKVCache):
+class PagedKVCache(SharedKVCache):
     """K and V of all layers for `batch` sequences of up to `capacity` tokens, in pages given as they grow.
 
     Steps are those of `BatchKVCache`. Pages are allocated on the host, by `append` and by `reserve`, before
@@ -36,8 +37,8 @@ class PagedKVCache(BatchKVCache):
         num_layers, batch, kv_heads, head_dim: the model's shape.
         capacity: tokens a sequence; it sets the table's width and takes no memory.
         page_size: tokens a page.
-        pages: in all, shared by the sequences; default: enough for all of them at full capacity.
-        dtype, device, kv_dtype: as `ShardedKVCache`.
+        pages: of each rank, shared by the sequences; default: enough for all of them at full capacity.
+        dtype, device, kv_dtype, group_name, kv_block, strategy, hierarchy: as `ShardedKVCache`.
 
     Attributes:
         lengths: int32 (batch,) on the device, tokens stored before the current step.
@@ -52,16 +53,23 @@ class PagedKVCache(BatchKVCache):
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, page_size: int = 16,
-        pages: int | None = None, kv_dtype: str | None = None,
+        pages: int | None = None, kv_dtype: str | None = None, group_name: str | None = None,
+        kv_block: int | None = None, strategy: str = "auto",
+        hierarchy: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype, group_name=group_name, kv_block=kv_block, strategy=strategy,
+            hierarchy=hierarchy,
         )  # fmt: skip
         expect_at_least_one("page_size", page_size)
-        pages = batch * -(-capacity // page_size) if pages is None else pages
+        # Rank 0 holds the most tokens at any length. All ranks have its number of pages, and so all of them
+        # run out of pages at the same step.
+        self._fullest = self.shards._replace(rank=0)
+        most = self._fullest.local_capacity(capacity)
+        pages = batch * -(-most // page_size) if pages is None else pages
         expect_at_least_one("pages", pages)
-        self.table = PageTable(batch, capacity, page_size, pages, device)
+        self.table = PageTable(batch, most, page_size, pages, device)
         shape = (num_layers, pages, page_size, kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)
         self._v = torch.zeros(shape, dtype=self.stored_dtype, device=device)
@@ -73,19 +81,29 @@ class PagedKVCache(BatchKVCache):
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence, and all of a shorter one; the rest's pages are free."""
         super().truncate(length)
-        self.table.shrink(self.held)
+        self.table.shrink(self._local(self.held))
 
     def shortage(self, lengths: Sequence[int]) -> str | None:
-        return self.table.shortage(lengths)
+        return self.table.shortage([self._fullest.local_capacity(length) for length in lengths])
 
     def _make_room(self, lengths: Sequence[int]) -> None:
-        self.table.grow(lengths)
+        if shortage := self.shortage(lengths):
+            raise ValueError(shortage)
+        self.table.grow(self._local(lengths))
+
+    def _local(self, lengths: Sequence[int]) -> list[int]:
+        """How many tokens of sequences of these lengths this rank holds."""
+        return [self.shards.local_capacity(length) for length in lengths]
 
     def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:
         paged_append_kv(
-            *self.layer(layer), self.table.on_device, *aligned(columns, k, v), self.lengths,
-            columns.counts, **self._scales_of(layer),
+            *self.layer(layer), self.table.on_device, *self._kept(k, v, columns),
+            **self._scales_of(layer),
         )  # fmt: skip
+
+    def _shard(self, layer: int) -> dict[str, Tensor]:
+        k, v = self.layer(layer)
+        return dict(k_shard=k, v_shard=v, page_table=self.table.on_device)
 
     def _decode(self, layer: int, q: Tensor, lengths: Tensor, **options) -> Tensor:
         return paged_decode(q, *self.layer(layer), self.table.on_device, lengths, **options)[0]
