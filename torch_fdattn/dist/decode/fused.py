@@ -24,12 +24,21 @@ from torch_fdattn.dist.decode.rows import (
     outputs,
     own_heads,
     own_rows,
+    starts_early,
     with_own,
     write_rows,
 )
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import as_words, at_rank, payload, receive, take_epoch, word
+from torch_fdattn.dist.signals import (
+    as_words,
+    at_rank,
+    await_previous,
+    payload,
+    receive,
+    take_epoch,
+    word,
+)
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
@@ -75,8 +84,9 @@ def _fused_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
     limit_ns, rank, batch, rows, share, first_head, heads: tl.constexpr, out_heads: tl.constexpr,
     q_len: tl.constexpr, v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr, OWNERS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     shape = (batch, heads, q_len, v_dim)
     channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
     epoch = take_epoch(state_ptr, tl.num_programs(0))
@@ -130,6 +140,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     out, lse = outputs(part, dtype, heads)
     owners = rows.world if head_sharded else 1
     block, tiles = rows.tile(owners)
+    early = starts_early(part)
     where.enter()
     launches["dist_merge/fused"] += 1
     with on_device(part):
@@ -137,6 +148,6 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
             where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, rows.count // owners, first_head,
             rows.heads, heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
-            num_warps=1,
+            early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out, lse

@@ -144,7 +144,8 @@ def _dist_decode(
         hierarchical.check_hierarchy(exchange)
     check_positions(shard, kv_block, kv_start, world_size)
     mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
-    mask = local_mask(q, shard.capacity, mask, kv_block, rank, world_size)
+    has_alibi = alibi_slopes is not None
+    mask = local_mask(q, shard.capacity, mask, kv_block, rank, world_size, has_alibi)
     scale = default_scale(q, scale)
     extras = Extras(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
     check_local_call(q, shard, mask, scale, extras)

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.dist.channel import Channel
+from torch_fdattn.ops.attention.configs import device_capability
+from torch_fdattn.ops.decode.launch import PDL_CAPABILITY
 from torch_fdattn.ops.launch import padded
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
@@ -73,6 +75,11 @@ def own_heads(heads: int, channel: Channel, head_sharded: bool) -> tuple[int, in
     if not head_sharded:
         return 0, heads
     return heads // channel.world * channel.rank, heads // channel.world
+
+
+def starts_early(part: Tensor) -> bool:
+    """Whether the kernel may be launched before the one that makes `part` has ended (it waits for it)."""
+    return part.is_cuda and device_capability(part.device) >= PDL_CAPABILITY
 
 
 @triton.jit

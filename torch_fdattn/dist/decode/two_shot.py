@@ -16,10 +16,26 @@ from torch import Tensor
 from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode import fused
 from torch_fdattn.dist.decode.fused import receive_rows, send_rows
-from torch_fdattn.dist.decode.rows import Rows, merged, outputs, own_rows, with_own, write_rows
+from torch_fdattn.dist.decode.rows import (
+    Rows,
+    merged,
+    outputs,
+    own_rows,
+    starts_early,
+    with_own,
+    write_rows,
+)
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import as_words, at_rank, payload, receive, take_epoch, word
+from torch_fdattn.dist.signals import (
+    as_words,
+    at_rank,
+    await_previous,
+    payload,
+    receive,
+    take_epoch,
+    word,
+)
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
@@ -52,8 +68,9 @@ def _unpacked(bits, dtype: tl.constexpr):
 def _two_shot_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
     limit_ns, rank, batch, rows, share, heads: tl.constexpr, q_len: tl.constexpr, v_dim: tl.constexpr,
-    WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
     shape = (batch, heads, q_len, v_dim)
@@ -111,6 +128,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     where = channel(group_name, "two_shot", fused.words_bytes(rows) + second, part.device)
     out, lse = outputs(part, dtype, rows.heads)
     block, tiles = rows.tile(rows.world)
+    early = starts_early(part)
     where.enter()
     launches["dist_merge/two_shot"] += 1
     with on_device(part):
@@ -118,6 +136,6 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
             where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, triton.cdiv(rows.count, rows.world),
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
-            num_warps=1,
+            early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out, lse
