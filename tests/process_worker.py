@@ -6,16 +6,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_fdattn
 from torch_fdattn.dist import (
     SequenceShards,
+    ShardMap,
     all_gather_matmul,
     decode,
     matmul_all_reduce,
     matmul_reduce_scatter,
     ring_attention,
 )
+from torch_fdattn.dist.groups import same_everywhere
 
 TIMEOUT_S = 6
 
@@ -36,14 +39,49 @@ def ring(strategy: str, group: str) -> None:
         torch.testing.assert_close(x.grad, shards.shard(y.grad, rank, 2))
 
 
+def sharded_decode(strategy: str, group: str) -> None:
+    """Decode over a cache in blocks equals one process's."""
+    shards = ShardMap(dist.get_rank(), dist.get_world_size(), 3)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 29), (2, 29)))
+    lens = torch.tensor([29, 4], dtype=torch.int32)
+    mine, _ = shards.locate(torch.arange(29))
+    options = by(strategy)
+    out, lse = decode(q, k[:, :, mine], v[:, :, mine], lens, group, kv_block=3, **options)
+    exact, exact_lse = torch_fdattn.decode(q, k, v, lens)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(lse, exact_lse)
+
+
+def by(strategy: str) -> dict:
+    """`decode`'s options for a strategy; the nodes of "hierarchical" are torchrun's."""
+    if strategy != "hierarchical":
+        return {"strategy": strategy}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shape = dist.get_world_size() // ranks, ranks
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "place"))
+    names = tuple(mesh[name].get_group().group_name for name in ("place", "node"))
+    return {"strategy": strategy, "hierarchy": names}
+
+
+def uncompared_decode(x: torch.Tensor, group: str, options: dict) -> None:
+    """What was compared once is not compared again: a dead rank is met by the strategy itself."""
+    lens = torch.tensor([8 * dist.get_world_size()], dtype=torch.int32)
+    with same_everywhere():
+        decode(x[:, :, :1], x, x, lens, group, **options)
+
+
 def calls(group: str) -> dict:
     """Calls that every rank must join, by name."""
     x = torch.randn(1, 3, 8, 16)
-    lens = torch.tensor([8 * dist.get_world_size()], dtype=torch.int32)
     w = torch.randn(4, 8)
     options = dict(causal=True)
+    exchanges = {s: by(s) for s in ("all_gather", "star", "ring", "hierarchical")}
     return {
-        "decode": lambda: decode(x[:, :, :1], x, x, lens, group),
+        **{
+            f"decode_{name}": lambda found=found: uncompared_decode(x, group, found)
+            for name, found in exchanges.items()
+        },
         "all_gather_matmul": lambda: all_gather_matmul(torch.randn(2, 8), [w], group),
         "matmul_all_reduce": lambda: matmul_all_reduce(torch.randn(6, 8), w, group),
         "matmul_reduce_scatter": lambda: matmul_reduce_scatter(torch.randn(6, 8), w, group),
@@ -68,7 +106,10 @@ def main(job: str, name: str) -> None:
     group = dist.group.WORLD.group_name
     if job == "equals":
         for strategy in name.split(","):
-            ring(strategy, group)
+            if strategy.startswith("decode_"):
+                sharded_decode(strategy.removeprefix("decode_"), group)
+            else:
+                ring(strategy, group)
         print(f"rank {dist.get_rank()} of {dist.get_world_size()} agrees", flush=True)
         dist.destroy_process_group()
         return

@@ -15,9 +15,10 @@ import pytest
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT_S = 6  # of the process groups in process_worker.py
 CALLS = (
-    "ring_backward", "star_backward", "all_gather_backward", "ulysses_backward", "decode", "ring", "all_gather",
-    "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
+    "ring_backward", "star_backward", "all_gather_backward", "ulysses_backward",
+    "decode_all_gather", "decode_star", "decode_ring", "decode_hierarchical", "ring", "all_gather", "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
 )  # fmt: skip
+EQUALS = "ring,star,all_gather,decode_all_gather,decode_star,decode_ring,decode_hierarchical"
 
 
 def free_port() -> int:
@@ -46,7 +47,7 @@ def test_two_agents(ranks_per_agent: int) -> None:
         start([
             "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", str(ranks_per_agent), "--master-addr", "127.0.0.1",
-            "--master-port", str(port), str(WORKER), "equals", "ring,star,all_gather",
+            "--master-port", str(port), str(WORKER), "equals", EQUALS,
         ])
         for node in range(2)
     ]  # fmt: skip

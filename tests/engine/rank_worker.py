@@ -14,8 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from torch_fdattn.dist.decode.op import ONE_SIDED, PORTABLE
 from torch_fdattn.engine import Engine
 from torch_fdattn.models import load_model
+
+
+def hierarchy(device: torch.device, size: int) -> tuple[str, str]:
+    """Two nodes, where the ranks are an even number."""
+    nodes = 2 if size % 2 == 0 else 1
+    mesh = init_device_mesh(device.type, (nodes, size // nodes), mesh_dim_names=("node", "place"))
+    return mesh["place"].get_group().group_name, mesh["node"].get_group().group_name
 
 
 def main(task_file: str, result_file: str) -> None:
@@ -47,6 +55,16 @@ def main(task_file: str, result_file: str) -> None:
     single = Engine(model, capacity=capacity, prefill_chunk=5, **groups)
     streamed = list(single.stream(prompts[1], task["streamed"]))
     nbytes = [engine.cache.nbytes]
+    by_strategy = {}
+    if size > 1 and task["strategies"]:
+        for strategy in (*PORTABLE, *(ONE_SIDED if on_gpu else ())):
+            few = Engine(
+                model, batch=3, capacity=capacity, kv_block=kv_block, strategy=strategy,
+                hierarchy=hierarchy(device, size) if strategy == "hierarchical" else None, **groups,
+            )  # fmt: skip
+            found = few.generate(prompts[:3], task["strategies"])
+            by_strategy[strategy] = [list(tokens) for tokens in zip(*found, strict=True)]
+            few.close()
     for each in (engine, single):
         each.close()
     if size > 1:
@@ -56,6 +74,7 @@ def main(task_file: str, result_file: str) -> None:
     if rank == 0:
         batched = [list(tokens) for tokens in zip(*steps, strict=True)]
         found = {"batched": batched, "streamed": streamed, "nbytes": nbytes, "capacity": capacity}
+        found["by_strategy"] = by_strategy
         Path(result_file).write_text(json.dumps(found))
 
 

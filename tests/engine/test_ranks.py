@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the r
 ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 64
 STREAMED = 16  # of one prompt alone
+BY_STRATEGY = 6  # of three prompts, with each strategy
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
@@ -88,7 +89,15 @@ def generated(folder: Path, ranks: int, **task) -> dict:
     """What rank 0 of the workers writes."""
     task_file, result = folder / "task.json", folder / "result.json"
     task_file.write_text(
-        json.dumps({"tensor_parallel": 1, "count": NEW_TOKENS, "streamed": STREAMED, **task})
+        json.dumps(
+            {
+                "tensor_parallel": 1,
+                "count": NEW_TOKENS,
+                "streamed": STREAMED,
+                "strategies": 0,
+                **task,
+            }
+        )
     )
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     worker = ["-m", "tests.engine.rank_worker", str(task_file), str(result)]
@@ -98,10 +107,17 @@ def generated(folder: Path, ranks: int, **task) -> dict:
     return json.loads(result.read_text())
 
 
+def expect_each_strategy(found: dict, expected: list[list[int]]) -> None:
+    """Those that need GPUs are in it where the ranks have them."""
+    assert {"all_gather", "star", "ring", "hierarchical"} <= set(found["by_strategy"])
+    for strategy, tokens in found["by_strategy"].items():
+        assert tokens == [theirs[:BY_STRATEGY] for theirs in expected[:3]], strategy
+
+
 @pytest.mark.parametrize(("ranks", "kv_block"), [(1, None), (2, 16), (3, 7)])
 def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tmp_path):
     """All prompts as a batch over positions dealt round, and one alone."""
-    found = generated(tmp_path, ranks, prompts=prompts, kv_block=kv_block)
+    found = generated(tmp_path, ranks, prompts=prompts, kv_block=kv_block, strategies=BY_STRATEGY)
     for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=True):
         assert tokens == reference, text
     assert found["streamed"] == expected[1][:STREAMED]
@@ -111,7 +127,9 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tm
     block = (kv_block or 1) * position
     assert len(found["nbytes"]) == ranks
     assert all(nbytes <= total / ranks + block for nbytes in found["nbytes"])
-    assert sum(found["nbytes"]) <= total + ranks * position  # with a spare position each
+    assert sum(found["nbytes"]) == total
+    if ranks > 1:
+        expect_each_strategy(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +149,11 @@ def test_tensor_parallel_equals_transformers(
     found = generated(
         tmp_path, ranks, prompts=few, count=count, streamed=count, kv_block=kv_block,
         tensor_parallel=tensor_parallel, tp_strategy=strategy,
+        strategies=BY_STRATEGY if tensor_parallel == 1 else 0,
     )  # fmt: skip
     assert found["batched"] == [tokens[:count] for tokens in expected[:3]]
     assert found["streamed"] == expected[1][:count]
-    spare = 2 * 30 * 3 * 64 * 4 * len(few)  # a position of all heads: as above
-    total = found["capacity"] * spare
-    # Heads and positions are shared out; each rank has the spare position of its own heads.
-    assert total < sum(found["nbytes"]) <= total + ranks * spare
+    # Heads and positions are shared out.
+    assert sum(found["nbytes"]) == found["capacity"] * 2 * 30 * 3 * 64 * 4 * len(few)
+    if tensor_parallel == 1:
+        expect_each_strategy(found, expected)

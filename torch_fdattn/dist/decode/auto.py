@@ -7,6 +7,7 @@ import logging
 from torch import Tensor
 
 from torch_fdattn.dist.decode.exchange import Exchange
+from torch_fdattn.dist.decode.one_sided import available
 from torch_fdattn.dist.groups import is_traced, rank_and_size
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
@@ -58,6 +59,4 @@ def _maps_peers(group_name: str, q: Tensor) -> bool:
     """On CPUs the kernels would be interpreted, which is slower than gloo."""
     if q.device.type != "cuda" or is_traced(q):
         return False
-    from torch_fdattn.dist.decode import one_sided
-
-    return one_sided.available(group_name, q.device)
+    return available(group_name, q.device)

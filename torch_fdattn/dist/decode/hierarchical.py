@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from torch_fdattn.dist.decode import all_gather
+from torch_fdattn.dist.decode import all_gather, one_sided
 from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.groups import is_traced, rank_and_size
 
@@ -42,11 +44,9 @@ def _part(group_name: str, exchange: Exchange) -> Exchange:
 
 
 def _merge_in_node(out: Tensor, lse: Tensor, node: Exchange) -> tuple[Tensor, Tensor]:
-    if out.dtype == torch.float32 and not is_traced(out):
-        from torch_fdattn.dist.decode import one_sided
-
-        if one_sided.available(node.group_name, out.device):
-            return one_sided.merge(out, lse, out.dtype, node.group_name, "fused", node.head_sharded)
+    maps = out.dtype == torch.float32 and not is_traced(out)
+    if maps and one_sided.available(node.group_name, out.device):
+        return one_sided.merge(out, lse, out.dtype, node.group_name, "fused", node.head_sharded)
     return all_gather.merge(out, lse, out.dtype, node)
 
 
@@ -64,9 +64,6 @@ def check_hierarchy(exchange: Exchange) -> None:
     Raises:
         ValueError: they are not.
     """
-    from torch.distributed import get_process_group_ranks
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     names = exchange.group_name, exchange.inner_group, exchange.outer_group
     for name in names[1:]:
         rank_and_size(name, "hierarchy")

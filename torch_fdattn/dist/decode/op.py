@@ -6,8 +6,8 @@ rank read inside the op would hand one rank's compiled graph to the others. The
 gradient needs no collective merge: with the global (out, lse) saved, `attention_backward` over the
 local shard gives this shard's exact dK and dV, and a part of dQ that is summed over the ranks.
 
-A strategy is a module with `merge(out, lse, dtype, exchange)`, or the name of a one-sided exchange
-(`one_sided.py`, imported where it is asked for: its kernels need triton).
+A strategy is a module with `merge(out, lse, dtype, exchange)`, or the name of a one-sided exchange, which
+`one_sided.py` knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode import all_gather, hierarchical, ring, star
+from torch_fdattn.dist.decode import all_gather, hierarchical, one_sided, ring, star
 from torch_fdattn.dist.decode.auto import choose_for
 from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.decode.inputs import (
@@ -42,8 +42,8 @@ PORTABLE = {
 }
 #: Those of them that never wait for a peer in a kernel.
 COLLECTIVES_ALONE = ("all_gather", "star", "ring")
-#: Through memory that ranks map; the names of `one_sided.ONE_SIDED`, which is not imported for them.
-ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
+#: Through memory that ranks map.
+ONE_SIDED = one_sided.ONE_SIDED
 STRATEGIES = ("auto", *PORTABLE, *ONE_SIDED)
 
 
@@ -89,8 +89,6 @@ def _forward(q, shard, mask, scale, extras, exchange, strategy):
         return out, lse
     if strategy in PORTABLE:
         return PORTABLE[strategy].merge(out, lse, q.dtype, exchange)
-    from torch_fdattn.dist.decode import one_sided
-
     return one_sided.merge(out, lse, q.dtype, exchange.group_name, strategy, exchange.head_sharded)
 
 
