@@ -135,10 +135,20 @@ def test_a_workspace_for_calls_of_several_sizes(invariant, device):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_a_workspace_for_more_sequences_than_a_launch_scans(device):
-    q, k = (torch.empty(4100, 1, 1, 16, device=device) for _ in range(2))
-    small = torch_fdattn.decode_workspace(q[:2050], k[:2050], k[:2050])
-    assert torch_fdattn.decode_workspace(q, k, k).shape == small.shape
+@pytest.mark.interpreter
+def test_a_workspace_for_more_sequences_than_a_launch_scans(kernel_device, monkeypatch):
+    """17 sequences are halved, and the 8, in groups of 3, 3 and 2, take more room than the 9 do."""
+    from torch_fdattn.ops.decode.launch import Plan
+
+    for name, value in (("MAX_BATCH", 9), ("GROUP", 3), ("SHORT", 0)):
+        monkeypatch.setattr(schedule, name, value)
+    q, k, v, kv_lens = caches(kernel_device, lens=(1,) * 17, capacity=1024)
+    room = torch_fdattn.decode_workspace(q, k, v)
+    taken = []
+    monkeypatch.setattr(Plan, "launch", lambda plan, *_, **__: taken.append(plan.floats))
+    torch_fdattn.decode(q, k, v, kv_lens, workspace=room)
+    assert len(taken) == 2
+    assert taken[1] < taken[0] <= room.numel()
 
 
 @pytest.mark.interpreter
