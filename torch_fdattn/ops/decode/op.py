@@ -259,7 +259,8 @@ def decode(
     if causal:
         window_right = 0
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache) and _no_gradients(extras):
+    others = (kv_lens, q_start, kv_start, *extras)
+    if library.runs_directly(q, k_cache, v_cache) and _is_plain(others):
         return decode_eagerly(
             q, k_cache, v_cache, None, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
             kv_stride, scale, None, *extras,
@@ -289,7 +290,8 @@ def paged_decode(
     if causal:
         window_right = 0
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache, page_table) and _no_gradients(extras):
+    others = (kv_lens, q_start, kv_start, *extras)
+    if library.runs_directly(q, k_cache, v_cache, page_table) and _is_plain(others):
         return decode_eagerly(
             q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
             kv_stride, scale, None, *extras,
@@ -303,8 +305,10 @@ def paged_decode(
     )
 
 
-def _no_gradients(extras: tuple) -> bool:
-    return not torch.is_grad_enabled() or not any(library.requires_grad(x) for x in extras)
+def _is_plain(others: tuple) -> bool:
+    """Whether these arguments besides q and the cache want no gradient and lie in memory as they are."""
+    wanted = torch.is_grad_enabled() and any(library.requires_grad(x) for x in others)
+    return not wanted and not library.any_negative(*others)
 
 
 def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:
