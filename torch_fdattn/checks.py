@@ -81,10 +81,12 @@ def check_positions(
             "kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, "
             f"got kv_block={kv_block}, kv_stride={kv_stride}"
         )
-    # Positions are int32 in the kernels. (A symbolic length is checked when the compiled op runs.)
-    if isinstance(kv_len, int) and (kv_len // kv_block + 1) * kv_stride > 2**30:
+    far = 2**29  # `positions.FAR`. (A symbolic length is checked when the compiled op runs.)
+    if isinstance(kv_len, int) and (
+        kv_stride > far or (kv_len - 1) // kv_block * kv_stride + kv_block > far
+    ):
         raise ValueError(
-            "the last key's position must be below 2**30, got "
+            "kv_stride and the last key's position must be at most 2**29, got "
             f"{kv_len} keys with kv_block={kv_block}, kv_stride={kv_stride}"
         )
     if masked and q_start is None:

@@ -29,13 +29,14 @@ def attention(
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to
             [0, S_kv]. None: all.
         causal: a query sees keys up to its own position.
-        window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded.
+        window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded, and
+            beyond 2**29 is 2**29. torch.compile compiles anew for each left and right.
         scale: of the scores; default D ** -0.5. Positive.
-        q_start: int32 (B,), position of the first query. Default: the queries are the last of the
-            keys (bottom-right alignment).
-        kv_start: int32 (B,), position of the first key. Default 0.
+        q_start: int32 (B,), position of the first query, clamped to ±2**29. Default: the queries are the
+            last of the keys (bottom-right alignment).
+        kv_start: int32 (B,), position of the first key, clamped to ±2**29. Default 0.
         kv_block, kv_stride: key j stands at ``kv_start + (j // kv_block) · kv_stride + j % kv_block``,
-            the position map of a cache sharded round-robin; 0: contiguous.
+            the position map of a cache sharded round-robin, below 2**29; 0: contiguous.
 
     Returns:
         out (B, H, S, D) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural

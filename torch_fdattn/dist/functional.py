@@ -23,7 +23,8 @@ def decode(
         q: queries (B, H, T, D), the same on every rank: the last T tokens of each sequence. Up to 16
             run the decode kernel, more (chunked prefill) the attention kernel.
         k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D); it may be empty.
-        kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank.
+        kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank; at most
+            2**29, which all ranks' shards together may hold.
         group_name: the process group's name (``group.group_name``).
         kv_block: rank r of W holds the positions ``p`` with ``(p // kv_block) % W == r``, in order
             (round-robin in blocks). None: block sharding, kv_block is the local capacity, which must

@@ -77,10 +77,7 @@ def runs_directly(*tensors: Tensor) -> bool:
 
 def any_negative(*tensors: Tensor | None) -> bool:
     """Whether a tensor has a lazy minus sign, which its memory lacks and only the dispatcher carries out."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_neg():
-            return True
-    return False
+    return any(isinstance(tensor, Tensor) and tensor.is_neg() for tensor in tensors)
 
 
 def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:

@@ -30,7 +30,7 @@ from torch_fdattn.ops.attention.op import (
 )
 from torch_fdattn.ops.decode.inputs import QUANTISED, check_decode, expanded_scale
 from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_reference
-from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
 _INPUTS = "Tensor q, Tensor k_cache, Tensor v_cache"
@@ -53,8 +53,8 @@ class _Call:
         kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.page_table = q, k, v, page_table
-        window = min(window_left, FAR), min(window_right, FAR)
-        self.mask = Mask(kv_lens, q_start, kv_start, *window, kv_block, kv_stride)
+        bounds = kv_lens, q_start, kv_start
+        self.mask = Mask(*bounds, window_left, window_right, kv_block, kv_stride).clamped
         self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
         self.batch_invariant = batch_invariant
         check_decode(q, k, v, page_table, self.mask, scale, self.options)
