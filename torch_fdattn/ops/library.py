@@ -171,8 +171,8 @@ def _written(overload: torch._ops.OpOverload) -> tuple[int | str, ...]:
 
 def _bump_versions(args: tuple, kwargs: dict, written: tuple[int | str, ...]) -> None:
     """Tells autograd that these were written to, as torch's own in-place ops do of themselves."""
-    found = [x for x in _at(args, kwargs, written) if x is not None]
-    torch.autograd.graph.increment_version(found)
+    found = _at(args, kwargs, written)
+    torch.autograd.graph.increment_version([x for x in found if x is not None])
 
 
 def _at(args: Sequence, kwargs: dict, written: tuple[int | str, ...]) -> list[Tensor | None]:
