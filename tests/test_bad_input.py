@@ -83,7 +83,18 @@ WRONG = {
     "window of one number": (lambda: attention(q(), k(), k(), window=4), TypeError, "window must be two ints (left, right) or None, got 4"),
     "window of three numbers": (lambda: attention(q(), k(), k(), window=(1, 2, 3)), TypeError, "window must be two ints (left, right) or None, got (1, 2, 3)"),
     "q as an array": (lambda: attention(q().detach().numpy(), k(), k()), TypeError, "q must be a torch.Tensor, got ndarray"),
-    "positions beyond int32": (lambda: attention(q(), k(), k(), kv_block=3, kv_stride=2**30, q_start=int32(20, 30), causal=True), ValueError, "the last key's position must be below 2**30, got 9 keys with kv_block=3, kv_stride=1073741824"),
+    "positions beyond int32": (lambda: attention(q(), k(), k(), kv_block=3, kv_stride=2**30, q_start=int32(20, 30), causal=True), ValueError, "kv_stride and the last key's position must be at most 2**29, got 9 keys with kv_block=3, kv_stride=1073741824"),
+    "a stride beyond int32": (lambda: attention(q(), k(), k(), kv_block=9, kv_stride=2**29 + 1, q_start=int32(20, 30)), ValueError, "kv_stride and the last key's position must be at most 2**29, got 9 keys with kv_block=9, kv_stride=536870913"),
+    "2**29 queries": (lambda: attention(q(1, 1, 1, 16).expand(1, 1, 2**29, 16), *2 * [k(1, 1, 9, 16)]), ValueError, "q must hold fewer than 2**29 queries a sequence, got 536870912"),
+    "2**30 keys": (lambda: attention(q(1, 1, 1, 16), *2 * [k(1, 1, 1, 16).expand(1, 1, 2**30, 16)]), ValueError, "k must hold fewer than 2**30 keys a sequence, got 1073741824"),
+    "complex scale": (lambda: attention(q(), k(), k(), scale=1j), TypeError, "scale must be a number or None, got 1j"),
+    "complex scale of decode": (lambda: decode(q(), k(), k(), scale=1j), TypeError, "scale must be a number"),
+    "scale beyond every float": (lambda: attention(q(), k(), k(), scale=2**2000), ValueError, "scale must be a finite number, got an int of 2001 bits"),
+    "scale of decode beyond every float": (lambda: decode(q(), k(), k(), scale=2**2000), ValueError, "scale must be a finite number, got an int of 2001 bits"),
+    "complex softcap": (lambda: decode(q(), k(), k(), softcap=1j), TypeError, "softcap must be a number"),
+    "window far below": (lambda: attention(q(), k(), k(), window=(0, -(2**70))), ValueError, "window must be (left, right) with each at least 0"),
+    "kv_block beyond int64": (lambda: attention(q(), k(), k(), kv_block=2**70, kv_stride=2**70), ValueError, "kv_block must be an int64, got 1180591620717411303424"),
+    "fractional kv_block": (lambda: decode(q(), k(), k(), kv_block=1.5, kv_stride=2).detach(), (TypeError, RuntimeError), "kv_block"),
     "fractional window": (lambda: attention(q(), k(), k(), window=(1.5, 2)), TypeError, "window must be two ints (left, right) or None, got (1.5, 2)"),
     "scale 0": (lambda: attention(q(), k(), k(), scale=0.0), ValueError, "scale must be a positive finite number, got 0.0"),
     "negative scale": (lambda: attention(q(), k(), k(), scale=-1.0), ValueError, "scale must be a positive finite number, got -1.0"),
@@ -190,9 +201,10 @@ class TestDefinedResults:
     def test_more_queries_than_keys(self, op):
         self.check(op, q(), k(2, 2, 3, 16), k(2, 2, 3, 16), None, (3, 3))
 
-    def test_huge_window(self, op):
+    @pytest.mark.parametrize("far", [2**62, 2**70])
+    def test_huge_window(self, op, far):
         for a, b in zip(
-            op(*(args := (q(), k(), k())), window=(2**62, 2**62)),
+            op(*(args := (q(), k(), k())), window=(far, far)),
             op(*args, window=(-1, -1)),
             strict=True,
         ):

@@ -6,6 +6,7 @@ device. What only the device knows (lengths) is made safe in the kernels instead
 
 from __future__ import annotations
 
+import operator
 import os
 
 import torch
@@ -46,8 +47,16 @@ def expect_types(
             raise TypeError(
                 f"{name} must be an int32 tensor of shape (batch,) or None, got {type(tensor).__name__}"
             )
-    if isinstance(scale, (str, bytes)):
-        raise TypeError(f"scale must be a number or None, got {scale!r}")
+    if scale is not None and type(scale) is not float:
+        expect_convertible("scale", scale)
+
+
+def expect_convertible(name: str, value: object) -> None:
+    """A number that a float can hold; others end in the dispatcher's error, with a whole schema in it."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number or None, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 1023:
+        raise ValueError(f"{name} must be a finite number, got an int of {value.bit_length()} bits")
 
 
 def check_lengths(
@@ -81,10 +90,12 @@ def check_positions(
             "kv_block and kv_stride must both be 0 or satisfy 1 <= kv_block <= kv_stride, "
             f"got kv_block={kv_block}, kv_stride={kv_stride}"
         )
-    # Positions are int32 in the kernels. (A symbolic length is checked when the compiled op runs.)
-    if isinstance(kv_len, int) and (kv_len // kv_block + 1) * kv_stride > 2**30:
+    far = 2**29  # `positions.FAR`. (A symbolic length is checked when the compiled op runs.)
+    if isinstance(kv_len, int) and (
+        kv_stride > far or (kv_len - 1) // kv_block * kv_stride + kv_block > far
+    ):
         raise ValueError(
-            "the last key's position must be below 2**30, got "
+            "kv_stride and the last key's position must be at most 2**29, got "
             f"{kv_len} keys with kv_block={kv_block}, kv_stride={kv_stride}"
         )
     if masked and q_start is None:
@@ -121,6 +132,47 @@ def expect_tensor(name: str, tensor: object) -> None:
 def expect_number(name: str, value: object) -> None:
     if isinstance(value, (Tensor, str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def expect_int64(**named: object) -> None:
+    for name, value in named.items():
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} must be an int64, got {value}")
+
+
+def plain_float(name: str, value: object) -> float:
+    """Of any number, NumPy's scalars included, which Triton and ctypes refuse."""
+    expect_number(name, value)
+    expect_convertible(name, value)
+    return float(value)
+
+
+def plain_int(name: str, value: object) -> int:
+    """As `plain_float`, of any integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+
+
+def expect_writable(name: str, tensor: Tensor) -> None:
+    """Elements that are written to have places of their own; what strides cannot show so counts as shared."""
+    if not tensor.numel():
+        return
+    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] > 1]
+    overlaps = any(stride == 0 for stride, _ in dims)
+    if all(
+        isinstance(x, int) for pair in dims for x in pair
+    ):  # others are checked when they are known
+        reach = 0
+        for stride, size in sorted(dims):
+            overlaps |= stride <= reach
+            reach += stride * (size - 1)
+    if overlaps:
+        raise ValueError(
+            f"{name} is written to and must not overlap itself, got shape {_shape(tensor)} with strides "
+            f"{tuple(tensor.stride())}"
+        )
 
 
 def expect_4d(name: str, tensor: object) -> None:

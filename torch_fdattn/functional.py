@@ -11,7 +11,7 @@ from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.decode import op as decode_op
-from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.positions import FAR, Mask
 
 
 def attention(
@@ -29,13 +29,14 @@ def attention(
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to
             [0, S_kv]. None: all.
         causal: a query sees keys up to its own position.
-        window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded.
+        window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded, and
+            beyond 2**29 is 2**29. torch.compile compiles anew for each left and right.
         scale: of the scores; default D ** -0.5. Positive.
-        q_start: int32 (B,), position of the first query. Default: the queries are the last of the
-            keys (bottom-right alignment).
-        kv_start: int32 (B,), position of the first key. Default 0.
+        q_start: int32 (B,), position of the first query, clamped to ±2**29. Default: the queries are the
+            last of the keys (bottom-right alignment).
+        kv_start: int32 (B,), position of the first key, clamped to ±2**29. Default 0.
         kv_block, kv_stride: key j stands at ``kv_start + (j // kv_block) · kv_stride + j % kv_block``,
-            the position map of a cache sharded round-robin; 0: contiguous.
+            the position map of a cache sharded round-robin, below 2**29; 0: contiguous.
 
     Returns:
         out (B, H, S, D) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
@@ -49,6 +50,7 @@ def attention(
     """
     left, right = window_bounds(window)
     checks.expect_types((("q", q), ("k", k), ("v", v)), (kv_lens, q_start, kv_start), scale)
+    checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale,
@@ -81,7 +83,7 @@ def decode(
             returned includes it, so that ``exp(score - lse)`` are the weights.
         batch_invariant: a sequence of n keys is cut into ⌈n / 1024⌉ pieces, so that its results are the same
             bits whatever else is in the batch (`ops/decode/README.md`).
-        out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous.
+        out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous, out not expanded.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
     The other arguments, the results and the errors are those of `attention`; the gradient is defined for
@@ -100,8 +102,9 @@ def decode(
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, k_scale, v_scale, alibi_slopes, sinks
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale, v_scale, alibi_slopes, sinks
     )
+    checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
@@ -148,8 +151,9 @@ def paged_decode(
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, k_scale, v_scale, alibi_slopes, sinks
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale, v_scale, alibi_slopes, sinks
     )
+    checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
@@ -161,10 +165,12 @@ def paged_decode(
     )  # fmt: skip
 
 
-def _expect_types(tensors, bounds, scale, *extras) -> None:
+def _expect_types(tensors, bounds, scale, softcap, *extras) -> None:
     named = zip(("k_scale", "v_scale", "alibi_slopes", "sinks"), extras, strict=True)
     given = (pair for pair in named if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
+    if type(softcap) is not float:
+        checks.expect_convertible("softcap", softcap)
 
 
 def decode_workspace(
@@ -183,12 +189,9 @@ def decode_workspace(
 def _decode_out(inputs: tuple[Tensor, ...], mask: Mask, scale, extras, out, workspace):
     q, v_cache = inputs[0], inputs[2]
     if out is None:
-        out = (
-            q.new_empty((*q.shape[:3], v_cache.shape[3])),
-            q.new_empty(
-                q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
-            ),
-        )
+        checks.expect_4d("q", q)
+        checks.expect_4d("v_cache", v_cache)
+        out = decode_op.empty_outputs(q, v_cache)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")
     op = torch.ops.fdattn.paged_decode_out if len(inputs) == 4 else torch.ops.fdattn.decode_out
@@ -298,7 +301,8 @@ def window_bounds(window: tuple[int, int] | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
     try:
-        left, right = window
-        return operator.index(left), operator.index(right)
+        left, right = map(operator.index, window)
     except (TypeError, ValueError):
         raise TypeError(f"window must be two ints (left, right) or None, got {window!r}") from None
+    checks.check_window(left, right)
+    return min(left, FAR), min(right, FAR)

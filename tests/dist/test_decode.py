@@ -229,7 +229,7 @@ class TestBadInput:
             (
                 dict(kv_block=2**31 - 2),
                 ValueError,
-                r"kv_block must be at most 2\*\*30 // \d ranks, got 2147483646",
+                r"kv_block must be at most 2\*\*29 // \d ranks, got 2147483646",
             ),
             (dict(window=(-2, 0)), ValueError, r"window must be \(left, right\) .* got \(-2, 0\)"),
         ],

@@ -27,7 +27,8 @@ def decode(
             run the decode kernel, more (chunked prefill) the attention kernel, which knows contiguous,
             unquantised shards and none of decode's scores.
         k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D or DV); it may be empty.
-        kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank.
+        kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank; at most
+            2**29, which all ranks' shards together may hold.
         group_name: the process group's name (``group.group_name``).
         page_table: int32 (B, pages a sequence), of this rank alone: k_shard and v_shard are then its pages
             (P, H_kv, page, D or DV), and token j of those that it holds is where `torch_fdattn.paged_decode`

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ def runs_directly(*tensors: Tensor) -> bool:
         if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():
             return False
     return tensors[0].is_cuda or tensors[0].is_cpu
+
+
+def any_negative(*tensors: Tensor | None) -> bool:
+    """Whether a tensor has a lazy minus sign, which its memory lacks and only the dispatcher carries out."""
+    return any(isinstance(tensor, Tensor) and tensor.is_neg() for tensor in tensors)
 
 
 def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
@@ -143,6 +148,17 @@ def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
     # Inference mode goes past Autograd, and there too a tensor that is no inference tensor has a version.
     library.impl(name, bump_versions, "ADInplaceOrView")
 
+    def carry_out_signs(*args, **kwargs):
+        given = [x.resolve_neg() if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+        called = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+        overload(*called[0], **called[1])
+        for before, after in zip(_at(args, kwargs, written), _at(*called, written), strict=True):
+            if before is not None and before.is_neg():
+                before.copy_(after)
+
+    # torch's own way for this fails where an optional tensor that would be written to is missing.
+    library.impl(name, carry_out_signs, "Negative")
+
 
 def _written(overload: torch._ops.OpOverload) -> tuple[int | str, ...]:
     """The arguments that an op mutates: positions, and names of those that have no position."""
@@ -155,11 +171,16 @@ def _written(overload: torch._ops.OpOverload) -> tuple[int | str, ...]:
 
 def _bump_versions(args: tuple, kwargs: dict, written: tuple[int | str, ...]) -> None:
     """Tells autograd that these were written to, as torch's own in-place ops do of themselves."""
-    found = (
+    found = _at(args, kwargs, written)
+    torch.autograd.graph.increment_version([x for x in found if x is not None])
+
+
+def _at(args: Sequence, kwargs: dict, written: tuple[int | str, ...]) -> list[Tensor | None]:
+    """A call's arguments at these places, None where it has none there."""
+    return [
         kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None
         for at in written
-    )
-    torch.autograd.graph.increment_version([x for x in found if x is not None])
+    ]
 
 
 def define_composite(schema: str, function: Callable, autocast_args: int) -> None:

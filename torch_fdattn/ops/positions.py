@@ -16,8 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Positions and windows are clamped to this, so that their sums stay within the kernels' int32.
-FAR = 1 << 30
+#: Given positions, and windows, are clamped to this; queries of a call must be fewer, and keys fewer than twice
+#: as many. Then a position (with its index within 1.5 · 2**30) with a window fits into the kernels' int32, and
+#: so does what lies between two positions.
+FAR = 1 << 29
 
 
 class Mask(NamedTuple):
@@ -35,6 +37,12 @@ class Mask(NamedTuple):
     def hides_nothing(self) -> bool:
         """Whether every query sees every key, whatever the positions and lengths."""
         return self.kv_lens is None and self.window_left < 0 and self.window_right < 0
+
+    @property
+    def clamped(self) -> Mask:
+        """With windows within FAR, as every raw op takes them."""
+        left, right = min(self.window_left, FAR), min(self.window_right, FAR)
+        return self._replace(window_left=left, window_right=right)
 
 
 def key_positions(index: Tensor, start: Tensor | int, kv_block: int, kv_stride: int) -> Tensor:

@@ -14,6 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops import positions
+
+FAR = tl.constexpr(positions.FAR)
+
 
 @triton.jit
 def program_coordinates(inner, middle):
@@ -62,8 +66,8 @@ def sequence_bounds(batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_cap
 
 @triton.jit
 def _position(start):
-    """A position within ±2**30, so that adding a window stays within int32 (`positions.FAR`)."""
-    return tl.minimum(tl.maximum(start, -(1 << 30)), 1 << 30).to(tl.int32)
+    """A position within ±FAR, so that with an index and a window it stays within int32."""
+    return tl.minimum(tl.maximum(start, -FAR), FAR).to(tl.int32)
 
 
 @triton.jit
@@ -113,10 +117,14 @@ def query_range(
         begin = tl.maximum(first - window_right - q_start, 0)
         full_begin = tl.maximum(last - window_right - q_start, 0)
     if HAS_LEFT:
-        end = tl.maximum(tl.minimum(end, last + window_left - q_start + 1), 0)
-        full_end = tl.maximum(tl.minimum(end, first + window_left - q_start + 1), 0)
+        # Up to the last query before the window is added: a far key's distance has no room for both.
+        seeing_last = tl.minimum(last - q_start, q_len) + window_left + 1
+        seeing_first = tl.minimum(first - q_start, q_len) + window_left + 1
+        end = tl.maximum(tl.minimum(end, seeing_last), 0)
+        full_end = tl.maximum(tl.minimum(end, seeing_first), 0)
     begin = tl.minimum(begin // BLOCK_M * BLOCK_M, end)
-    full_begin = tl.where(whole, tl.minimum(tl.cdiv(full_begin, BLOCK_M) * BLOCK_M, end), end)
+    full_begin = tl.cdiv(tl.minimum(full_begin, end), BLOCK_M) * BLOCK_M
+    full_begin = tl.where(whole, tl.minimum(full_begin, end), end)
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
     return begin, full_begin, full_end, end
 

@@ -32,7 +32,8 @@ WRONG = {
     "capacities differ": ({}, {"v_cache": tensor(2, 2, 9, 16)}, ValueError, "v_cache must have shape (2, 2, 8, 16) like k_cache, got (2, 2, 9, 16)"),
     "cache dtypes differ": ({}, {"v_cache": tensor(2, 2, 8, 16, dtype=torch.int8)}, TypeError, "v_cache must have dtype torch.float32 like k_cache, got torch.int8"),
     "int32 cache": ({}, {"k_cache": tensor(2, 2, 8, 16, dtype=torch.int32)}, TypeError, "k_cache must be bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 (or float64 on CPU), got torch.int32"),
-    "expanded cache": ({}, {"k_cache": tensor(2, 1, 8, 16).expand(2, 2, 8, 16)}, ValueError, "k_cache is written to and must not be expanded, got stride 0 in dimension 1"),
+    "expanded cache": ({}, {"k_cache": tensor(2, 1, 8, 16).expand(2, 2, 8, 16)}, ValueError, "k_cache is written to and must not overlap itself, got shape (2, 2, 8, 16) with strides (128, 0, 16, 1)"),
+    "overlapping cache": ({}, {"v_cache": tensor(999).as_strided((2, 2, 8, 16), (256, 120, 16, 1))}, ValueError, "v_cache is written to and must not overlap itself, got shape (2, 2, 8, 16) with strides (256, 120, 16, 1)"),
     "list for k_cache": ({}, {"k_cache": [1.0]}, TypeError, "k_cache must be a torch.Tensor, got list"),
     # new tokens
     "k of rank 3": ({}, {"k": tensor(2, 2, 16)}, ValueError, "k must have 4 dimensions (batch, heads, sequence, head_dim), got shape (2, 2, 16)"),
@@ -86,7 +87,7 @@ WRONG = {
     "q of rank 3": (ROPE, {"q": tensor(2, 4, 16)}, ValueError, "q must have 4 dimensions"),
     "q with other tokens": (ROPE, {"q": tensor(2, 4, 2, 16)}, ValueError, "q must have shape (2, 4, 3, 16) like k, got (2, 4, 2, 16)"),
     "q of another dtype": (ROPE, {"q": tensor(2, 4, 3, 16, dtype=torch.float16)}, TypeError, "q must have dtype torch.float32 like k, got torch.float16"),
-    "expanded q": (ROPE, {"q": tensor(2, 1, 3, 16).expand(2, 4, 3, 16)}, ValueError, "q is written to and must not be expanded, got stride 0 in dimension 1"),
+    "expanded q": (ROPE, {"q": tensor(2, 1, 3, 16).expand(2, 4, 3, 16)}, ValueError, "q is written to and must not overlap itself, got shape (2, 4, 3, 16) with strides (48, 0, 16, 1)"),
 }  # fmt: skip
 
 

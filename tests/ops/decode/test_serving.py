@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
@@ -135,10 +136,20 @@ def test_a_workspace_for_calls_of_several_sizes(invariant, device):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_a_workspace_for_more_sequences_than_a_launch_scans(device):
-    q, k = (torch.empty(4100, 1, 1, 16, device=device) for _ in range(2))
-    small = torch_fdattn.decode_workspace(q[:2050], k[:2050], k[:2050])
-    assert torch_fdattn.decode_workspace(q, k, k).shape == small.shape
+@pytest.mark.interpreter
+def test_a_workspace_for_more_sequences_than_a_launch_scans(kernel_device, monkeypatch):
+    """17 sequences are halved, and the 8, in groups of 3, 3 and 2, take more room than the 9 do."""
+    from torch_fdattn.ops.decode.launch import Plan
+
+    for name, value in (("MAX_BATCH", 9), ("GROUP", 3), ("SHORT", 0)):
+        monkeypatch.setattr(schedule, name, value)
+    q, k, v, kv_lens = caches(kernel_device, lens=(1,) * 17, capacity=1024)
+    room = torch_fdattn.decode_workspace(q, k, v)
+    taken = []
+    monkeypatch.setattr(Plan, "launch", lambda plan, *_, **__: taken.append(plan.floats))
+    torch_fdattn.decode(q, k, v, kv_lens, workspace=room)
+    assert len(taken) == 2
+    assert taken[1] < taken[0] <= room.numel()
 
 
 @pytest.mark.interpreter
@@ -360,6 +371,101 @@ def test_a_plan_for_each_set_of_options(device, monkeypatch):
     assert len(different) >= len(variations) - 3
 
 
+@pytest.mark.interpreter
+def test_given_outputs_and_workspaces_have_plans(kernel_device, monkeypatch):
+    """A call into given tensors decides once, and anew where one of them is laid out otherwise."""
+    from torch_fdattn.ops.decode import launch, op
+
+    q, k, v, lens = caches(kernel_device)
+    expected = torch_fdattn.decode(q, k, v, lens)
+    made, launched = [], []
+    plan_init, plan_launch = launch.Plan.__init__, launch.Plan.launch
+    op._plans.clear()
+    monkeypatch.setattr(
+        launch.Plan,
+        "__init__",
+        lambda plan, *a, **b: (made.append(plan), plan_init(plan, *a, **b))[1],
+    )
+    monkeypatch.setattr(
+        launch.Plan,
+        "launch",
+        lambda plan, *a, **b: (launched.append(plan), plan_launch(plan, *a, **b))[1],
+    )
+    room = torch.empty(10**5, dtype=torch.int32, device=kernel_device)
+    contiguous, lse = torch.empty_like(q), torch.empty_like(expected[1])
+    strided = torch.empty(4, 1, 6, 64, device=kernel_device)[..., ::2].transpose(1, 2)
+    half = torch.empty_like(q, dtype=torch.float16)
+    variations = [
+        dict(out=(contiguous, lse)), dict(out=(strided, lse)), dict(out=(half, lse)), dict(workspace=room),
+        dict(out=(contiguous, lse), workspace=room),
+    ]  # fmt: skip
+    for _ in range(2):
+        for options in variations:
+            out, found_lse = torch_fdattn.decode(q, k, v, lens, **options)
+            assert torch.equal(out, expected[0].to(out.dtype))
+            assert torch.equal(found_lse, expected[1])
+        decided = len(made)
+        assert len(op._plans) == 4  # a workspace alone comes with an out like q
+    assert len(made) == decided
+    assert len(launched) == 2 * len(variations)
+    monkeypatch.setattr(schedule, "SHORT", 0)
+    with pytest.raises(ValueError, match="workspace must have at least"):
+        torch_fdattn.decode(q, k, v, lens, workspace=room[:10])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("entry", ["python", "op", "out"])
+def test_numpy_scalars(entry, kernel_device):
+    """Triton's launcher and ctypes take Python's numbers alone."""
+    from torch_fdattn.ops.decode import op
+
+    q, k, v, lens = caches(kernel_device)
+    call = torch_fdattn.decode if entry != "op" else OPS.decode
+    window = {"window": (40, 3)} if entry != "op" else {"window_left": 40, "window_right": 3}
+    plain = window | dict(
+        scale=0.75, softcap=2.0, kv_block=4, kv_stride=8, batch_invariant=True, causal=False,
+        q_start=lens,
+    )  # fmt: skip
+    kinds = {float: np.float32, int: np.int64, bool: np.bool_}
+
+    def as_numpy(x):
+        if isinstance(x, tuple):
+            return tuple(map(as_numpy, x))
+        if type(x) is bool and entry != "python":
+            return x  # the dispatcher itself refuses NumPy's
+        return kinds[type(x)](x) if type(x) in kinds else x
+
+    given = {name: as_numpy(x) for name, x in plain.items()}
+    for options in (given, given, plain):
+        op._plans.clear()
+        if entry == "out":
+            options = options | {"out": (torch.empty_like(q), torch.empty_like(q[..., 0]))}
+        found = call(q, k, v, lens, **options)
+        (plan,) = op._plans.values()
+        flat = [y for x in plan._decode._numbers for y in (x if isinstance(x, tuple) else (x,))]
+        assert {type(x) for x in flat} <= {int, float, bool, str, type(None)}
+    again = call(q, k, v, lens, **(given | ({"out": options["out"]} if entry == "out" else {})))
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_workspace_alone_leaves_qs_layout(paged, device):
+    """out as without it: in q's order of memory."""
+    q, k, v, lens = caches(device)
+    q = make_tensor((4, 6, 3, 32), "bshd", device=device)
+    call, inputs = torch_fdattn.decode, (q, k, v[..., :16])
+    if paged:
+        (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+        call, inputs = torch_fdattn.paged_decode, (q, k, v[..., :16], table)
+    plain = call(*inputs, lens)
+    room = torch_fdattn.decode_workspace(*inputs)
+    found = call(*inputs, lens, workspace=room)
+    assert found[0].stride() == plain[0].stride()
+    assert torch.equal(found[0], plain[0])
+    with pytest.raises(ValueError, match="q must have 4 dimensions"):
+        call(q[0], *inputs[1:], lens, workspace=room)
+
+
 def test_modes_and_subclasses_see_the_op(device):
     q, k, v, lens = caches(device)
     assert library.runs_directly(q, k, v)
@@ -368,7 +474,9 @@ def test_modes_and_subclasses_see_the_op(device):
         torch_fdattn.decode(q, k, v, lens)
     assert counter.get_total_flops() == 4 * 4 * 6 * 160 * 32
     assert not library.runs_directly(torch.nn.Parameter(q), k, v)
-    torch.func.vmap(lambda x: (x, library.runs_directly(x)) and x)(q)
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(library.runs_directly(x)), x)[1])(q)
+    assert seen == [False]
     with torch.inference_mode():
         assert library.runs_directly(q, k, v)
 
@@ -463,6 +571,9 @@ WRONG = {
     "out of other shape": (dict(out=(torch.ones(4, 6, 1, 8), torch.ones(4, 6, 1))), ValueError, "out must have shape (4, 6, 1, 32)"),
     "half lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(4, 6, 1).half())), TypeError, "lse must have dtype torch.float32"),
     "strided lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(6, 4, 1).transpose(0, 1))), ValueError, "lse must be contiguous"),
+    "expanded out": (dict(out=(torch.ones(4, 1, 1, 32).expand(4, 6, 1, 32), torch.ones(4, 6, 1))), ValueError, "out is written to and must not overlap itself, got shape (4, 6, 1, 32) with strides (32, 0, 32, 1)"),
+    "overlapping out": (dict(out=(torch.ones(999).as_strided((4, 6, 1, 32), (186, 31, 31, 1)), torch.ones(4, 6, 1))), ValueError, "out is written to and must not overlap itself"),
+    "expanded lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(4, 1, 1).expand(4, 6, 1))), ValueError, "lse must be contiguous"),
     "one output": (dict(out=torch.ones(4, 6, 1, 32)), TypeError, "out must be a pair of tensors"),
     "scale a string": (dict(scale="0.1"), TypeError, "scale must be a number"),
     "scale a tensor": (dict(scale=torch.tensor(0.1)), TypeError, "scale must be a number"),

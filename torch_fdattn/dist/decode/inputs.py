@@ -91,7 +91,7 @@ def check_positions(
         (shard.capacity, "k_shard's capacity") if kv_block is None else (kv_block, "kv_block")
     )
     if kv_start is None and block * world_size > FAR:
-        raise ValueError(f"{name} must be at most 2**30 // {world_size} ranks, got {block}")
+        raise ValueError(f"{name} must be at most 2**29 // {world_size} ranks, got {block}")
     if kv_block is not None and kv_start is not None:
         raise ValueError(
             "kv_block and kv_start exclude each other: round-robin or explicit shards, got both"

@@ -61,7 +61,7 @@ def _check_caches(call: Append) -> None:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.expect_4d(name, cache)
         checks.expect_head_dim(name, cache.shape[3])
-        _expect_writable(name, cache)
+        checks.expect_writable(name, cache)
     if k_cache.dtype not in checks.DTYPES and k_cache.dtype not in QUANTISED:
         raise TypeError(f"k_cache must be {_CACHE_DTYPES}, got {k_cache.dtype}")
     checks.expect_dtype("v_cache", v_cache, k_cache.dtype, "k_cache")
@@ -140,19 +140,9 @@ def _check_rope(call: Append) -> None:
         checks.expect_4d("q", q)
         checks.expect_shape("q", q, (k.shape[0], q.shape[1], *k.shape[2:]), "k")
         checks.expect_dtype("q", q, k.dtype, "k")
-        _expect_writable("q", q)
+        checks.expect_writable("q", q)
 
 
 def _expect_fp32(name: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.float32:
         raise TypeError(f"{name} must be float32, got {tensor.dtype}")
-
-
-def _expect_writable(name: str, tensor: Tensor) -> None:
-    if 0 not in tensor.stride():
-        return
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            raise ValueError(
-                f"{name} is written to and must not be expanded, got stride 0 in dimension {dim}"
-            )

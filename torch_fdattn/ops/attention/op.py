@@ -36,6 +36,15 @@ def check_inputs(
 ) -> None:
     """What both attention and decode ask of their inputs; metadata only."""
     checks.check_qkv(q, k, v, names)
+    for name, tensor, what, most in (
+        (names[0], q, "queries", FAR), (names[1], k, "keys", 2 * FAR),
+    ):  # fmt: skip
+        # Symbolic lengths are checked when the compiled op runs.
+        if isinstance(tensor.shape[2], int) and tensor.shape[2] >= most:
+            raise ValueError(
+                f"{name} must hold fewer than 2**{most.bit_length() - 1} {what} a sequence, got "
+                f"{tensor.shape[2]}"
+            )
     checks.check_lengths("kv_lens", mask.kv_lens, q, bound=k.shape[2])
     checks.check_window(mask.window_left, mask.window_right)
     masked = mask.window_left >= 0 or mask.window_right >= 0
@@ -55,7 +64,7 @@ def empty_state(q: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tenso
 
 def _forward(q, k, v, *rest):
     *mask, scale, out_dtype = rest
-    mask = Mask(*mask)
+    mask = Mask(*mask).clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"))
     out, lse = empty_state(q, out_dtype)
     if library.use_triton(q):
@@ -101,7 +110,7 @@ def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale):
 
 def _backward(dout, dlse, q, k, v, out, lse, *rest):
     *mask, scale, grad_dtype = rest
-    mask = Mask(*mask)
+    mask = Mask(*mask).clamped
     _check_backward(dout, dlse, q, k, v, out, lse, mask, scale)
     dq, dk, dv = _empty_gradients(q, k, v, grad_dtype)
     if library.use_triton(q):
@@ -182,8 +191,8 @@ def options_to_mask(
 ) -> Mask:  # fmt: skip
     """A composite's keywords as a mask; causal is a right window of 0."""
     checks.check_window(window_left, window_right)
-    left, right = min(window_left, FAR), 0 if causal else min(window_right, FAR)
-    return Mask(kv_lens, q_start, kv_start, left, right, kv_block, kv_stride)
+    right = 0 if causal else window_right
+    return Mask(kv_lens, q_start, kv_start, window_left, right, kv_block, kv_stride).clamped
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:

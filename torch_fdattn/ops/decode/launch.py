@@ -328,7 +328,7 @@ def launch_decode(
     if out.numel() == 0:
         return None
     options = options or Scores()
-    if _too_long(q, cache):
+    if _too_long(q.shape[0], q, cache):
         _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace)
         return None
     plan = Plan(q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability)
@@ -340,28 +340,44 @@ def launch_decode(
 
 def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
     """int32 elements of a caller's workspace: partial results, whatever the lengths."""
-    while _too_long(q, cache):
-        q, cache = q[: -(-q.shape[0] // 2)], cache  # the larger half
-    lens = torch.empty(q.shape[0], dtype=torch.int32, device="meta")
-    plans = (Plan(q, cache, Mask(x), 1.0, q, Scores(), batch_invariant) for x in (None, lens))
-    return max(plan.floats for plan in plans)
+    most = 0
+    for batch in _launch_sizes(q, cache):
+        here, lens = q[:batch], torch.empty(batch, dtype=torch.int32, device="meta")
+        for mask in (Mask(), Mask(lens)):
+            plan = Plan(here, cache, mask, 1.0, here, Scores(), batch_invariant)
+            most = max(most, plan.floats)
+    return most
 
 
-def _too_long(q: Tensor, cache: Cache) -> bool:
-    """Whether one launch cannot scan the lengths, or number the units of all sequences in int32."""
+def _launch_sizes(q: Tensor, cache: Cache) -> set[int]:
+    """Sequences of each launch of a call. Room does not grow with them: fewer may be cut into more pieces."""
+    sizes, found = {q.shape[0]}, set()
+    while sizes:
+        long = {batch for batch in sizes if _too_long(batch, q, cache)}
+        found |= sizes - long
+        sizes = {half for batch in long for half in _halves(batch)}
+    return found
+
+
+def _halves(batch: int) -> tuple[int, int]:
+    return batch // 2, batch - batch // 2
+
+
+def _too_long(batch: int, q: Tensor, cache: Cache) -> bool:
+    """Whether one launch cannot scan so many lengths, or number the units of all sequences in int32."""
     if cache.capacity >= MAX_CAPACITY:
         raise ValueError(
             f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
         )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
     items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
-    units = q.shape[0] * items * (cache.capacity // schedule.UNIT.value + 1)
-    if units >= 1 << 30 and q.shape[0] == 1:
+    units = batch * items * (cache.capacity // schedule.UNIT.value + 1)
+    if units >= 1 << 30 and batch == 1:
         raise ValueError(
             f"one sequence's keys times KV heads must be below 2**34, got capacity {cache.capacity} and "
             f"{cache.k.shape[1]} heads"
         )
-    return q.shape[0] > schedule.MAX_BATCH or units >= 1 << 30
+    return batch > schedule.MAX_BATCH or units >= 1 << 30
 
 
 def _somebody_watches() -> bool:
@@ -403,7 +419,7 @@ def _scale_kind(scales: Tensor | None, paged: bool) -> int:
 
 
 def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace) -> None:
-    half = q.shape[0] // 2
+    half, _ = _halves(q.shape[0])
     for part in (slice(None, half), slice(half, None)):
 
         def of_part(x: Tensor | None, part: slice = part) -> Tensor | None:

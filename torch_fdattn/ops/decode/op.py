@@ -30,7 +30,7 @@ from torch_fdattn.ops.attention.op import (
 )
 from torch_fdattn.ops.decode.inputs import QUANTISED, check_decode, expanded_scale
 from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_reference
-from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
 _INPUTS = "Tensor q, Tensor k_cache, Tensor v_cache"
@@ -53,24 +53,13 @@ class _Call:
         kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.page_table = q, k, v, page_table
-        window = min(window_left, FAR), min(window_right, FAR)
-        self.mask = Mask(kv_lens, q_start, kv_start, *window, kv_block, kv_stride)
+        bounds = kv_lens, q_start, kv_start
+        self.mask = Mask(*bounds, window_left, window_right, kv_block, kv_stride).clamped
         self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
         self.batch_invariant = batch_invariant
         check_decode(q, k, v, page_table, self.mask, scale, self.options)
         self.k_scale = expanded_scale("k_scale", k_scale, k, q)
         self.v_scale = expanded_scale("v_scale", v_scale, v, q)
-
-    def empty(self, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Unwritten (out, lse): out in q's order of memory, lse contiguous."""
-        v_dim = self.v.shape[3]
-        if v_dim == self.q.shape[3]:
-            return empty_state(self.q, out_dtype)
-        order = sorted(range(3), key=lambda dim: -self.q.stride(dim))
-        out = torch.empty_permuted(
-            (*self.q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or self.q.dtype, device=self.q.device
-        )  # fmt: skip
-        return out, empty_state(self.q, out_dtype)[1]
 
     def run(self, out: Tensor, lse: Tensor, workspace: Tensor | None = None):
         """Writes the result; the launch's plan, where there was one."""
@@ -92,6 +81,20 @@ class _Call:
         return None
 
 
+def empty_outputs(
+    q: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Unwritten (out, lse): out in q's order of memory, lse contiguous."""
+    v_dim = v.shape[3]
+    if v_dim == q.shape[3]:
+        return empty_state(q, out_dtype)
+    order = sorted(range(3), key=lambda dim: -q.stride(dim))
+    out = torch.empty_permuted(
+        (*q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or q.dtype, device=q.device
+    )
+    return out, empty_state(q, out_dtype)[1]
+
+
 #: Plans by the metadata of their calls: what is equal there needs no checks and no decisions again.
 _plans: dict[tuple, object] = {}
 _MAX_PLANS = 4096
@@ -99,9 +102,12 @@ _MAX_PLANS = 4096
 
 def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
-    scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+    scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, given=None,
 ):  # fmt: skip
-    """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None."""
+    """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None.
+
+    given: (out, lse, workspace or None) of the caller, instead of new ones.
+    """
     others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
     plain = (
         q_start is None and kv_start is None and page_table is None and k_scale is None
@@ -114,18 +120,31 @@ def decode_eagerly(
             softcap, batch_invariant, _metadata(kv_lens), None if plain else tuple(map(_metadata, others)),
             # torch's own tf32 setting decides how float32 is multiplied.
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
+            None if given is None else tuple(map(_metadata, given)),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # something that is no tensor: the checks say what
-        plan = None
+        plan = key = None
     if plan is None or checks.CHECK_VALUES:
-        call = _Call(
-            q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
-            default_scale(q, scale), k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+        numbers = (
+            checks.plain_int("window", window_left), checks.plain_int("window", window_right),
+            checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride),
+            checks.plain_float("scale", default_scale(q, scale)),
         )  # fmt: skip
-        out, lse = call.empty(out_dtype)
-        plan = call.run(out, lse)
-        if plan is not None:
+        call = _Call(
+            q, k, v, page_table, kv_lens, q_start, kv_start, *numbers, k_scale, v_scale,
+            checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant),
+        )  # fmt: skip
+        if given is None:
+            out, lse = empty_outputs(q, v, out_dtype)
+            plan = call.run(out, lse)
+        else:
+            out, lse, workspace = given
+            _check_out(call, out, lse, workspace)
+            if workspace is not None:
+                _check_workspace_size(call, workspace)
+            plan = call.run(out, lse, workspace)
+        if plan is not None and key is not None:
             plan.out = None
             if (out.shape, out.stride(), out.dtype) != (q.shape, q.stride(), q.dtype):
                 plan.out = out.shape, out.stride(), out.dtype
@@ -134,14 +153,18 @@ def decode_eagerly(
                 _plans.clear()
             _plans[key] = plan  # last: from here on other threads use it
         return out, lse
-    if plan.out is None:
-        out = torch.empty_like(q)
+    if given is not None:
+        out, lse, workspace = given
     else:
-        shape, strides, dtype = plan.out
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        if plan.out is None:
+            out = torch.empty_like(q)
+        else:
+            shape, strides, dtype = plan.out
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
+        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        workspace = None
     plan.launch(
-        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks
+        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks, workspace
     )  # fmt: skip
     return out, lse
 
@@ -174,7 +197,8 @@ def _raw(paged: bool):
 
     def fake(q, k, v, *rest):
         page_table, mask_and_scale, out_dtype, extras = _arguments(paged, rest, True)
-        return _Call(q, k, v, page_table, *mask_and_scale, *extras).empty(out_dtype)
+        _Call(q, k, v, page_table, *mask_and_scale, *extras)
+        return empty_outputs(q, v, out_dtype)
 
     return forward, fake
 
@@ -182,21 +206,15 @@ def _raw(paged: bool):
 def _raw_out(paged: bool):
     """The kernel and the fake of a raw op that writes into given tensors."""
 
-    def checked(q, k, v, rest, out, lse, workspace) -> _Call:
-        page_table, mask_and_scale, _, extras = _arguments(paged, rest, False)
-        call = _Call(q, k, v, page_table, *mask_and_scale, *extras)
-        _check_out(call, out, lse, workspace)
-        return call
-
     def forward(q, k, v, *rest, out, lse, workspace=None):
-        call = checked(q, k, v, rest, out, lse, workspace)
-        if workspace is not None:
-            _check_workspace_size(call, workspace)
-        call.run(out, lse, workspace)
+        page_table, mask_and_scale, _, extras = _arguments(paged, rest, False)
+        given = out, lse, workspace
+        decode_eagerly(q, k, v, page_table, *mask_and_scale, None, *extras, given)
 
     def fake(q, k, v, *rest, out, lse, workspace=None):
+        page_table, mask_and_scale, _, extras = _arguments(paged, rest, False)
         # How large a workspace must be is not asked of symbolic shapes, but when the call runs.
-        checked(q, k, v, rest, out, lse, workspace)
+        _check_out(_Call(q, k, v, page_table, *mask_and_scale, *extras), out, lse, workspace)
 
     return forward, fake
 
@@ -205,6 +223,7 @@ def _check_out(call: _Call, out: Tensor, lse: Tensor, workspace: Tensor | None) 
     q, lse_dtype = call.q, torch.float64 if call.q.dtype == torch.float64 else torch.float32
     checks.expect_shape("out", out, (*q.shape[:3], call.v.shape[3]), "q and v_cache")
     checks.expect_float("out", out)
+    checks.expect_writable("out", out)
     checks.expect_shape("lse", lse, q.shape[:3], "q")
     checks.expect_dtype("lse", lse, lse_dtype, "every lse of such inputs")
     for name, tensor in (("out", out), ("lse", lse), ("workspace", workspace)):
@@ -259,7 +278,8 @@ def decode(
     if causal:
         window_right = 0
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache) and _no_gradients(extras):
+    others = (kv_lens, q_start, kv_start, *extras)
+    if library.runs_directly(q, k_cache, v_cache) and _is_plain(others):
         return decode_eagerly(
             q, k_cache, v_cache, None, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
             kv_stride, scale, None, *extras,
@@ -289,7 +309,8 @@ def paged_decode(
     if causal:
         window_right = 0
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    if library.runs_directly(q, k_cache, v_cache, page_table) and _no_gradients(extras):
+    others = (kv_lens, q_start, kv_start, *extras)
+    if library.runs_directly(q, k_cache, v_cache, page_table) and _is_plain(others):
         return decode_eagerly(
             q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
             kv_stride, scale, None, *extras,
@@ -303,8 +324,10 @@ def paged_decode(
     )
 
 
-def _no_gradients(extras: tuple) -> bool:
-    return not torch.is_grad_enabled() or not any(library.requires_grad(x) for x in extras)
+def _is_plain(others: tuple) -> bool:
+    """Whether these arguments besides q and the cache want no gradient and lie in memory as they are."""
+    wanted = torch.is_grad_enabled() and any(library.requires_grad(x) for x in others)
+    return not wanted and not library.any_negative(*others)
 
 
 def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:
