@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,18 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT_S = 6  # of the process groups in process_worker.py
 CALLS = (
     "ring_backward", "star_backward", "all_gather_backward", "ulysses_backward", "decode", "ring", "all_gather",
     "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def start(command: list[str], **variables: object) -> subprocess.Popen:
