@@ -125,6 +125,9 @@ def test_model_names_that_are_no_paths(name):
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1, got '0'"),
+        ({"WORLD_SIZE": "²"}, "WORLD_SIZE must be an integer of at least 1, got '²'"),
+        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE must be an integer of at least 1, got '٢'"),
+        ({"WORLD_SIZE": "1_0"}, "WORLD_SIZE must be an integer of at least 1, got '1_0'"),
         ({"WORLD_SIZE": "2"}, "RANK must be an integer of at least 0, got None"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be below WORLD_SIZE 2, got 2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "no process group .*MASTER_ADDR"),
@@ -276,6 +279,24 @@ def test_an_encoding_without_the_text_replaces_it(tiny):
 def test_a_full_disk_is_one_line(tiny):
     with open("/dev/full", "w") as full:
         result = run("-m", "torch_fdattn", *tiny_options(tiny), stdout=full)
+    assert result.returncode == 1
+    assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "doctor --json", "--version", "--help", "generate --help", "chat --help", ""],
+)
+@pytest.mark.parametrize("module", ["torch_fdattn", "torch_fdattn.doctor"])
+def test_a_full_disk_is_one_line_in_every_command(module, command):
+    arguments = command.split()
+    if module == "torch_fdattn.doctor":
+        if "doctor" not in arguments:
+            pytest.skip("a command of fdattn alone")
+        arguments.remove("doctor")
+    with open("/dev/full", "w") as full:
+        result = run("-m", module, *arguments, stdout=full)
     assert result.returncode == 1
     assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
 

@@ -12,14 +12,11 @@ import typer
 
 from torch_fdattn.engine import PromptError
 from torch_fdattn.models import MissingExtra, ModelError
+from torch_fdattn.stdout import OutputError
 
 
 class UsageError(ValueError):
     """An option or an environment that this machine cannot honour."""
-
-
-class OutputError(OSError):
-    """Text that could not be written."""
 
 
 @contextmanager
