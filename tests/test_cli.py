@@ -185,7 +185,12 @@ def test_a_quantised_cache_takes_a_quarter(kv_dtype, tiny):
 
 def test_cache_options_that_do_not_go_together(tiny):
     refused("--page-size needs --kv-cache paged", *tiny_options(tiny, "--page-size", "8"))
-    for option, value in (("--kv-cache", "ring"), ("--kv-dtype", "fp4"), ("--page-size", "0")):
+    for option, value in (
+        ("--kv-cache", "ring"),
+        ("--kv-dtype", "fp4"),
+        ("--page-size", "0"),
+        ("--page-size", str(10**30)),
+    ):
         result = invoke(*tiny_options(tiny, option, value))
         assert result.exit_code == 2
         assert option in result.stderr
@@ -230,6 +235,20 @@ def test_a_cache_that_does_not_fit_is_one_line(tiny, monkeypatch):
 
     monkeypatch.setattr("torch_fdattn.engine.caches.ShardedKVCache", no_memory)
     refused(r"no memory on cpu for a KV cache of 16 positions, 8,192 bytes", *tiny_options(tiny))
+
+
+@pytest.mark.parametrize("size", [7, 10**8])
+def test_the_pages_that_do_not_fit_are_counted_whole(size, tiny, monkeypatch):
+    def no_memory(*arguments, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")
+
+    monkeypatch.setattr("torch_fdattn.engine.caches.PagedKVCache", no_memory)
+    positions = -(-16 // size) * size
+    refused(
+        f"no memory on cpu for a KV cache of {positions} positions in pages of {size}, "
+        f"{positions * POSITION:,} bytes in all",
+        *tiny_options(tiny, "--kv-cache", "paged", "--page-size", str(size)),
+    )
 
 
 def test_a_prompt_of_lone_surrogates_is_replaced(tiny):
