@@ -115,6 +115,14 @@ def test_sampling_out_of_range_is_one_line(options, tiny):
     refused(f"fdattn: {options[0][2:]} must be ", *tiny_options(tiny, *options))
 
 
+def test_logits_that_cannot_be_drawn_from_are_one_line(tiny, monkeypatch):
+    forward = Transformer.forward
+    monkeypatch.setattr(
+        Transformer, "forward", lambda *args, **options: forward(*args, **options) * float("nan")
+    )
+    refused("fdattn: logits must be finite", *tiny_options(tiny, "--temperature", "1"))
+
+
 @pytest.mark.parametrize("name", ["", "~nobody-of-this-name/x", "x" * 5000])
 def test_model_names_that_are_no_paths(name):
     refused("fdattn: ", "generate", "--model", name, "--prompt", "x")
