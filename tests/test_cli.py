@@ -115,6 +115,14 @@ def test_sampling_out_of_range_is_one_line(options, tiny):
     refused(f"fdattn: {options[0][2:]} must be ", *tiny_options(tiny, *options))
 
 
+def test_logits_that_cannot_be_drawn_from_are_one_line(tiny, monkeypatch):
+    forward = Transformer.forward
+    monkeypatch.setattr(
+        Transformer, "forward", lambda *args, **options: forward(*args, **options) * float("nan")
+    )
+    refused("fdattn: logits must be finite", *tiny_options(tiny, "--temperature", "1"))
+
+
 @pytest.mark.parametrize("name", ["", "~nobody-of-this-name/x", "x" * 5000])
 def test_model_names_that_are_no_paths(name):
     refused("fdattn: ", "generate", "--model", name, "--prompt", "x")
@@ -125,6 +133,9 @@ def test_model_names_that_are_no_paths(name):
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1, got '0'"),
+        ({"WORLD_SIZE": "²"}, "WORLD_SIZE must be an integer of at least 1, got '²'"),
+        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE must be an integer of at least 1, got '٢'"),
+        ({"WORLD_SIZE": "1_0"}, "WORLD_SIZE must be an integer of at least 1, got '1_0'"),
         ({"WORLD_SIZE": "2"}, "RANK must be an integer of at least 0, got None"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be below WORLD_SIZE 2, got 2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "no process group .*MASTER_ADDR"),
@@ -181,7 +192,12 @@ def test_a_quantised_cache_takes_a_quarter(kv_dtype, tiny):
 
 def test_cache_options_that_do_not_go_together(tiny):
     refused("--page-size needs --kv-cache paged", *tiny_options(tiny, "--page-size", "8"))
-    for option, value in (("--kv-cache", "ring"), ("--kv-dtype", "fp4"), ("--page-size", "0")):
+    for option, value in (
+        ("--kv-cache", "ring"),
+        ("--kv-dtype", "fp4"),
+        ("--page-size", "0"),
+        ("--page-size", str(10**30)),
+    ):
         result = invoke(*tiny_options(tiny, option, value))
         assert result.exit_code == 2
         assert option in result.stderr
@@ -245,6 +261,20 @@ def test_a_cache_that_does_not_fit_is_one_line(tiny, monkeypatch):
     refused(r"no memory on cpu for a KV cache of 16 positions, 8,192 bytes", *tiny_options(tiny))
 
 
+@pytest.mark.parametrize("size", [7, 10**8])
+def test_the_pages_that_do_not_fit_are_counted_whole(size, tiny, monkeypatch):
+    def no_memory(*arguments, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")
+
+    monkeypatch.setattr("torch_fdattn.engine.caches.PagedKVCache", no_memory)
+    positions = -(-16 // size) * size
+    refused(
+        f"no memory on cpu for a KV cache of {positions} positions in pages of {size}, "
+        f"{positions * POSITION:,} bytes in all",
+        *tiny_options(tiny, "--kv-cache", "paged", "--page-size", str(size)),
+    )
+
+
 def test_a_prompt_of_lone_surrogates_is_replaced(tiny):
     result = invoke(*tiny_options(tiny, "--prompt", "\udcff\ud800a"))
     assert result.exit_code == 0, result.output
@@ -292,6 +322,24 @@ def test_an_encoding_without_the_text_replaces_it(tiny):
 def test_a_full_disk_is_one_line(tiny):
     with open("/dev/full", "w") as full:
         result = run("-m", "torch_fdattn", *tiny_options(tiny), stdout=full)
+    assert result.returncode == 1
+    assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "doctor --json", "--version", "--help", "generate --help", "chat --help", ""],
+)
+@pytest.mark.parametrize("module", ["torch_fdattn", "torch_fdattn.doctor"])
+def test_a_full_disk_is_one_line_in_every_command(module, command):
+    arguments = command.split()
+    if module == "torch_fdattn.doctor":
+        if "doctor" not in arguments:
+            pytest.skip("a command of fdattn alone")
+        arguments.remove("doctor")
+    with open("/dev/full", "w") as full:
+        result = run("-m", module, *arguments, stdout=full)
     assert result.returncode == 1
     assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
 

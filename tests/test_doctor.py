@@ -19,6 +19,7 @@ from torch_fdattn.doctor import machine as machine_module
 from torch_fdattn.doctor.findings import WIDTH, Finding, as_json, lines, screen
 from torch_fdattn.doctor.machine import Gpu, Machine
 from torch_fdattn.doctor.remedies import remedy_for
+from torch_fdattn.environment import interpreting
 
 SMI = [("NVIDIA H100 80GB HBM3", "580.65.06"), ("NVIDIA H100 80GB HBM3", "580.65.06")]
 TORCHRUN = {
@@ -140,6 +141,38 @@ def test_interpreter_trap(triton, numpy, env, level):
     found = software.check_versions(cpu_machine(triton=triton, numpy=numpy), env)
     trap = [finding for finding in found if "only 0-dimensional arrays" in finding.text]
     assert [finding.level for finding in trap] == ([level] if level else [])
+
+
+INTERPRET = ["1", "0", "true", "True", "ON", "on", "yes", "y", "off", "no", "2", "t", "", " 1"]
+
+
+@pytest.mark.parametrize("value", INTERPRET)
+def test_the_interpreter_is_asked_for_as_triton_reads_it(value, monkeypatch):
+    triton = pytest.importorskip("triton", reason="triton is the reference here")
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert interpreting(os.environ) == triton.knobs.runtime.interpret
+
+
+@pytest.mark.parametrize(("value", "asked"), [("1", True), ("on", True), ("0", False)])
+def test_the_library_reads_it_alike(value, asked):
+    code = "from torch_fdattn.ops.library import INTERPRET; print(INTERPRET)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{asked}\n"
+
+
+@pytest.mark.parametrize("digits", ["²", "٢", "1" * 5000])
+def test_odd_digits_are_no_numbers(digits):
+    assert doctor._rank({"RANK": digits}) == 0
+    _, found = torchrun.check_launch({"OMPI_COMM_WORLD_SIZE": digits}, REACHABLE)
+    one(found, "ok", "not used: one process")
+    found = gpus.check_gpus(gpu_machine(1, smi=SMI), {"CUDA_VISIBLE_DEVICES": digits})
+    one(found, "ok", "1 of 2 GPU(s) visible")
 
 
 def test_driver_too_old_for_the_cuda_runtime():
@@ -395,6 +428,9 @@ def test_consistent_variables():
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number, got 'two'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be at least 1, got 0"),
+        ({"WORLD_SIZE": "²"}, "WORLD_SIZE must be a whole number, got '²'"),
+        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE must be a whole number, got '٢'"),
+        ({"WORLD_SIZE": "1" * 5000}, "WORLD_SIZE must be a whole number, got '1111"),
         ({"RANK": "2.0"}, "RANK must be a whole number, got '2.0'"),
         ({"RANK": "2"}, "RANK must be in [0, WORLD_SIZE) = [0, 2), got 2"),
         ({"RANK": "-1"}, "RANK must be in [0, WORLD_SIZE) = [0, 2), got -1"),

@@ -6,13 +6,13 @@ own time-outs of 10 and 30 minutes.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from torch_fdattn.doctor.torchrun import PROBE_SECONDS
 
 ROOT = Path(__file__).parent.parent
@@ -45,11 +45,6 @@ launch, _ = torchrun.check_launch(os.environ, torchrun.real_network())
 ranks.meet(launch, ranks.own_card(inspect(), launch), 30)
 time.sleep(100)
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def environment(**variables):

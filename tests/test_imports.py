@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
 # Each package may import itself and what stands to its right.
-ORDER = ("cli", "engine", "models", "dist", "functional", "ops", "checks")
+ORDER = ("cli", "engine", "models", "dist", "functional", "ops", "checks", "environment")
 
 
 def imported(path: Path) -> set[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT_S = 6  # of the process groups in process_worker.py
@@ -19,12 +20,6 @@ CALLS = (
     "decode_all_gather", "decode_star", "decode_ring", "decode_hierarchical", "ring", "all_gather", "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
 )  # fmt: skip
 EQUALS = "ring,star,all_gather,decode_all_gather,decode_star,decode_ring,decode_hierarchical"
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def start(command: list[str], **variables: object) -> subprocess.Popen:

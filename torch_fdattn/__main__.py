@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from torch_fdattn.stdout import unwritable_is_one_line
+
 
 def main() -> None:
+    with unwritable_is_one_line():
+        _main()
+
+
+def _main() -> None:
     try:
         from torch_fdattn.cli import app
     except ModuleNotFoundError as error:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torch_fdattn
 
@@ -57,6 +58,79 @@ def test_groups_that_a_mesh_would_tear_are_replicated(mesh, rank_device) -> None
     expected, expected_lse = torch_fdattn.attention(q, k, v)
     torch.testing.assert_close(out.full_tensor(), expected)
     torch.testing.assert_close(lse.full_tensor(), expected_lse)
+
+
+def as_partial(x: Tensor, mesh) -> DTensor:
+    """x as a sum over the ranks of unequal parts."""
+    share = (dist.get_rank() + 1) * 2 / (dist.get_world_size() * (dist.get_world_size() + 1))
+    return DTensor.from_local(x * share, mesh, [Partial()] * mesh.ndim)
+
+
+@pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+@pytest.mark.parametrize("which", ["out", "lse", "both"])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
+def test_partial_gradients_tear_no_groups(mesh, rank_device, placement, which: str, op) -> None:
+    """To reduce-scatter them over the heads is cheapest, and wrong where KV heads do not divide.
+
+    A batch of 1, since to reduce-scatter them over the batch would be as cheap.
+    """
+    heads = dist.get_world_size() + 1
+    shapes = [(1, 2 * heads * (heads - 1), 1, 16), (1, heads, 5, 16), (1, heads, 5, 16)]
+    plain = [torch.randn(shape, device=rank_device).requires_grad_() for shape in shapes]
+    parts = [
+        distribute_tensor(x.detach().clone(), mesh, [placement]).requires_grad_() for x in plain
+    ]
+    results, expected = op(*parts), op(*plain)
+    grads = [torch.randn_like(x) for x in expected]
+    wanted = {"out": [0], "lse": [1], "both": [0, 1]}[which]
+    torch.autograd.backward([expected[i] for i in wanted], [grads[i] for i in wanted])
+    torch.autograd.backward(
+        [results[i] for i in wanted], [as_partial(grads[i], mesh) for i in wanted]
+    )
+    for part, whole in zip(parts, plain, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_partial_inputs_tear_no_groups(mesh, rank_device) -> None:
+    heads = dist.get_world_size() + 1
+    q, k, v = (
+        torch.randn(1, h, s, 16, device=rank_device)
+        for h, s in ((2 * heads * (heads - 1), 1), (heads, 16), (heads, 16))
+    )
+    table = torch.zeros(1, 1, dtype=torch.int32, device=rank_device)
+    placed_table = distribute_tensor(table, mesh, [Replicate()])
+    lens = torch.full((1,), 16, dtype=torch.int32, device=rank_device)
+    placed_lens = distribute_tensor(lens, mesh, [Replicate()])
+    partial = [as_partial(x, mesh) for x in (q, k, v)]
+    expected = torch_fdattn.attention(q, k, v)
+    for results in (
+        torch_fdattn.attention(*partial),
+        torch_fdattn.decode(*partial),
+        torch_fdattn.paged_decode(*partial, placed_table, placed_lens),
+    ):
+        for result, whole in zip(results, expected, strict=True):
+            torch.testing.assert_close(result.full_tensor(), whole, atol=1e-5, rtol=1e-4)
+    stacks = [torch.stack([x, 2 * x]) for x in expected]
+    merged = torch_fdattn.merge_states(*(as_partial(x, mesh) for x in stacks))
+    for result, whole in zip(merged, torch_fdattn.merge_states(*stacks), strict=True):
+        torch.testing.assert_close(result.full_tensor(), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_batch_and_heads_over_a_mesh_of_two_dimensions(mesh, rank_device) -> None:
+    """The dimension that splits the batch does not count against the heads."""
+    world = dist.get_world_size()
+    grid = init_device_mesh(rank_device.type, (world, 1), mesh_dim_names=("data", "heads"))
+    plain = [torch.randn(world, h, 5, 16, device=rank_device).requires_grad_() for h in (2, 1, 1)]
+    placed = [Shard(0), Shard(1)]
+    parts = [distribute_tensor(x.detach().clone(), grid, placed).requires_grad_() for x in plain]
+    results, expected = torch_fdattn.attention(*parts), torch_fdattn.attention(*plain)
+    assert all(x.placements == tuple(placed) for x in results)
+    grads = [torch.randn_like(x) for x in expected]
+    torch.autograd.backward(expected, grads)
+    torch.autograd.backward(results, [as_partial(x, grid) for x in grads])
+    for part, whole in zip(parts, plain, strict=True):
+        assert part.grad.placements == tuple(placed)
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)

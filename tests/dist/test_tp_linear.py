@@ -194,6 +194,13 @@ class TestBadInput:
             (dict(strategy="fused"), ValueError, r"strategy must be one of \('collective',\), got 'fused'"),
             (dict(group_name="nosuch"), ValueError, "group_name must name a process group"),
             (dict(group_name=7), TypeError, "group_name must be a process group's name .* got int"),
+            (dict(x_shard=[1.0]), TypeError, "x_shard must be a torch.Tensor, got list"),
+            (dict(weights=torch.ones(4, 6)), TypeError, "weights must be a list of tensors, got Tensor"),
+            (dict(weights=[None]), TypeError, "weights must be a list of tensors, got NoneType at 0"),
+            (dict(biases=torch.ones(4)), TypeError, "biases must be a list of tensors or None, got Tensor"),
+            (dict(biases=[3]), TypeError, "biases must be a list of tensors or None, got int at 0"),
+            (dict(rows=torch.tensor([2])), TypeError, "rows must be a list of integers, got Tensor"),
+            (dict(rows=[2.0]), TypeError, "rows must be a list of integers, got float at 0"),
             (dict(weights=[]), ValueError, "weights must hold at least one weight, got none"),
             (dict(weights=[torch.ones(4, 5)]), ValueError, r"weights\[0\] must have shape \(4, 6\) like x_shard's features, got \(4, 5\)"),
             (dict(weights=[torch.ones(4)]), ValueError, r"weights\[0\] must have 2 dimensions, got shape \(4,\)"),
@@ -226,13 +233,28 @@ class TestBadInput:
             (dict(method="three_shot"), ValueError, "method must be one of .*two_shot.* got 'three_shot'"),
             (dict(method="two_shot_multimem"), NotImplementedError, "needs NVLink multicast"),
             (dict(strategy="none"), ValueError, "strategy must be one of"),
+            (dict(weight=[torch.ones(4, 6)]), TypeError, "weight must be a torch.Tensor, got list"),
+            (dict(bias=[None]), TypeError, "bias must be a torch.Tensor, got list"),
             (dict(bias=torch.ones(3)), ValueError, r"bias must have shape \(4,\) like weight's rows"),
         ],
     )  # fmt: skip
     def test_matmul_all_reduce(self, group, rank_device, options, error, message) -> None:
         x, weight = torch.ones(2, 6, device=rank_device), torch.ones(4, 6, device=rank_device)
         with pytest.raises(error, match=message):
-            matmul_all_reduce(x, weight, group, **options)
+            matmul_all_reduce(**{"x": x, "weight": weight, "group_name": group, **options})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (dict(x=None), "x must be a torch.Tensor, got NoneType"),
+            (dict(weight=[torch.ones(4, 6)]), "weight must be a torch.Tensor, got list"),
+            (dict(rows=torch.tensor([1, 1])), "rows must be a list of integers, got Tensor"),
+        ],
+    )
+    def test_matmul_reduce_scatter(self, group, options, message) -> None:
+        arguments = dict(x=torch.ones(2, 6), weight=torch.ones(4, 6), group_name=group)
+        with pytest.raises(TypeError, match=message):
+            matmul_reduce_scatter(**{**arguments, **options})
 
     @pytest.mark.parametrize("method", ["one_shot", "two_shot"])
     def test_symmetric_memory(self, group, rank_device, method: str) -> None:

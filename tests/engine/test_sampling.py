@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_fdattn.engine import Sampling
+from tests.engine.tiny import PROMPTS, random_model
+from torch_fdattn.engine import Engine, LogitsError, Sampling
 
 
 def test_bad_arguments_are_refused(device):
@@ -19,6 +20,53 @@ def test_bad_arguments_are_refused(device):
         Sampling(seed=value).generator(torch.device(device))
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 0"):
         Sampling(top_p=0)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_rows_that_are_no_distribution_give_no_token(top_p, device):
+    logits = torch.zeros(6, 50, device=device)
+    logits[1, 7] = NAN
+    logits[2] = -INF
+    logits[3, 7] = INF
+    logits[4, :49] = -INF  # one token is left
+    logits[5] = NAN
+    sampling = Sampling(temperature=0.8, top_p=top_p, seed=0)
+    drawn = sampling.draw(logits, sampling.generator(logits.device)).flatten().tolist()
+    assert drawn[1:] == [-1, -1, -1, 49, -1]
+    assert 0 <= drawn[0] < 50
+
+
+def test_logits_that_cannot_be_drawn_from_name_the_sequence(device):
+    model = random_model(device)
+    engine = Engine(model, batch=4, capacity=64)
+    with torch.no_grad():
+        model.embed_tokens.weight[44] = NAN  # in the second prompt alone
+    sampling = Sampling(temperature=1.0, seed=0)
+    tokens = engine.generate(PROMPTS, 4, sampling=sampling)
+    message = r"logits must be finite .* got NaN, inf or -inf alone for new token 0 of sequence 1: "
+    with pytest.raises(LogitsError, match=message) as caught:
+        next(tokens)
+    assert "\n" not in str(caught.value)
+    engine.close()
+
+
+def test_what_a_sequence_that_has_ended_gives_means_nothing(device):
+    """All tokens but the first are drawn from NaN for a sequence that ended with it."""
+    model = random_model(device)
+    engine = Engine(model, batch=2, capacity=64, cuda_graph=False)
+    sampling = Sampling(temperature=1.0, seed=0)
+    first = next(engine.generate([[5], [6]], 4, sampling=sampling))
+    engine.reset()
+    steps = engine.generate([[5], [6]], 4, sampling=sampling, eos_ids=first[:1])
+    assert next(steps) == first != [first[0]] * 2
+    with torch.no_grad():
+        model.embed_tokens.weight[first[0]] = NAN
+    drawn = [token for _, token in steps]
+    assert all(token is None or 0 <= token < 64 for token in drawn)
+    assert drawn[0] is not None
 
 
 def test_draws_follow_the_tempered_distribution(device):

@@ -59,6 +59,22 @@ def test_defaults_of_each_architecture():
             "rope type must be one of default, linear, llama3, got 'yarn'",
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        *(
+            (
+                {
+                    key: {
+                        kind: {"rope_type": "default", "rope_theta": 1e6}
+                        for kind in ("full_attention", "sliding_attention")
+                    }
+                },
+                "rope parameters must be the same for all layers, got some for full_attention, slid",
+            )
+            for key in ("rope_parameters", "rope_scaling")
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types must all be 'full_attention', got \['sliding_attention'\]",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window must be false"),

@@ -30,6 +30,37 @@ def test_fp32_files_give_transformers_logits(name, tmp_path):
     assert next(ours.parameters()).dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    ("key", "factor"),
+    [("rope.scale_linear", 4.0), ("rope.scaling.factor", 4.0), ("rope.scaling.factor", 0.0)],
+)
+def test_a_rope_factor_without_a_type_is_linear(key, factor, tmp_path):
+    theirs, path = reference("llama_linear" if factor else "llama2"), tmp_path / "model.gguf"
+    expected = logits(theirs)
+    unnamed = {**theirs.config.rope_parameters, "rope_type": "default"}  # the file names no type
+    theirs.config.rope_parameters = unnamed
+    write_gguf(path, theirs, fields=lambda writer: writer.add_float32(f"llama.{key}", factor))
+    torch.testing.assert_close(logits(load_model(path)), expected, atol=2e-4, rtol=0)
+
+
+def test_a_rope_factor_beside_a_type_or_divisors(tmp_path):
+    """It means nothing to the type none, and divisors are multiplied by it."""
+
+    def loaded(name, kind, factor):
+        def fields(writer):
+            writer.add_rope_scaling_type(kind)
+            writer.add_rope_scaling_factor(factor)
+
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(path, reference(name), fields=fields)
+        return load_model(path).config.rope
+
+    assert loaded("llama2", gguf.RopeScalingType.NONE, 4.0).kind == "default"
+    plain = loaded("llama3", gguf.RopeScalingType.NONE, 2.0).divisors
+    scaled = loaded("llama3_tied", gguf.RopeScalingType.LINEAR, 2.0).divisors
+    assert scaled == tuple(2 * divisor for divisor in plain)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_1", "Q4_0"])
 def test_quantised_files_give_the_dequantised_weights(kind, tmp_path):
     theirs, path = reference("llama3"), tmp_path / "model.gguf"

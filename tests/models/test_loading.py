@@ -13,6 +13,7 @@ from tests.models.hf_models import reference
 from torch_fdattn.models import MissingExtra, ModelError, load_model, load_tokenizer, resolve
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+TOKENS = torch.arange(60)[None]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,69 @@ def test_a_missing_shard_is_named(tmp_path):
     )
 
 
+def test_the_index_decides_where_a_tensor_is_taken_from(tmp_path):
+    reference("llama3").save_pretrained(tmp_path, max_shard_size="300KB")
+    with torch.no_grad():
+        expected = load_model(tmp_path)(TOKENS)
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    for shard in sorted(set(raw["weight_map"].values())):  # every file has a wrong norm but one
+        tensors = safetensors_torch.load_file(tmp_path / shard)
+        if raw["weight_map"]["model.norm.weight"] != shard:
+            tensors["model.norm.weight"] = torch.zeros(96)
+            other = shard
+        safetensors_torch.save_file(tensors, tmp_path / shard)
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path)(TOKENS), expected)
+    raw["weight_map"]["model.norm.weight"] = other
+    index.write_text(json.dumps(raw))
+    with torch.no_grad():
+        assert not load_model(tmp_path)(TOKENS).any()
+
+
+def test_an_index_that_names_the_wrong_file(tmp_path):
+    reference("llama3").save_pretrained(tmp_path, max_shard_size="300KB")
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    other = min(set(raw["weight_map"].values()) - {raw["weight_map"]["model.norm.weight"]})
+    raw["weight_map"]["model.norm.weight"] = other
+    index.write_text(json.dumps(raw))
+    refused(
+        tmp_path,
+        rf"{other}: tensor model\.norm\.weight missing from the file, where "
+        r"model\.safetensors\.index\.json has it",
+    )
+
+
+def test_a_tensor_under_two_names_is_refused(folder):
+    change_weights(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(96)}))
+    refused(folder, r"tensor (model\.)?norm\.weight is in .*tensor (model\.)?norm\.weight too")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int32, "I32"),
+    ],
+)
+def test_quantised_tensors_are_named(folder, dtype, name):
+    def quantise(tensors):
+        weight = "model.layers.0.mlp.up_proj.weight"
+        tensors[weight] = tensors[weight].to(dtype)
+        tensors[f"{weight}_scale"] = torch.ones(1)
+
+    change_weights(folder, quantise)
+    refused(
+        folder,
+        rf"model\.safetensors: tensor model\.layers\.0\.mlp\.up_proj\.weight must have dtype BF16, "
+        rf"F16, F32, F64, got {name}: quantised checkpoints are not supported",
+    )
+
+
 @pytest.mark.parametrize(
     "index",
     ["{}", "[]", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"a": 1}}'],
@@ -137,16 +201,15 @@ def test_names_that_are_no_paths(name):
 
 def test_old_style_config_gives_the_same_model(folder):
     """Files written before transformers 5 keep rope's base and scaling apart."""
-    tokens = torch.arange(60)[None]
     with torch.no_grad():
-        expected = load_model(folder)(tokens)
+        expected = load_model(folder)(TOKENS)
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.pop("rope_parameters")
     raw["rope_theta"] = rope.pop("rope_theta")
     raw["rope_scaling"] = rope
     (folder / "config.json").write_text(json.dumps(raw))
     with torch.no_grad():
-        assert torch.equal(load_model(folder)(tokens), expected)
+        assert torch.equal(load_model(folder)(TOKENS), expected)
 
 
 def test_dtype_and_progress(folder):

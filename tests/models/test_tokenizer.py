@@ -182,6 +182,78 @@ def test_sentencepiece_equals_its_library(source, sentencepiece_model, request):
     assert (ours.bos_id, ours.eos_ids) == (inner.bos_id(), {inner.eos_id()})
 
 
+ADDED = {"<tool>": 420, "<|end|>": 421, "<tool>s": 422, "<|pad|>": 423}
+SPECIAL = ("<|end|>", "<|pad|>")
+
+
+def added_in_settings(folder, settings) -> None:
+    entries = {str(i): {"content": text, "special": text in SPECIAL} for text, i in ADDED.items()}
+    settings["added_tokens_decoder"] = entries
+
+
+def added_in_files_of_their_own(folder, settings) -> None:
+    (folder / "added_tokens.json").write_text(json.dumps(ADDED))
+    special = {"pad_token": "<|pad|>", "additional_special_tokens": [{"content": "<|end|>"}]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("form", [added_in_settings, added_in_files_of_their_own])
+def test_tokens_added_to_sentencepiece_equal_transformers(
+    form, add_bos, sentencepiece_model, tmp_path
+):
+    import sentencepiece
+
+    transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    form(tmp_path, settings)
+    settings["add_bos_token"] = add_bos
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    ours = load_tokenizer(tmp_path)
+
+    inner = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    pieces = [inner.id_to_piece(i) for i in range(len(inner))]
+    merges = generate_merges(
+        {piece: i for i, piece in enumerate(pieces)},
+        {piece: inner.get_score(i) for i, piece in enumerate(pieces)},
+    )
+    theirs = transformers.LlamaTokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges, legacy=True,
+        add_bos_token=add_bos,
+    )  # fmt: skip
+    theirs.add_tokens(
+        [transformers.AddedToken(text, special=text in SPECIAL, normalized=False) for text in ADDED]
+    )
+    written = ["a <tool>b<|end|>c", "<tool>x", "hi<tool>s", "the<tool><tool>fox the", "<unk>a</s>b"]
+    # (Where a text begins with a space, transformers leaves out the one that sentencepiece adds.)
+    for text in [*(text for text in TEXTS if text and text[0] != " "), *written]:
+        ids = theirs(text).input_ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        decoder = ours.stream()
+        pushed = "".join(decoder.push(i) for i in ids) + decoder.flush()
+        assert pushed == ours.decode(ids)
+    assert [ours.id_of(text) for text in ADDED] == list(ADDED.values())
+    beyond = [300, 424, 5000, 301, 420]  # a model's vocabulary may be padded
+    assert ours.decode(beyond) == theirs.decode(beyond, skip_special_tokens=True)
+    assert ours.decode(beyond) == ours.decode([300, 301, 420])
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tokenizer):
+    ids = tokenizer.encode("the fox", add_special_tokens=False)
+    assert tokenizer.decode([*ids, 100_000]) == tokenizer.decode(ids) == "the fox"
+
+
+def test_a_bos_token_that_is_not_in_the_vocabulary_is_not_added(sentencepiece_model, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|nowhere|>"}')
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("the") == ours.encode("the", add_special_tokens=False)
+
+
 def test_chat_without_a_template_is_refused(llama2_gguf):
     with pytest.raises(ModelError, match="no chat template"):
         load_tokenizer(llama2_gguf).chat(CHAT)
@@ -310,6 +382,13 @@ MALFORMED_FILES = {
         '{"chat_template": [1]}',
         '{"chat_template": 3}',
         "[" * 100_000,
+    ],
+    "added_tokens.json": ["[1]", '{"x": "1"}', '{"x": -1}', '{"x": null}'],
+    "special_tokens_map.json": [
+        "[]",
+        '{"eos_token": {}}',
+        '{"additional_special_tokens": [1]}',
+        '{"additional_special_tokens": 1}',
     ],
     "generation_config.json": [
         '{"eos_token_id": 1.5}',

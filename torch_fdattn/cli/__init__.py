@@ -52,7 +52,9 @@ KVBlock = Annotated[
     int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
 ]
 KVCacheOption = Annotated[KVCache, typer.Option(help="One run of memory, or pages as they fill.")]
-PageSize = Annotated[int | None, typer.Option(min=1, help="Positions of a page; default 16.")]
+PageSize = Annotated[
+    int | None, typer.Option(min=1, max=2**30, help="Positions of a page; default 16.")
+]
 KVDTypeOption = Annotated[
     KVDType, typer.Option(help="How K and V are stored; auto: in the model's dtype.")
 ]

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 import torch
 import typer
 
-from torch_fdattn.engine import PromptError
+from torch_fdattn.engine import LogitsError, PromptError
 from torch_fdattn.models import MissingExtra, ModelError
+from torch_fdattn.stdout import OutputError
 
 
 class UsageError(ValueError):
     """An option or an environment that this machine cannot honour."""
-
-
-class OutputError(OSError):
-    """Text that could not be written."""
 
 
 @contextmanager
@@ -27,7 +24,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (
-        ModelError, MissingExtra, PromptError, UsageError, OutputError, torch.OutOfMemoryError
+        ModelError, MissingExtra, PromptError, LogitsError, UsageError, OutputError,
+        torch.OutOfMemoryError,
     ) as error:  # fmt: skip
         rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE") != "1" else None
         who = f"fdattn (rank {rank})" if rank else "fdattn"

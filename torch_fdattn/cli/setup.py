@@ -65,6 +65,11 @@ class CacheOptions:
             )
 
     @property
+    def positions_at_once(self) -> int:
+        """How many positions the cache grows by: the engine's page_size, which a contiguous one ignores."""
+        return (self.page_size or 16) if self.kind is KVCache.paged else 1
+
+    @property
     def stored(self) -> str | None:
         """The engine's kv_dtype."""
         return None if self.dtype is KVDType.auto else self.dtype.value
@@ -131,7 +136,7 @@ def make_engine(
             tp_group=tp_group,
             prefill_chunk=prefill_chunk,
             kv_cache=cache.kind.value,
-            page_size=cache.page_size or 16,
+            page_size=cache.positions_at_once,
             kv_dtype=cache.stored,
         )
     except RuntimeError as error:  # out of memory; on a CPU torch has no class of its own for it
@@ -139,9 +144,12 @@ def make_engine(
             raise
         form = kv_format(cache.stored)
         dtype = model.norm.weight.dtype if form is None else form.dtype
+        size = cache.positions_at_once
+        positions = -(-capacity // size) * size
+        pages = f" in pages of {size}" if size > 1 else ""
         raise UsageError(
-            f"no memory on {world.device} for a KV cache of {capacity} positions, "
-            f"{capacity * position_bytes(model, dtype):,} bytes in all"
+            f"no memory on {world.device} for a KV cache of {positions} positions{pages}, "
+            f"{positions * position_bytes(model, dtype):,} bytes in all"
         ) from None
 
 

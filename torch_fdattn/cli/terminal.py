@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from torch_fdattn.cli.errors import OutputError
+from torch_fdattn import stdout
 from torch_fdattn.cli.world import TIMEOUT, World
 from torch_fdattn.engine import Engine, PagedKVCache, Stats
 from torch_fdattn.models import Tokenizer, Transformer
@@ -28,14 +28,8 @@ def any_text() -> None:
 
 
 def write(text: str, world: World) -> None:
-    if world.rank > 0:
-        return
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Python writes what the buffer still holds when it ends: let that not fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise OutputError(f"cannot write the text ({error.strerror})") from None
+    if world.rank == 0:
+        stdout.write(text)
 
 
 def note(sentence: str, world: World) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fdattn.cli.errors import UsageError
+from torch_fdattn.environment import whole_number
 
 TIMEOUT = timedelta(seconds=120)  # of every wait for another rank
 
@@ -61,12 +62,9 @@ def join(device_name: str | None) -> Iterator[World]:
 
 def _from_environment(name: str, default: int | None, least: int) -> int:
     """One of torchrun's variables; one that is empty is not set."""
-    text = os.environ.get(name) or default
-    try:
-        value = int(text)
-    except (TypeError, ValueError):
-        value = least - 1
-    if value < least:
+    text = os.environ.get(name)
+    value = whole_number(text) if text else default
+    if value is None or value < least:
         raise UsageError(
             f"the environment variable {name} must be an integer of at least {least}, got "
             f"{os.environ.get(name)!r}; `fdattn doctor` says more"

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch_fdattn.environment import whole_number
+
 from . import gpus, host, ranks, software, torchrun, trial
 from .findings import Finding, as_json, failures, lines, screen
 from .machine import Machine, inspect
@@ -44,9 +46,11 @@ def main(json: bool = False, *, timeout: float = 30.0) -> int:
     findings += try_kernels(machine, launch)
     if meeting:
         meeting.await_first(timeout + KERNEL_SECONDS)
-    show(findings, rank, json)
-    if meeting:
-        meeting.leave()
+    try:
+        show(findings, rank, json)
+    finally:  # the others wait for it even where the screen could not be written
+        if meeting:
+            meeting.leave()
     return 1 if failures(findings) else 0
 
 
@@ -125,5 +129,4 @@ def show(findings: list[Finding], rank: int, json: bool) -> None:
 
 def _rank(env: Mapping[str, str]) -> int:
     """The rank that speaks when the launch as a whole is not usable: 0 if in doubt."""
-    value = env.get("RANK", "0")
-    return int(value) if value.isdigit() else 0
+    return max(0, whole_number(env.get("RANK", "")) or 0)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from itertools import groupby
 
+from torch_fdattn.environment import whole_number
+
 from .findings import Finding
 from .machine import Gpu, Machine
 from .remedies import remedy_for
@@ -111,7 +113,7 @@ def _visibility(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
     if value.strip() in ("", "-1"):
         return []
     entries = [entry.strip() for entry in value.split(",")]
-    beyond = [entry for entry in entries if entry.isdigit() and int(entry) >= present]
+    beyond = [entry for entry in entries if (whole_number(entry) or 0) >= present]
     if present and beyond:
         text = (
             f"CUDA_VISIBLE_DEVICES={value!r} names {', '.join(beyond)}, but this machine has GPUs "
@@ -141,7 +143,7 @@ def _built_for(machine: Machine) -> list[Finding]:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    found = re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])([af]?)", arch)
     if not found:
         return True
     kind, built = found.group(1), (int(found.group(2)), int(found.group(3)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from torch_fdattn.environment import interpreting
+
 from .findings import Finding
 from .machine import EXTRAS, Machine
 from .remedies import NEWER_DRIVER
@@ -16,12 +18,8 @@ MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 
 def release(version: str) -> tuple[int, ...]:
     """`2.13.0a0+cpu` -> (2, 13, 0); what does not start with a number -> ()."""
-    found = re.match(r"\d+(\.\d+)*", version)
+    found = re.match(r"[0-9]+(\.[0-9]+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
-
-
-def interpreting(env: Mapping[str, str]) -> bool:
-    return env.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def check_versions(machine: Machine, env: Mapping[str, str]) -> list[Finding]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch_fdattn.environment import whole_number
 
 from .findings import Finding
 
@@ -76,7 +77,7 @@ def real_network() -> Network:
 
 def _alone(env: Mapping[str, str], present: list[str]) -> Finding:
     for name, launcher in _FOREIGN.items():
-        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1:
+        if (whole_number(env.get(name, "")) or 1) > 1:
             text = f"{launcher} started {env[name]} processes, but RANK and WORLD_SIZE are not set"
             text += ": each works alone"
             remedy = "use torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
@@ -97,8 +98,8 @@ def _read(env: Mapping[str, str]) -> tuple[Launch | None, list[tuple[str, str]]]
         wrong.append((text, _START))
     numbers = {}
     for name in _NUMBERS:
-        if re.fullmatch(r"-?\d{1,9}", env.get(name, "").strip()):
-            numbers[name] = int(env[name])
+        if (number := whole_number(env.get(name, ""))) is not None:
+            numbers[name] = number
         elif env.get(name):
             wrong.append((f"{name} must be a whole number, got {env[name]!r}", _START))
     wrong += _out_of_range(numbers)

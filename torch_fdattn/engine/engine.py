@@ -27,7 +27,7 @@ from torch_fdattn.dist.groups import rank_and_size, same_everywhere
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
 from torch_fdattn.engine.prompts import check_prompts
-from torch_fdattn.engine.sampling import GREEDY, Sampling
+from torch_fdattn.engine.sampling import GREEDY, NO_TOKEN, LogitsError, Sampling
 from torch_fdattn.engine.stats import Stats
 from torch_fdattn.models import Transformer
 
@@ -139,6 +139,8 @@ class Engine:
 
         Raises:
             PromptError: a prompt that is empty, does not fit with max_new_tokens, or has unknown tokens.
+            LogitsError: while iterating, where the model gave NaN or inf to draw from (greedily, argmax
+                of these is taken); on all ranks alike.
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -180,6 +182,9 @@ class Engine:
             tokens = self._draw(output, sampling, generator)
             drawn = tokens.flatten().tolist()  # the host waits for the device: the clock is right
             seconds = time.perf_counter() - began
+            if NO_TOKEN in drawn:
+                _expect_tokens(drawn, active, count)
+                tokens = tokens.clamp(min=0)  # those of sequences that have ended mean nothing
             if count == 0:
                 stats.first(self.batch, seconds)
             else:
@@ -244,6 +249,15 @@ class Engine:
         if self._sync_group is not None:
             dist.broadcast(tokens, group=self._sync_group, group_src=0)
         return tokens
+
+
+def _expect_tokens(drawn: list[int], active: list[bool], count: int) -> None:
+    for i, (token, goes_on) in enumerate(zip(drawn, active, strict=True)):
+        if goes_on and token == NO_TOKEN:
+            raise LogitsError(
+                f"logits must be finite to draw from them, got NaN, inf or -inf alone for new token {count} "
+                f"of sequence {i}: look at the weights and their dtype (float16 ends at 65504)"
+            )
 
 
 def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.ProcessGroup | None:

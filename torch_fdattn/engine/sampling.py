@@ -8,6 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
+
+
+class LogitsError(ValueError):
+    """Logits from which no token can be drawn."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,12 +40,19 @@ class Sampling:
         return generator
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """logits (B, vocab) -> token ids (B, 1)."""
+        """logits (B, vocab) -> token ids (B, 1).
+
+        NO_TOKEN for a row with NaN, with inf, or of -inf alone, which is no distribution: the device could
+        only abort, and the host sees the logits no sooner than the tokens. At temperature 0 such a row
+        gives what argmax does.
+        """
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         logits = logits.float()
+        largest = logits.amax(-1, keepdim=True)
+        drawable = largest.isfinite()  # the maximum of what holds NaN is NaN
         # Relative to the largest, and never divided by what fp32 takes for 0: no inf - inf, no 0 / 0.
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
+        logits = (logits - largest).where(drawable, 0) / max(self.temperature, 1e-30)
         weights = torch.softmax(logits, dim=-1)
         if self.top_p < 1:
             ordered, order = weights.sort(dim=-1, descending=True)
@@ -48,7 +61,7 @@ class Sampling:
             outside = ordered.cumsum(-1) - ordered >= self.top_p
             outside[..., 0] = False
             weights = weights.scatter(-1, order, ordered.masked_fill(outside, 0))
-        return torch.multinomial(weights, 1, generator=generator)
+        return torch.multinomial(weights, 1, generator=generator).where(drawable, NO_TOKEN)
 
 
 GREEDY = Sampling()

@@ -200,6 +200,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: str | None) -> Non
         raise ModelError(f"hidden_act must be 'silu', got {activation!r}")
     if raw.get("use_sliding_window"):
         raise ModelError("use_sliding_window must be false: sliding-window layers are unsupported")
+    if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelError(f"layer_types must all be 'full_attention', got {_show(sorted(others))}")
     if quantization := raw.get("quantization_config"):
         raise ModelError(f"quantization_config must be absent, got {_show(quantization)}")
 
@@ -207,6 +209,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: str | None) -> Non
 def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one dictionary; before it, theta stood beside an optional scaling.
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if by_layer := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
+        raise ModelError(
+            f"rope parameters must be the same for all layers, got some for {', '.join(by_layer)}"
+        )
     theta = _first(scaling.get("rope_theta"), raw.get("rope_theta"), RopeConfig.theta)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:

@@ -207,17 +207,19 @@ def _config(file: GGUFFile) -> ModelConfig:
 
 def _rope(file: GGUFFile, field: Callable[..., Any], head_dim: int) -> RopeConfig:
     theta = field("rope.freq_base", 10000.0)
-    if _ROPE_DIVISORS in file.tensors:
-        if (shape := file.tensors[_ROPE_DIVISORS].shape) != (head_dim // 2,):
-            raise ModelError(
-                f"tensor {_ROPE_DIVISORS} must have shape ({head_dim // 2},), got {shape}"
-            )
-        return RopeConfig(theta, "divisors", divisors=tuple(file.read(_ROPE_DIVISORS).tolist()))
-    kind = field("rope.scaling.type", "none")
+    # A factor without a type is linear scaling, as is the key of older files; 0 stands for none.
+    kind = field("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise ModelError(f"rope scaling type must be none or linear, got {kind!r}")
-    factor = field("rope.scaling.factor", field("rope.scale_linear", 1.0))
-    return RopeConfig(theta, "linear", factor) if kind == "linear" else RopeConfig(theta)
+    factor = field("rope.scaling.factor", field("rope.scale_linear", 1.0)) or 1.0
+    if kind == "none":
+        factor = 1.0
+    if _ROPE_DIVISORS not in file.tensors:
+        return RopeConfig(theta, "linear", factor) if factor != 1 else RopeConfig(theta)
+    if (shape := file.tensors[_ROPE_DIVISORS].shape) != (head_dim // 2,):
+        raise ModelError(f"tensor {_ROPE_DIVISORS} must have shape ({head_dim // 2},), got {shape}")
+    divisors = file.read(_ROPE_DIVISORS) * factor
+    return RopeConfig(theta, "divisors", divisors=tuple(divisors.tolist()))
 
 
 class GGUFWeights:

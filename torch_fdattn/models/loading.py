@@ -27,6 +27,8 @@ from torch_fdattn.models.transformer import Transformer
 
 Progress = Callable[[int, int], None]  # (bytes of parameters filled, bytes in all)
 
+_INDEX = "model.safetensors.index.json"
+_DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors calls them
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
@@ -147,17 +149,35 @@ class SafetensorsWeights:
         self._paths: dict[str, Path] = {}
         self._names: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path in _safetensors_files(folder):
+        paths, places = _safetensors_files(folder)
+        for path in paths:
             try:
                 file = library.safe_open(str(path), framework="pt", device="cpu")
-                names = file.keys()
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             except (library.SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: corrupt safetensors file ({error})") from None
-            for theirs, shape in shapes.items():
-                name = theirs.removeprefix("model.")
-                self._files[name], self._paths[name], self._names[name] = file, path, theirs
-                self.shapes[name] = shape
+            for theirs, entry in slices.items():
+                if places.get(theirs, path.name) == path.name:
+                    self._add(path, file, theirs, entry)
+        found = {theirs: self._paths[name].name for name, theirs in self._names.items()}
+        if lost := {theirs for theirs, name in places.items() if found.get(theirs) != name}:
+            first = min(lost)
+            raise ModelError(
+                f"{folder / places[first]}: {_listing('tensor', lost)} missing from the file, where "
+                f"{_INDEX} has it"
+            )
+
+    def _add(self, path: Path, file: Any, theirs: str, entry: Any) -> None:
+        name = theirs.removeprefix("model.")
+        if name in self._files:
+            raise ModelError(f"{path}: tensor {theirs} is in {self.where(name)} too")
+        if (dtype := entry.get_dtype()) not in _DTYPES:  # to cast it would leave out its scales
+            raise ModelError(
+                f"{path}: tensor {theirs} must have dtype {', '.join(_DTYPES)}, got {dtype}: "
+                "quantised checkpoints are not supported"
+            )
+        self._files[name], self._paths[name], self._names[name] = file, path, theirs
+        self.shapes[name] = tuple(entry.get_shape())
 
     def where(self, name: str) -> str:
         return f"{self._paths[name]}: tensor {self._names[name]}"
@@ -166,20 +186,19 @@ class SafetensorsWeights:
         return self._files[name].get_tensor(self._names[name])
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files, and by the index's word the name of the file that each tensor is to be taken from."""
+    index = folder / _INDEX
     if index.exists():
         with reading(index):
             places = read_json(index)["weight_map"]
             for tensor, name in places.items():
                 if not (folder / name).exists():
-                    raise ModelError(
-                        f"{folder / name}: no such file ({index.name} has {tensor} in it)"
-                    )
-            return [folder / name for name in sorted(set(places.values()))]
+                    raise ModelError(f"{folder / name}: no such file ({_INDEX} has {tensor} in it)")
+            return [folder / name for name in sorted(set(places.values()))], places
     if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    raise ModelError(f"{folder}: has neither model.safetensors nor {index.name}")
+        return [folder / "model.safetensors"], {}
+    raise ModelError(f"{folder}: has neither model.safetensors nor {_INDEX}")
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -11,7 +11,7 @@ import re
 import reprlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,19 @@ class BPETokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Over a sentencepiece model; special tokens are recognised when written out in the text."""
+    """Over a sentencepiece model, and tokens added to it, which are recognised when written out in the text.
 
-    def __init__(self, proto: bytes, where: str, specials: Mapping[str, int] | None = None) -> None:
+    Args:
+        proto: the serialised model.
+        where: what messages call it.
+        added: ids by text, of the vocabulary or beyond it.
+        specials: texts of the vocabulary or of `added` that are no part of decoded text.
+    """
+
+    def __init__(
+        self, proto: bytes, where: str, added: Mapping[str, int] | None = None,
+        specials: Collection[str] = (),
+    ) -> None:  # fmt: skip
         library = require("sentencepiece", "A sentencepiece tokenizer")
         if not proto:  # the library would take it for "no model yet"
             raise ModelError(f"{where}: not a sentencepiece model (empty)")
@@ -149,44 +159,65 @@ class SentencePieceTokenizer(Tokenizer):
             self._inner = library.SentencePieceProcessor(model_proto=proto)
         except Exception as error:  # the library raises plain RuntimeError and others
             raise ModelError(f"{where}: not a sentencepiece model ({error})") from None
-        controls = (i for i in range(len(self._inner)) if self._inner.is_control(i))
-        self._specials = {self._inner.id_to_piece(i): i for i in controls} | dict(specials or {})
-        self._special_ids = frozenset(self._specials.values())
-        self._split = re.compile("(" + "|".join(map(re.escape, self._specials)) + ")")
+        pieces = {self._inner.id_to_piece(i): i for i in range(len(self._inner))}
+        controls = {text for text, i in pieces.items() if self._inner.is_control(i)}
+        known = pieces | dict(added or {})
+        named = [*controls, *(added or {}), *(text for text in specials if text in known)]
+        self._ids = {text: known[text] for text in named}
+        self._special_ids = frozenset(self._ids[t] for t in {*controls, *specials} & {*self._ids})
+        self._beyond = {i: text for text, i in self._ids.items() if i >= len(self._inner)}
+        # Of two that begin alike, the longer is meant.
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         if self._inner.bos_id() >= 0:
             self.bos_id = self._inner.bos_id()
-        self.add_bos = self.bos_id is not None
+        self.add_bos = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = [self.bos_id] if add_special_tokens and self.add_bos else []
-        for part in self._split.split(text) if self._specials else [text]:
-            if part in self._specials:
-                ids.append(self._specials[part])
+        bos = add_special_tokens and self.add_bos and self.bos_id is not None
+        ids = [self.bos_id] if bos else []
+        for part in self._split.split(text) if self._ids else [text]:
+            if part in self._ids:
+                ids.append(self._ids[part])
             elif part:
                 ids.extend(self._inner.encode(part))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode([i for i in ids if i not in self._special_ids])
+        text, run = "", []
+        for i in [*ids, None]:  # None: the end of the last run
+            if i is None or (i in self._beyond and i not in self._special_ids):
+                text += self._decode_run(run, bool(text)) + self._beyond.get(i, "")
+                run = []
+            # A model's vocabulary may be padded beyond the tokenizer's: such ids have no text.
+            elif i not in self._special_ids and 0 <= i < len(self._inner):
+                run.append(i)
+        return text
+
+    def _decode_run(self, run: list[int], follows: bool) -> str:
+        """Of the vocabulary's ids; the library drops a first word's space, also where text comes before it."""
+        space = follows and run and self._inner.id_to_piece(run[0]).startswith("\u2581")
+        return (" " if space else "") + self._inner.decode(run)
 
     def id_of(self, token: str) -> int | None:
-        return self._specials.get(token)
+        return self._ids.get(token)
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
     """From a Hugging Face folder: tokenizer.json if there is one, else tokenizer.model."""
-    settings_file = folder / "tokenizer_config.json"
-    settings = _optional_json(settings_file)
-    with reading(settings_file):
-        added = {
-            _text(entry["content"]): int(index)
-            for index, entry in settings.get("added_tokens_decoder", {}).items()
-        }
-        texts = {
-            key: _text(value["content"] if isinstance(value, dict) else value)
-            for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
-        }
+    settings_file, map_file = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    settings, special_map = _optional_json(settings_file), _optional_json(map_file)
+    texts: dict[str, str] = {}
+    specials: set[str] = set()
+    for file, entries in ((map_file, special_map), (settings_file, settings)):
+        with reading(file):
+            texts |= {
+                key: _content(value)
+                for key, value in entries.items()
+                if key.endswith("_token") and isinstance(value, str | dict)
+            }
+            specials |= {_content(x) for x in entries.get("additional_special_tokens") or ()}
+    added = _added_tokens(folder, settings, specials)
     if (path := folder / "tokenizer.json").exists():
         library = require("tokenizers", "tokenizer.json")
         try:
@@ -196,7 +227,10 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         tokenizer: Tokenizer = BPETokenizer(inner)
     elif (path := folder / "tokenizer.model").exists():
         with reading(path):
-            tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path), added)
+            tokenizer = SentencePieceTokenizer(
+                path.read_bytes(), str(path), added, specials | set(texts.values())
+            )
+        tokenizer.add_bos = settings.get("add_bos_token") is not False
     else:
         raise ModelError(f"{folder}: has neither tokenizer.json nor tokenizer.model")
 
@@ -211,6 +245,25 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _added_tokens(folder: Path, settings: Mapping[str, Any], specials: set[str]) -> dict[str, int]:
+    """Ids by text of the tokens that a folder adds to its vocabulary; the special ones go into `specials`."""
+    with reading(folder / "added_tokens.json"):
+        added = dict(_optional_json(folder / "added_tokens.json"))
+        if wrong := [i for i in added.values() if type(i) is not int or i < 0]:
+            raise TypeError(f"expected ids, got {reprlib.repr(wrong[0])}")
+    with reading(folder / "tokenizer_config.json"):
+        for index, entry in settings.get("added_tokens_decoder", {}).items():
+            added[text := _text(entry["content"])] = int(index)
+            if entry.get("special"):
+                specials.add(text)
+    return added
+
+
+def _content(value: Any) -> str:
+    """A token's text, alone or with its settings."""
+    return _text(value["content"] if isinstance(value, dict) else value)
 
 
 def _text(value: Any) -> str:
@@ -273,7 +326,7 @@ def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         proto = _sentencepiece_proto(file, tokens, types)
         tokenizer = SentencePieceTokenizer(proto, str(file.path))
         tokenizer.bos_id = bos
-        tokenizer.add_bos = bos is not None and file.field("tokenizer.ggml.add_bos_token", True)
+        tokenizer.add_bos = file.field("tokenizer.ggml.add_bos_token", True)
     else:
         raise ModelError(f"{file.path}: tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
 

@@ -13,22 +13,25 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 
-def _group_shardable(q, k) -> bool:
-    """Whether the mesh dimensions that now split heads split them into whole KV groups."""
-    sizes = [
-        size
-        for size, q_placement, k_placement in zip(
-            q.mesh.shape, q.placements, k.placements, strict=True
-        )
-        if q_placement.is_shard(1) or k_placement.is_shard(1)
-    ]
-    return k.shape[1] % prod(sizes) == 0
+def _heads_may_split(k, *by_batch) -> bool:
+    """Whether every rank gets whole KV groups, however DTensor splits heads.
+
+    It takes the cheapest combination of our choices over all mesh dimensions, and may thus come to split heads
+    over those that do not now: to split what is replicated is free, and of partial sums (a gradient, say) a
+    reduce-scatter costs less than an all-reduce. Only a dimension that splits the batch of all of
+    `by_batch` stays as it is.
+    """
+    mesh = k.mesh.shape
+    batch_dims = [i for i in range(len(mesh)) if all(x.placements[i] == Shard(0) for x in by_batch)]
+    if by_batch[0].shape[0] < prod(mesh[i] for i in batch_dims):
+        batch_dims = []  # DTensor splits no dimension into more shards than it has entries
+    return k.shape[1] % prod(size for i, size in enumerate(mesh) if i not in batch_dims) == 0
 
 
-def _choices(q, k) -> list[tuple]:
+def _choices(k, *by_batch) -> list[tuple]:
     """(placement of q, k, v, out, lse …; placement of per-sequence tensors) per acceptable sharding."""
     choices = [(Replicate(), Replicate()), (Shard(0), Shard(0))]
-    if _group_shardable(q, k):
+    if _heads_may_split(k, *by_batch):
         choices.append((Shard(1), Replicate()))
     return choices
 
@@ -94,7 +97,7 @@ def register() -> None:
         rest, plain = _options(options)
         return [
             ([x, x], [x, x, x, *(_given(t, per_seq) for t in (kv_lens, q_start, kv_start)), *rest])
-            for x, per_seq in (_choices(q, k) if plain else _choices(q, k)[:1])
+            for x, per_seq in (_choices(k, q, k, v) if plain else _choices(k, q, k, v)[:1])
         ]
 
     @register_sharding(ops.paged_decode_forward.default)
@@ -106,7 +109,7 @@ def register() -> None:
         choices = [(whole, whole, whole)]
         if plain:
             choices.append((by_sequence, whole, by_sequence))
-            if _group_shardable(q, k):
+            if _heads_may_split(k, q):
                 choices.append((by_head, by_head, whole))
         return [
             ([x, x], [x, pages, pages, *(_given(t, per_seq) for t in tables), *rest])
@@ -123,7 +126,7 @@ def register() -> None:
                 + [_given(t, per_seq) for t in (kv_lens, q_start, kv_start)]
                 + rest,
             )
-            for x, per_seq in _choices(q, k)
+            for x, per_seq in _choices(k, q, k, v, out, lse)
         ]
 
     # Stacks (N, B, H, S, …) shard as the states (B, H, S, …) that they merge into.

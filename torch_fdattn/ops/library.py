@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_fdattn.environment import interpreting
+
 library = torch.library.Library("fdattn", "DEF")
 
 #: How often each launch path ran, e.g. ``launches["decode_forward/triton"]``. Tests read it to know
@@ -24,7 +26,7 @@ library = torch.library.Library("fdattn", "DEF")
 launches: Counter[str] = Counter()
 
 #: Triton reads this variable when a kernel is decorated, so it must be set before the first launch.
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRET = interpreting(os.environ)
 
 # Inductor must hand our kernels the strides that the fake promised.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

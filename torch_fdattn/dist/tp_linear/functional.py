@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from torch_fdattn.checks import expect_tensor
 from torch_fdattn.dist.groups import rank_and_size
+
+
+def _expect_list(name: str, values: object, of: str, kind: type | tuple[type, ...]) -> None:
+    """A list or tuple of these: what else comes, pybind would refuse without naming the argument."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list of {of}, got {type(values).__name__}")
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__} at {i}")
+
+
+def _expect_rows(rows: object) -> None:
+    if rows is not None:
+        _expect_list("rows", rows, "integers", (Integral, torch.SymInt))
+
+
+def _expect_linear(x: object, weight: object, bias: object) -> None:
+    expect_tensor("x", x)
+    expect_tensor("weight", weight)
+    if bias is not None:
+        expect_tensor("bias", bias)
 
 
 def all_gather_matmul(
@@ -34,6 +57,11 @@ def all_gather_matmul(
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
+    expect_tensor("x_shard", x_shard)
+    _expect_list("weights", weights, "tensors", Tensor)
+    if biases is not None:
+        _expect_list("biases", biases, "tensors or None", (Tensor, type(None)))
+    _expect_rows(rows)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
@@ -61,6 +89,8 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
+    _expect_linear(x, weight, bias)
+    _expect_rows(rows)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_reduce_scatter(
         x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy
@@ -89,6 +119,7 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
+    _expect_linear(x, weight, bias)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce(
         x,
