@@ -65,6 +65,32 @@ def sequence_bounds(batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_cap
 
 
 @triton.jit
+def shard_bounds(
+    batch,
+    kv_lens_ptr,
+    q_start_ptr,
+    kv_start_ptr,
+    q_len,
+    kv_capacity,
+    start,
+    most,
+    kv_block,
+    kv_stride,
+):
+    """`sequence_bounds` of a shard, where kv_lens counts whole sequences of `most` keys at most."""
+    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), most).to(tl.int32)
+    kv_start = start
+    if kv_start_ptr is not None:
+        kv_start = _position(tl.load(kv_start_ptr + batch))
+    kv_len = keys_before(length, kv_start, kv_block, kv_stride, kv_start_ptr is None)
+    if q_start_ptr is not None:
+        q_start = _position(tl.load(q_start_ptr + batch))
+    else:
+        q_start = length - q_len
+    return tl.minimum(kv_len, kv_capacity), q_start, kv_start
+
+
+@triton.jit
 def _position(start):
     """A position within ±FAR, so that with an index and a window it stays within int32."""
     return tl.minimum(tl.maximum(start, -FAR), FAR).to(tl.int32)

@@ -11,6 +11,7 @@ from torch_fdattn.ops.attention.op import check_inputs
 from torch_fdattn.ops.decode.inputs import (
     MAX_QUERY_TOKENS,
     QUANTISED,
+    WholeLengths,
     check_decode,
     expanded_scale,
 )
@@ -98,11 +99,13 @@ def check_positions(
         )
 
 
-def check_local_call(q: Tensor, shard: Shard, mask: Mask, scale: float, extras: Extras) -> None:
+def check_local_call(
+    q: Tensor, shard: Shard, mask: Mask, scale: float, extras: Extras, whole: WholeLengths | None = None
+) -> None:  # fmt: skip
     """The call that this rank is going to make over its shard."""
     if runs_decode(q):
         scores = Scores(extras.softcap, extras.alibi_slopes, extras.sinks)
-        check_decode(q, shard.k, shard.v, shard.page_table, mask, scale, scores)
+        check_decode(q, shard.k, shard.v, shard.page_table, mask, scale, scores, whole)
         expanded_scale("k_scale", extras.k_scale, shard.k, q)
         expanded_scale("v_scale", extras.v_scale, shard.v, q)
         return

@@ -1,6 +1,7 @@
 """From global lengths and positions to those of one rank's shard.
 
-Where kernels run, one small launch does it; otherwise, and in traces, torch does, in half a dozen.
+The decode kernels cut global lengths themselves (`whole_mask`); in traces, for the CPU reference, and for more
+query tokens than decode takes, torch does it before the call (`local_mask`), in half a dozen launches.
 """
 
 from __future__ import annotations
@@ -8,46 +9,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.groups import is_traced
 from torch_fdattn.dist.sharding import ShardMap
-from torch_fdattn.ops.library import use_triton
+from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.positions import FAR, Mask
 
 
-def local_mask(
-    q: Tensor, capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int, alibi: bool = False
-) -> Mask:  # fmt: skip
-    """The rank's own mask from the global one; `capacity` is that of its shard; alibi: scores have a bias."""
+def _map_of(
+    capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int
+) -> tuple[ShardMap, int]:
+    """(where the rank's keys stand unless kv_start says it, keys of a sequence at most)."""
     # With block sharding the whole capacity is known; otherwise lengths are trusted up to FAR.
     explicit = kv_block is not None or mask.kv_start is not None
     most = FAR if explicit else world_size * capacity
-    shards = ShardMap(rank, world_size, kv_block or max(capacity, 1))
+    return ShardMap(rank, world_size, kv_block or max(capacity, 1)), most
+
+
+def whole_mask(
+    q: Tensor, capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int, alibi: bool
+) -> tuple[Mask, WholeLengths]:  # fmt: skip
+    """The global mask as the decode kernels take it for this rank's shard; alibi: scores have a bias."""
+    shards, most = _map_of(capacity, mask, kv_block, rank, world_size)
+    whole = WholeLengths(shards.kv_start, shards.kv_block, shards.kv_stride, most)
     # One query that is the last key sees all keys, wherever they stand.
     last = q.shape[2] == 1 and mask.q_start is None
-    positions = alibi or mask.window_left >= 0 or (mask.window_right >= 0 and not last)
-    if not positions:
-        mask = mask._replace(window_right=-1)
-    if use_triton(q) and not is_traced(q):
-        from torch_fdattn.dist.decode.local_mask_kernel import launch_local_mask
-
-        bounds = launch_local_mask(q, mask, most, capacity, shards, positions)
-    else:
-        bounds = _local_bounds(q, mask, most, capacity, shards)
-    if not positions:
-        return Mask(bounds[0], None, None, -1, -1, 0, 0)
+    if not alibi and mask.window_left < 0 and (mask.window_right < 0 or last):
+        return mask._replace(q_start=None, window_right=-1, kv_block=0, kv_stride=0), whole
     if mask.kv_start is not None:  # an explicit contiguous shard
-        return mask._replace(kv_lens=bounds[0], q_start=bounds[1], kv_block=0, kv_stride=0)
-    return Mask(*bounds, *mask[3:5], shards.kv_block, shards.kv_stride)
+        return mask._replace(kv_block=0, kv_stride=0), whole
+    return mask._replace(kv_block=shards.kv_block, kv_stride=shards.kv_stride), whole
 
 
-def _local_bounds(
-    q: Tensor, mask: Mask, most: int, capacity: int, shards: ShardMap
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(kv_lens, q_start, kv_start) of the rank."""
+def local_mask(
+    q: Tensor, capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int
+) -> Mask:
+    """The rank's own mask from the global one; `capacity` is that of its shard."""
+    shards, most = _map_of(capacity, mask, kv_block, rank, world_size)
     lengths = mask.kv_lens.clamp(0, most).int()
     q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
     if mask.kv_start is not None:
+        # An explicit contiguous shard: this rank's keys stand at kv_start, kv_start + 1, …
         local = (lengths - mask.kv_start.clamp(-FAR, FAR).int()).clamp(0, capacity)
-        return local, q_start, mask.kv_start
-    local = shards.local_lengths(lengths).clamp(max=capacity)
-    return local, q_start, torch.full_like(lengths, shards.kv_start)
+        return mask._replace(kv_lens=local, q_start=q_start, kv_block=0, kv_stride=0)
+    return mask._replace(
+        kv_lens=shards.local_lengths(lengths).clamp(max=capacity),
+        q_start=q_start,
+        kv_start=torch.full_like(lengths, shards.kv_start),
+        kv_block=shards.kv_block,
+        kv_stride=shards.kv_stride,
+    )

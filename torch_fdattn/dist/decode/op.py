@@ -27,10 +27,11 @@ from torch_fdattn.dist.decode.inputs import (
     refuse_gradients,
     runs_decode,
 )
-from torch_fdattn.dist.decode.local_mask import local_mask
+from torch_fdattn.dist.decode.local_mask import local_mask, whole_mask
 from torch_fdattn.dist.groups import agree, given_rank_and_size, is_traced, wants_gradients
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+from torch_fdattn.ops.decode.op import decode_eagerly
 from torch_fdattn.ops.positions import Mask
 
 #: On the group's own collectives.
@@ -69,27 +70,41 @@ def _check_exchange(q: Tensor, exchange: Exchange, strategy: str) -> None:
         raise TypeError(f"q must not be float64 with strategy={strategy!r}, got {q.dtype}")
 
 
-def _forward(q, shard, mask, scale, extras, exchange, strategy):
+def _wide(q: Tensor) -> torch.dtype:
+    """The dtype of partial results."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _attend(q, shard, mask, scale, extras, dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the rank's shard, by its own mask."""
+    if not runs_decode(q):
+        return torch.ops.fdattn.attention_forward(q, shard.k, shard.v, *mask, scale, dtype)
+    if shard.page_table is None:
+        return torch.ops.fdattn.decode_forward(q, shard.k, shard.v, *mask, scale, dtype, *extras)
+    return torch.ops.fdattn.paged_decode_forward(
+        q, shard.k, shard.v, shard.page_table, *mask, scale, dtype, *extras
+    )
+
+
+def _runs_kernels(q: Tensor, shard: Shard, mask: Mask, extras: Extras) -> bool:
+    """Whether the decode kernels are to be called as they are, global lengths and all."""
+    if not runs_decode(q) or is_traced(q) or not library.use_triton(q):
+        return False
+    others = (shard.page_table, *mask[:3], *extras)
+    return library.runs_directly(q, shard.k, shard.v) and not library.any_negative(*others)
+
+
+def _merge(out, lse, dtype, exchange, strategy) -> tuple[Tensor, Tensor]:
     """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads)."""
     library.launches[f"dist_decode/{strategy}"] += 1
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    dtype = q.dtype if strategy == "none" else wide
-    if not runs_decode(q):
-        out, lse = torch.ops.fdattn.attention_forward(q, shard.k, shard.v, *mask, scale, dtype)
-    elif shard.page_table is None:
-        out, lse = torch.ops.fdattn.decode_forward(
-            q, shard.k, shard.v, *mask, scale, dtype, *extras
-        )
-    else:
-        out, lse = torch.ops.fdattn.paged_decode_forward(
-            q, shard.k, shard.v, shard.page_table, *mask, scale, dtype, *extras
-        )
     out = out.contiguous()
     if strategy == "none":
         return out, lse
     if strategy in PORTABLE:
-        return PORTABLE[strategy].merge(out, lse, q.dtype, exchange)
-    return one_sided.merge(out, lse, q.dtype, exchange.group_name, strategy, exchange.head_sharded)
+        return PORTABLE[strategy].merge(out, lse, dtype, exchange)
+    from torch_fdattn.dist.decode import one_sided
+
+    return one_sided.merge(out, lse, dtype, exchange.group_name, strategy, exchange.head_sharded)
 
 
 class _DistDecode(torch.autograd.Function):
@@ -99,7 +114,9 @@ class _DistDecode(torch.autograd.Function):
     def forward(ctx, q, k_shard, v_shard, batch_invariant, exchange, strategy, *mask_and_scale):
         mask, scale = Mask(*mask_and_scale[:-1]), mask_and_scale[-1]
         shard, extras = Shard(k_shard, v_shard, None), Extras(batch_invariant=batch_invariant)
-        out, lse = _forward(q, shard, mask, scale, extras, exchange, strategy)
+        dtype = q.dtype if strategy == "none" else _wide(q)
+        out, lse = _attend(q, shard, mask, scale, extras, dtype)
+        out, lse = _merge(out, lse, q.dtype, exchange, strategy)
         ctx.save_for_backward(q, k_shard, v_shard, out, lse, *mask[:3])
         ctx.options = mask_and_scale[3:]
         ctx.exchange = exchange
@@ -115,9 +132,8 @@ class _DistDecode(torch.autograd.Function):
         q, k_shard, v_shard, out, lse, *pointers = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        partial_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         dq, dk, dv = torch.ops.fdattn.attention_backward(
-            dout, dlse, q, k_shard, v_shard, out, lse, *pointers, *ctx.options, partial_dtype
+            dout, dlse, q, k_shard, v_shard, out, lse, *pointers, *ctx.options, _wide(q)
         )
         if ctx.exchange.world_size > 1:
             dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)
@@ -142,11 +158,16 @@ def _dist_decode(
         hierarchical.check_hierarchy(exchange)
     check_positions(shard, kv_block, kv_start, world_size)
     mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
-    has_alibi = alibi_slopes is not None
-    mask = local_mask(q, shard.capacity, mask, kv_block, rank, world_size, has_alibi)
     scale = default_scale(q, scale)
     extras = Extras(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    check_local_call(q, shard, mask, scale, extras)
+    where = shard.capacity, mask, kv_block, rank, world_size
+    runs_kernels = _runs_kernels(q, shard, mask, extras)
+    if runs_kernels:
+        local, whole = whole_mask(q, *where, alibi_slopes is not None)
+        check_local_call(q, shard, local, scale, extras, whole)
+    else:
+        local = local_mask(q, *where)
+        check_local_call(q, shard, local, scale, extras)
     inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
     gradients = wants_gradients(*inputs)
     if world_size == 1:
@@ -186,13 +207,20 @@ def _dist_decode(
             once=strategy in ONE_SIDED,
         )
     # A sink is a key whose value is 0: one rank adds it, and the merge needs to know nothing of it.
-    local = extras if rank == 0 else extras._replace(sinks=None)
+    own = extras if rank == 0 else extras._replace(sinks=None)
     if any(gradients.values()):
         refuse_gradients(q, shard, extras, head_sharded)
         return _DistDecode.apply(
-            q, k_shard, v_shard, batch_invariant, exchange, strategy, *mask, scale
+            q, k_shard, v_shard, batch_invariant, exchange, strategy, *local, scale
         )
-    return _forward(q, shard, mask, scale, local, exchange, strategy)
+    dtype = q.dtype if strategy == "none" else _wide(q)
+    if runs_kernels:
+        out, lse = decode_eagerly(
+            q, k_shard, v_shard, page_table, *local, scale, dtype, *own, whole=whole
+        )
+    else:
+        out, lse = _attend(q, shard, local, scale, own, dtype)
+    return _merge(out, lse, q.dtype, exchange, strategy)
 
 
 library.define_composite(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,26 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
 MAX_QUERY_TOKENS = 16
+
+
+class WholeLengths(NamedTuple):
+    """kv_lens counts the keys of whole sequences, of which the cache holds a shard: local key j is key
+    start + (j // block) · stride + j % block, or kv_start + j where kv_start is given. The kernels cut them.
+    """
+
+    start: int
+    block: int
+    stride: int
+    most: int  # keys of a whole sequence at most
+
+
 #: Cache dtypes of one byte, which come with scales.
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def check_decode(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, mask: Mask, scale: float,
-    options: Scores,
+    options: Scores, whole: WholeLengths | None = None,
 ) -> None:  # fmt: skip
     """q (B, H, T, D), k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages behind page_table."""
     for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v)):
@@ -42,9 +57,12 @@ def check_decode(
     if page_table is not None:
         _check_page_table(page_table, q, slots)
         slots *= page_table.shape[1]
-    checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots)
+    checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots if whole is None else whole.most)
     checks.check_window(mask.window_left, mask.window_right)
-    masked = mask.window_left >= 0 or mask.window_right >= 0 or options.alibi_slopes is not None
+    # The position of the last key follows from the length, if that is the whole sequence's.
+    masked = whole is None and (
+        mask.window_left >= 0 or mask.window_right >= 0 or options.alibi_slopes is not None
+    )
     checks.check_positions(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, slots, masked
     )

@@ -45,7 +45,7 @@ def _decode_kernel(
     kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
-    scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
+    whole, scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
@@ -57,7 +57,7 @@ def _decode_kernel(
     ALIBI: tl.constexpr = slopes_ptr is not None
     pdl_trigger(PDL and SPLIT)
     items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
-    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole)
     window = (window_left, window_right, kv_block, kv_stride)
     if BLOCK_B == 1:
         place, item = tl.program_id(HEADS_FIRST), tl.program_id(not HEADS_FIRST)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode import schedule
+from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
 from torch_fdattn.ops.direct_launch import DirectLaunch, direct_launch
@@ -141,7 +142,7 @@ class Plan:
     def __init__(
         self, q: Tensor, cache: Cache, mask: Mask, scale: float, out: Tensor, options: Scores,
         batch_invariant: bool, config: TileConfig | None = None, wanted: int | None = None,
-        capability: tuple[int, int] | None = None,
+        capability: tuple[int, int] | None = None, whole: WholeLengths | None = None,
     ) -> None:  # fmt: skip
         k, v, page_table, k_scale, v_scale = cache
         batch, heads, q_len, head_dim = q.shape
@@ -194,6 +195,9 @@ class Plan:
         slopes = options.alibi_slopes
         strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
         flags = tuple(mask_flags(mask).values())
+        window, cut_by = mask_numbers(mask), None
+        if whole is not None:
+            window, cut_by = (*window[:2], whole.block, whole.stride), (whole.start, whole.most)
         block_b = 1 if even else scan_width(size)
         # Heads that lie next to each other are read side by side.
         heads_first = pieces < MAX_GRID and (k.stride(1) < k.stride(2) or items >= MAX_GRID)
@@ -208,7 +212,7 @@ class Plan:
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
-                *(page_table.stride() if paged else (0, 0)), *mask_numbers(mask), scale, options.softcap, wanted,
+                *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
                 ragged, size, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
@@ -230,7 +234,7 @@ class Plan:
             blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
                 _merge_kernel, (batch * kv_heads * blocks, 1, 1), (
-                    *strides, batch, q_len, cache.capacity, *mask_numbers(mask), wanted, ragged,
+                    *strides, batch, q_len, cache.capacity, *window, cut_by, wanted, ragged,
                     size, programs, kv_heads, group, v_dim,
                     *flags, groups > 1, batch_invariant, least, twice, pdl, block_b, config.block_m, block_dv,
                     merge.rows, merge.parts, merge.dims,
@@ -319,7 +323,7 @@ def launch_decode(
     q: Tensor, cache: Cache, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     options: Scores | None = None, batch_invariant: bool = False, workspace: Tensor | None = None,
     config: TileConfig | None = None, wanted: int | None = None,
-    capability: tuple[int, int] | None = None,
+    capability: tuple[int, int] | None = None, whole: WholeLengths | None = None,
 ) -> Plan | None:  # fmt: skip
     """Writes attention of q over the cache into out (B, H, T, DV), any float dtype, and lse (fp32).
 
@@ -329,9 +333,13 @@ def launch_decode(
         return None
     options = options or Scores()
     if _too_long(q.shape[0], q, cache):
-        _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace)
+        _launch_in_halves(
+            q, cache, mask, scale, out, lse, options, batch_invariant, workspace, whole
+        )
         return None
-    plan = Plan(q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability)
+    plan = Plan(
+        q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
+    )
     plan.launch(
         q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace
     )  # fmt: skip
@@ -418,7 +426,9 @@ def _scale_kind(scales: Tensor | None, paged: bool) -> int:
     return 2 if scales.stride(2) or (paged and scales.stride(0)) else 1
 
 
-def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant, workspace) -> None:
+def _launch_in_halves(
+    q, cache, mask, scale, out, lse, options, batch_invariant, workspace, whole
+) -> None:
     half, _ = _halves(q.shape[0])
     for part in (slice(None, half), slice(half, None)):
 
@@ -443,4 +453,5 @@ def _launch_in_halves(q, cache, mask, scale, out, lse, options, batch_invariant,
             here_options,
             batch_invariant,
             workspace,
+            whole=whole,
         )

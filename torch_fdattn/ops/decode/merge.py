@@ -42,8 +42,8 @@ def pdl_trigger(PDL: tl.constexpr):
 )  # fmt: skip
 def _merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
-    out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, wanted,
-    wanted_ragged, group_size, group_slots, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
+    out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, whole,
+    wanted, wanted_ragged, group_size, group_slots, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, GROUPED: tl.constexpr,
     INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
@@ -58,7 +58,7 @@ def _merge_kernel(
 
     items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
     item = first_row // BLOCK_M * kv_heads + kv_head
-    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity)
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole)
     window = (window_left, window_right, kv_block, kv_stride)
     first = 0
     if BLOCK_B > 1:

@@ -50,14 +50,14 @@ class _Call:
 
     def __init__(
         self, q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
-        kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant,
+        kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, whole=None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.page_table = q, k, v, page_table
         bounds = kv_lens, q_start, kv_start
         self.mask = Mask(*bounds, window_left, window_right, kv_block, kv_stride).clamped
         self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
-        self.batch_invariant = batch_invariant
-        check_decode(q, k, v, page_table, self.mask, scale, self.options)
+        self.batch_invariant, self.whole = batch_invariant, whole
+        check_decode(q, k, v, page_table, self.mask, scale, self.options, whole)
         self.k_scale = expanded_scale("k_scale", k_scale, k, q)
         self.v_scale = expanded_scale("v_scale", v_scale, v, q)
 
@@ -69,7 +69,7 @@ class _Call:
             cache = Cache(self.k, self.v, self.page_table, self.k_scale, self.v_scale)
             return launch_decode(
                 self.q, cache, self.mask, self.scale, out, lse, self.options, self.batch_invariant,
-                workspace,
+                workspace, whole=self.whole,
             )  # fmt: skip
         rest = (self.mask, self.scale, self.k_scale, self.v_scale, self.options)
         library.launches["decode_forward/reference"] += 1
@@ -103,10 +103,12 @@ _MAX_PLANS = 4096
 def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
     scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, given=None,
+    whole=None,
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None.
 
-    given: (out, lse, workspace or None) of the caller, instead of new ones.
+    given: (out, lse, workspace or None) of the caller, instead of new ones; whole: `WholeLengths` where the
+    cache is a shard and the kernels run.
     """
     others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
     plain = (
@@ -120,7 +122,7 @@ def decode_eagerly(
             softcap, batch_invariant, _metadata(kv_lens), None if plain else tuple(map(_metadata, others)),
             # torch's own tf32 setting decides how float32 is multiplied.
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
-            None if given is None else tuple(map(_metadata, given)),
+            None if given is None else tuple(map(_metadata, given)), whole,
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # something that is no tensor: the checks say what
@@ -133,7 +135,7 @@ def decode_eagerly(
         )  # fmt: skip
         call = _Call(
             q, k, v, page_table, kv_lens, q_start, kv_start, *numbers, k_scale, v_scale,
-            checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant),
+            checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant), whole,
         )  # fmt: skip
         if given is None:
             out, lse = empty_outputs(q, v, out_dtype)

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.tiles import key_range, sequence_bounds
+from torch_fdattn.ops.tiles import key_range, sequence_bounds, shard_bounds
 
 #: Keys a unit: the grain of the balance, and the alignment of a piece's first key.
 UNIT = tl.constexpr(16)
@@ -117,10 +117,16 @@ def key_bounds(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
 ):  # fmt: skip
     """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once."""
-    q_len = bounds_of[3]
-    kv_len, q_start, kv_start = sequence_bounds(
-        sequence, bounds_of[0], bounds_of[1], bounds_of[2], q_len, bounds_of[4]
-    )
+    kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole = bounds_of
+    if whole is None:
+        kv_len, q_start, kv_start = sequence_bounds(
+            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
+        )
+    else:
+        kv_len, q_start, kv_start = shard_bounds(
+            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole[0], whole[1], window[2],
+            window[3],
+        )  # fmt: skip
     keys = (kv_len, kv_start, window[0], window[1], window[2], window[3])
     begin, _, _, end = key_range(
         q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, STRIPED, UNIT
