@@ -44,8 +44,12 @@ test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU ca
 test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 	$(PYTHON) -m tests multigpu
 
-fuzz: $(TESTED)  ## A thousand drawn decode calls and more; DRAWN=N for another number.
-	TRITON_INTERPRET=1 FDATTN_DRAWN=$(or $(DRAWN),1000) $(PYTHON) -m pytest -q -n 2 -m interpreter tests/ops/decode/test_serving_drawn.py
+FUZZ := -m pytest -q -n 2 tests/ops/decode/test_serving_drawn.py
+
+fuzz: $(TESTED)  ## A thousand drawn decode calls, on a GPU where there is one; DRAWN=N for another number.
+	@export FDATTN_DRAWN=$(or $(DRAWN),1000); \
+	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then $(PYTHON) $(FUZZ); else TRITON_INTERPRET=1 $(PYTHON) $(FUZZ) -m interpreter; fi
 
 sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="--tool memcheck --cases 100".
 	$(PYTHON) -m tests.sanitizer $(SANITIZE)

@@ -76,7 +76,7 @@ def _axis(base: DecodeCase, name: str, values: Sequence[object]) -> tuple[Decode
     return tuple(dataclasses.replace(base, **{name: value}) for value in values)
 
 
-#: Decode over one property at a time: `--sweep length,batch`. Together 32 cases, some in two axes.
+#: Decode over one property at a time: `--sweep length,batch`. Together 33 cases, some in two axes.
 SWEEPS: dict[str, tuple[DecodeCase, ...]] = {
     "length": (
         *_axis(DecodeCase(1, 32, 8, 0), "kv_len", [2**power for power in range(9, 18)]),
@@ -97,6 +97,7 @@ SWEEPS: dict[str, tuple[DecodeCase, ...]] = {
         *_axis(_MIDDLE, "cache", ("fp8", "int8")),
         *_axis(DecodeCase(64, 32, 8, 4096), "cache", (None, "fp8")),
         *_axis(DecodeCase(128, 64, 8, 8192), "cache", (None, "fp8")),
+        DecodeCase(128, 32, 8, 4096, page=16, cache="fp8"),
         *_axis(_TINY, "cache", ("fp8", "int8")),
     ),
     "ragged": (

@@ -4,6 +4,7 @@ The cases follow the config tables: for each distinct configuration the largest 
 the largest multiple of 16 that is padded to it. Spills are allowed only where SPILLS says so.
 """
 
+import itertools
 import os
 
 import pytest
@@ -98,6 +99,10 @@ def decode_cases():
         for cache in ("same", "same-paged", "e4m3-paged"):  # equal lengths have a grid of their own
             yield Case("decode", arch.name, "bf16", 128, "full", 4, cache)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
+    # One byte an element under float32, whose dots take the most registers.
+    for dim, rows in itertools.product((64, 128, 256), (4, 32)):
+        yield Case("decode", "sm_90", "fp32", dim, "padded", rows, "e4m3-paged")
+    yield Case("decode", "sm_90", "fp32", 256, "padded", 4, "int8")
     # Values of other dims than keys: tiles in shared memory that differ in their swizzle.
     for cache, dim, v_dim in (
         ("e5m2", 128, 16), ("e4m3", 96, 32), ("int8", 64, 16), ("e4m3-paged", 128, 32), ("e5m2", 16, 64),

@@ -6,6 +6,7 @@ ragged one; `summarize` counts what a set of cases covers, and the test run prin
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -199,12 +200,15 @@ class MergeCase:
         return found + [name for name, holds in tests.items() if holds]
 
 
-def drawn_seeds(count: int) -> range:
-    """The seeds of a drawn test: all of them for the kernels in the interpreter, fewer elsewhere.
+def drawn_seeds(count: int, variable: str | None = None) -> range:
+    """The seeds of a drawn test: all of them for the kernels in the interpreter, fewer elsewhere; or as many as
+    the environment's variable says, wherever it is set.
 
     A fifth on a GPU, where most draws compile kernels of their own (layouts and kinds of mask specialise a
     kernel; forward and backward of one take about 8 s); a quarter for the readable references.
     """
+    if variable is not None and variable in os.environ:
+        return range(int(os.environ[variable]))
     if torch.cuda.is_available():
         return range(count // 5)
     return range(count if INTERPRET else count // 4)

@@ -1,7 +1,5 @@
 """Drawn decode calls with serving's features, all crossed, against the fp64 oracle under the error rule."""
 
-import os
-
 import pytest
 import torch
 
@@ -14,12 +12,12 @@ from torch_fdattn.testing import (
     expected_path,
 )
 
-#: `make fuzz` draws more than the time of `make test` allows.
-DRAWN = int(os.environ.get("FDATTN_DRAWN", "320"))
+#: In the environment: how many to draw. `make fuzz` draws more than the time of `make test` allows.
+DRAWN = "FDATTN_DRAWN"
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", drawn_seeds(DRAWN))
+@pytest.mark.parametrize("seed", drawn_seeds(320, DRAWN))
 def test_drawn(seed, device, record_drawn):
     case = draw_serving(seed, device)
     record_drawn("serving decode", case.features())
@@ -39,3 +37,9 @@ def test_fewer_value_dims_than_keys_have(seed, device):
     with torch.no_grad():
         out, lse = getattr(torch_fdattn, name)(*inputs, **options)
     expected_attention(case, device, backward=False).check(lse, out=out)
+
+
+def test_as_many_draws_as_asked_for(monkeypatch):
+    monkeypatch.setenv(DRAWN, "5000")
+    assert len(drawn_seeds(320, DRAWN)) == 5000
+    assert len(drawn_seeds(320)) <= 320

@@ -55,6 +55,8 @@ def _decode_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
+    k_row = K_ROW if K_ROW > 0 else k_strides[2]
+    v_row = V_ROW if V_ROW > 0 else v_strides[2]
     pdl_trigger(PDL and SPLIT)
     items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
     bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole)
@@ -165,16 +167,16 @@ def _decode_kernel(
             base = page.to(tl.int64)
             # Tiles begin at multiples of UNIT: in small pages a tile's rows have the same slots every time.
             slot = ((n if UNIT % PAGE == 0 else index) % PAGE).to(tl.int64)
-            k_rows = base * k_strides[0] + slot * K_ROW
-            v_rows = base * v_strides[0] + slot * V_ROW
+            k_rows = base * k_strides[0] + slot * k_row
+            v_rows = base * v_strides[0] + slot * v_row
         else:
             inside = index < end
             if HAS_LEFT:
                 inside = inside & (index >= oldest)
             base = b64
             slot = index.to(tl.int64)
-            k_rows = slot * K_ROW
-            v_rows = slot * V_ROW
+            k_rows = slot * k_row
+            v_rows = slot * v_row
         k_mask = inside[None, :]
         if head_dim < BLOCK_D:
             k_mask = k_mask & (d[:, None] < head_dim)

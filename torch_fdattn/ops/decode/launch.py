@@ -71,7 +71,12 @@ def decode_config(
     if INTERPRET:
         return TileConfig(block_m, 16, 1, 1)
     if dtype == torch.float32:
-        # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread.
+        # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread, and where bytes
+        # are converted on their way so do these beside a second stage.
+        if narrow and head_dim > 64:
+            return TileConfig(
+                min(block_m, 32), 16, 8, 2 if block_m == 16 and head_dim <= 128 else 1
+            )
         if block_m == 16 and head_dim <= 128:
             return TileConfig(16, 32, 8, 2)
         return TileConfig(min(block_m, 32), 16, 4 if block_m == 16 else 8, 2)
@@ -110,6 +115,15 @@ def tile_dims(head_dim: int, v_dim: int, converted: bool) -> tuple[int, int]:
         least = min(SWIZZLED_DIMS, max(block_d, block_dv))
         block_d, block_dv = max(block_d, least), max(block_dv, least)
     return block_d, block_dv
+
+
+def known_row(cache: Tensor) -> int:
+    """The stride of keys where it follows from the shape, for the compiler; 0 where only the launch knows it.
+
+    Other strides, of sequences first or of slices, follow from batches and buffers: a kernel for each is too many.
+    """
+    heads, dims = cache.shape[1], cache.shape[3]
+    return cache.stride(2) if cache.stride(2) in (dims, heads * dims) else 0
 
 
 class MergeConfig(NamedTuple):
@@ -213,7 +227,7 @@ class Plan:
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
-                ragged, size, kv_heads, group, head_dim, v_dim, k.stride(2), v.stride(2), k.shape[2] if paged else 0,
+                ragged, size, kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
                 groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,

@@ -1,0 +1,64 @@
+"""How many kernels the shapes of a server compile: batches and buffers must not each have their own."""
+
+import os
+
+import pytest
+import torch
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
+
+from tests.compile_only.resources import ARCHS, recorded
+from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode
+from torch_fdattn.ops.positions import Mask
+
+ARCH = ARCHS["sm_90"]
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kernels(caches) -> set[str]:
+    """What Triton keeps the compiled decode kernels of these caches (B, H_kv, N, D) under."""
+    found, backend = set(), make_backend(ARCH.target)
+    for cache in caches:
+        batch = cache.shape[0]
+        q, lens = meta(batch, 4, 1, 128), meta(batch, dtype=torch.int32)
+        with recorded() as launches:
+            launch_decode(
+                q, Cache(cache, cache), Mask(lens), 0.1, torch.empty_like(q), meta(batch, 4, 1),
+                capability=ARCH.capability,
+            )  # fmt: skip
+        kernel, args, options = launches[0].kernel, launches[0].args, launches[0].kwargs
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, options = binder(*args, **options)
+        found.add(str((specialization, options)))
+    return found
+
+
+def test_sequences_first():
+    """(N, B, H, D): the stride of keys follows from the batch."""
+    batches = range(2, 260)
+    first = kernels(meta(2048, batch, 2, 128).permute(1, 2, 0, 3) for batch in batches)
+    assert len(first) <= 64
+    # And no more than the batches have where keys lie in the order of a known layout.
+    known = kernels(meta(batch, 2, 2048, 128) for batch in batches)
+    assert len(first) <= len(known) + 4
+
+
+def test_slices_of_any_width():
+    """Rows between others: every buffer has a stride of its own."""
+    widths = range(136, 1160, 8)
+    assert len(kernels(meta(3, 2, 2048, width)[..., :128] for width in widths)) <= 64
+
+
+def test_known_rows_are_the_compilers():
+    for cache, row in (
+        (meta(3, 2, 64, 128), 128), (meta(3, 64, 2, 128).transpose(1, 2), 256),
+        (meta(2, 3, 64, 2, 128)[1].transpose(1, 2), 256), (meta(3, 2, 99, 128)[:, :, 3:64], 128),
+        (meta(64, 3, 2, 128).permute(1, 2, 0, 3), 0), (meta(3, 2, 64, 136)[..., :128], 0),
+    ):  # fmt: skip
+        assert known_row(cache) == row
