@@ -2,6 +2,11 @@
 
     torchrun --nproc-per-node N -m benchmarks NAME …      or      python -m benchmarks NAME --gpus N …
 
-`processes.py` joins or starts the ranks, `clock.py` times, `models.py` has the shapes, `peers.py` what we
-are compared with; `commands.py` holds the command lines.
+`processes.py` joins or starts the ranks (`mpi.py` those of mpirun), `clock.py` times, `models.py` has the
+shapes, `peers.py` what we are compared with; `commands.py` holds the command lines.
+
+Decode over a sharded cache is `dist_decode.py`: `shards.py` has the inputs and the exact answers,
+`ways.py` what is compared, `stock.py` the best that stock parts give, `case_run.py` takes one through a
+case, `rounds.py` times (in turns, the slowest rank), `together.py` keeps ranks at the same step;
+`latency.py` and `scaling.py` are its other cases, `decode_report.py` its table.
 """

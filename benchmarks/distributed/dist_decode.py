@@ -86,22 +86,29 @@ def _measure(
     options: argparse.Namespace, ranks: Ranks, recorder: Recorder, cases: list[DecodeCase]
 ) -> bool:
     holds = True
-    timed = options.case == "compare"
     chosen = _chosen_ways(options, ranks)
     for case in cases:
-        begin = time.monotonic()
-        name = f"{case.name} cpu" if ranks.device.type == "cpu" else case.name
-        run = CaseRun(case, name, ranks, recorder, timed)
-        with contextlib.ExitStack() as stack:
-            for way in [*chosen, *([ways.LOCAL_WAY] if timed else [])]:
-                run.take(way, stack)
-            if timed:
-                run.take_floor()
-                run.sample(options.repeats)
-            run.rounds.clear()
-        holds &= run.holds
+        holds &= _measure_case(options, case, chosen, ranks, recorder)
         recorder.save()
-        if ranks.rank == 0:
-            taken = f"{time.monotonic() - begin:.1f} s, auto is {run.auto}"
-            print(f"{run.name}: {taken}", file=sys.stderr, flush=True)
     return holds
+
+
+def _measure_case(
+    options: argparse.Namespace, case: DecodeCase, chosen: list[ways.Way], ranks: Ranks,
+    recorder: Recorder,
+) -> bool:  # fmt: skip
+    begin = time.monotonic()
+    timed = options.case == "compare"
+    name = f"{case.name} cpu" if ranks.device.type == "cpu" else case.name
+    run = CaseRun(case, name, ranks, recorder, timed)
+    with contextlib.ExitStack() as stack:
+        for way in [*chosen, *([ways.LOCAL_WAY] if timed else [])]:
+            run.take(way, stack)
+        if timed:
+            run.take_floor()
+            run.sample(options.repeats)
+        run.rounds.clear()
+    if ranks.rank == 0:
+        taken = f"{time.monotonic() - begin:.1f} s, auto is {run.auto}"
+        print(f"{name}: {taken}", file=sys.stderr, flush=True)
+    return run.holds
