@@ -12,7 +12,7 @@ from torch_fdattn.dist.groups import is_traced, rank_and_size
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 #: Up to so many rows (batch · heads · query tokens) latency decides, and beyond it bytes.
-FUSED_ROWS = 512
+FUSED_ROWS = 256
 
 _log = logging.getLogger("torch_fdattn")
 
