@@ -182,6 +182,7 @@ def decode_workspace(
     Calls that can run at the same time need one each, captured CUDA graphs included; without it the ops
     allocate for themselves.
     """
+    decode_op.check_inputs_alone(q, k_cache, v_cache, page_table, batch_invariant)
     size = decode_op.workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
     return torch.empty(size, dtype=torch.int32, device=q.device)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from torch_fdattn.environment import interpreting
 
@@ -77,9 +78,12 @@ def runs_directly(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda or tensors[0].is_cpu
 
 
-def any_negative(*tensors: Tensor | None) -> bool:
-    """Whether a tensor has a lazy minus sign, which its memory lacks and only the dispatcher carries out."""
-    return any(isinstance(tensor, Tensor) and tensor.is_neg() for tensor in tensors)
+def lie_in_memory(*arguments: object) -> bool:
+    """Whether kernels may read the tensors among these as they are: no subclass, no lazy minus sign."""
+    return all(
+        not isinstance(x, Tensor) or (type(x) in (Tensor, Parameter) and not x.is_neg())
+        for x in arguments
+    )
 
 
 def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:

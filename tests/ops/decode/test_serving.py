@@ -183,6 +183,53 @@ def test_strided_tables_slopes_and_sinks(kind, device):
 
 
 @pytest.mark.interpreter
+def test_slopes_and_sinks_far_apart(device):
+    """The last head's lie more than 2**31 elements behind the first's."""
+    q, k, v, lens = caches(device)
+    step = 2**29
+    # On a CPU memory that is not touched is not taken.
+    buffer = torch.from_numpy(np.zeros(5 * step + 1, np.float16))
+    if device == "cuda":
+        if torch.cuda.mem_get_info()[0] < 6 << 30:
+            pytest.skip(
+                f"needs 6 GiB of free GPU memory, found {torch.cuda.mem_get_info()[0] >> 30}"
+            )
+        buffer = torch.zeros(5 * step + 1, dtype=torch.float16, device=device)
+    far = buffer.as_strided((6,), (step,)).copy_(torch.rand(6))
+    found = torch_fdattn.decode(q, k, v, lens, alibi_slopes=far, sinks=far)
+    near = far.contiguous()
+    expected = torch_fdattn.decode(q, k, v, lens, alibi_slopes=near, sinks=near)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("wrong", ["q", "k_cache", "page_table"])
+def test_a_workspace_for_wrong_inputs(wrong, device):
+    q, k, v, _ = caches(device)
+    (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+    given = dict(q=q, k_cache=k, v_cache=v, page_table=table)
+    given[wrong] = given[wrong][0]
+    with pytest.raises(ValueError, match=f"{wrong} must have"):
+        torch_fdattn.decode_workspace(**given)
+
+
+def test_sinks_that_only_the_dispatcher_understands(device):
+    """A subclass has no memory of its own that a kernel could read."""
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return NotImplemented
+
+    called = []
+    q, k, v, lens = caches(device)
+    sinks = torch.Tensor._make_wrapper_subclass(Seen, (6,), device=device)
+    with pytest.raises(TypeError):
+        torch_fdattn.decode(q, k, v, lens, sinks=sinks)
+    assert called == ["fdattn.decode_forward.default"]
+
+
+@pytest.mark.interpreter
 def test_scales_of_heads_that_hold_nothing(device):
     """Zero where a head was never written; anything where a sequence is empty."""
     q, k, v, lens = caches(device)

@@ -126,7 +126,7 @@ def _decode_kernel(
         q = tl.zeros([BLOCK_M, BLOCK_D], q.dtype)
     if ALIBI:
         slopes = tl.load(
-            slopes_ptr + b64 * slope_strides[0] + head * slope_strides[1],
+            slopes_ptr + b64 * slope_strides[0] + head.to(tl.int64) * slope_strides[1],
             mask=rows_in,
             other=0.0,
         ).to(tl.float32)

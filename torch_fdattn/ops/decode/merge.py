@@ -113,12 +113,10 @@ def write_rows(out, lse, row, d, writes_lse, target, v_dim: tl.constexpr):
     out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads, sink_stride = target
     head = kv_head * group + row // q_len
     rows_in = row < group * q_len
-    if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + head * sink_stride, mask=rows_in, other=float("-inf")).to(
-            tl.float32
-        )
-        out, lse = add_sinks(out, lse, sinks)
     head64 = head.to(tl.int64)
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head64 * sink_stride, mask=rows_in, other=float("-inf"))
+        out, lse = add_sinks(out, lse, sinks.to(tl.float32))
     token = (row % q_len).to(tl.int64)
     rows = b64 * strides[0] + head64 * strides[1] + token * strides[2]
     tl.store(

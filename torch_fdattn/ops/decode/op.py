@@ -248,6 +248,14 @@ def _check_workspace_size(call: _Call, workspace: Tensor) -> None:
         raise ValueError(f"workspace must have at least {needed} elements, got {workspace.numel()}")
 
 
+def check_inputs_alone(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, batch_invariant: bool
+) -> None:
+    """What a call asks of these, whatever else it will be given."""
+    no_mask = (None, None, None, -1, -1, 0, 0)
+    _Call(q, k, v, page_table, *no_mask, 1.0, None, None, 0.0, None, None, batch_invariant)
+
+
 def workspace_size(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, batch_invariant: bool
 ) -> int:
@@ -329,7 +337,7 @@ def paged_decode(
 def _is_plain(others: tuple) -> bool:
     """Whether these arguments besides q and the cache want no gradient and lie in memory as they are."""
     wanted = torch.is_grad_enabled() and any(library.requires_grad(x) for x in others)
-    return not wanted and not library.any_negative(*others)
+    return not wanted and library.lie_in_memory(*others)
 
 
 def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:
