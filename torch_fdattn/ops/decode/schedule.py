@@ -60,6 +60,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def fast_memory(device: torch.device) -> bool:
+    """Whether a CUDA device's memory is of the class of an H200's 4.8 TB/s, not of an H100's 3.35."""
+    if device.type != "cuda":
+        return False
+    found = torch.cuda.get_device_properties(device)
+    clock_khz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return clock_khz * 1e3 * 2 * bits / 8 >= 4e12
+
+
 def wanted_pieces(items: int, processors: int) -> int:
     """How many pieces an even batch is cut into: a whole number a processor, one if items are few."""
     return processors * max(1, round(items / processors))
