@@ -13,6 +13,7 @@ import math
 import weakref
 
 import torch
+from torch.distributed import distributed_c10d
 
 _MAX_SECONDS = 1e6
 _timeout_s = 10.0
@@ -61,7 +62,12 @@ class FaultWord:
         self.tensor = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._word = ctypes.c_int64.from_address(self.tensor.data_ptr())
         self._where = group_name, rank, strategy
+        self._group = weakref.ref(distributed_c10d._resolve_process_group(group_name))
         _words.add(self)
+
+    def is_left(self) -> bool:
+        """Whether its group was destroyed; tracebacks may keep this alive for longer than that."""
+        return self._group() not in distributed_c10d._world.pg_map
 
     def raise_if_set(self) -> None:
         word = self._word.value
@@ -83,9 +89,9 @@ def check(synchronize: bool = True) -> None:
 
     Raises:
         PeerTimeout: a peer's data did not come in time. It is raised again at every later check and call on
-            that group: its state is lost.
+            that group, until the group is destroyed: its state is lost.
     """
-    words = sorted(_words, key=id)
+    words = sorted((word for word in _words if not word.is_left()), key=id)
     if synchronize:
         for device in {word.device for word in words if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)

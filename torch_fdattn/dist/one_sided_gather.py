@@ -126,7 +126,7 @@ def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
     else:
         kernel, block = _gather_tiles_kernel, _TILE // 8
         words = count + triton.cdiv(count, block)
-    where = channel(group_name, f"all_gather/{unit}", world * words * 8, x.device)
+    where = channel(group_name, f"symm_all_gather/{unit}", world * words * 8, x.device)
     where.enter()
     launches["one_sided_all_gather"] += 1
     with on_device(x):

@@ -58,7 +58,8 @@ class Rows(NamedTuple):
         """(rows a tile, tiles of each owner's rows)."""
         share, rows = triton.cdiv(self.count, owners), 1
         most = max(1, TILE_WORDS // (self.sources * self.block_d))
-        while owners * triton.cdiv(share, rows) > ENOUGH and (INTERPRET or rows < most):
+        limit = share if INTERPRET else most
+        while rows < limit and owners * triton.cdiv(share, rows) > ENOUGH:
             rows *= 2
         return rows, triton.cdiv(share, rows)
 

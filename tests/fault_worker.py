@@ -1,0 +1,219 @@
+"""Three ranks, of which rank 1 is lost: python fault_worker.py FAULT STRATEGY[,STRATEGY…] FOLDER.
+
+    kill, stop     it ends, or halts, between two calls
+    kill_in_calls  it ends while it makes one call after the other
+    absent         it makes no call of these strategies any more
+    late           it makes one call late, but in time
+
+Each rank is a fork of this process, which imports torch once for all. FDATTN_FAULT_DEVICE=cuda gives each rank a
+GPU of its own, and NCCL. The exit code is 0 where every survivor ended as it should within the time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import torch_fdattn
+from torch_fdattn.dist import PeerTimeout, ShardMap, check, decode, set_timeout
+from torch_fdattn.dist.decode import fused, one_sided  # noqa: F401  # imports triton before the forks
+
+DEVICE = os.environ.get("FDATTN_FAULT_DEVICE", "cpu")
+WORLD, LOST = 3, 1
+LIMIT_S = 0.8
+#: Beyond the limit, on a machine that does other things as well.
+SLACK_S = 4.0
+STARTED_S = 240.0
+KEYS, BLOCK = 18, 3
+
+
+def join(folder: str, name: str, rank: int, world: int) -> str:
+    """The name of a new default group. Its store is a file: no rank's death takes it away."""
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/{name}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=STARTED_S),
+    )  # fmt: skip
+    return dist.group.WORLD.group_name
+
+
+def leave() -> None:
+    """What a survivor does with a group that lost a rank."""
+    if DEVICE == "cuda":
+        distributed_c10d._abort_process_group()  # NCCL's orderly end would wait for the dead rank
+    else:
+        dist.destroy_process_group()
+
+
+class Calls:
+    """Decode calls of one group, and what they should give."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        torch.manual_seed(0)
+        q = torch.randn(1, 2 * WORLD, 1, 16, device=DEVICE)
+        k, v = torch.randn(
+            2, 1, 1, KEYS, 16, device=DEVICE
+        )  # one head: fewer programs to interpret
+        self.lens = torch.tensor([KEYS], dtype=torch.int32, device=DEVICE)
+        self.exact = torch_fdattn.decode(q, k, v, self.lens)
+        shards = ShardMap(dist.get_rank(), dist.get_world_size(), BLOCK)
+        mine, _ = shards.locate(torch.arange(KEYS, device=DEVICE))
+        self.inputs = q, k[:, :, mine], v[:, :, mine], self.lens, group
+
+    def __call__(self, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+        found = decode(*self.inputs, kv_block=BLOCK, strategy=strategy)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+    def expect(self, found) -> None:
+        for ours, exact in zip(found, self.exact, strict=True):
+            torch.testing.assert_close(ours, exact)
+
+    def right(self, strategy: str) -> None:
+        self.expect(self(strategy))
+
+
+#: Kept, as a program might: their tracebacks hold what belonged to the old group.
+errors: list[PeerTimeout] = []
+
+
+def timeout_of(call: Callable[[], object]) -> PeerTimeout:
+    """The PeerTimeout that the call raises."""
+    try:
+        call()
+    except PeerTimeout as error:
+        errors.append(error)
+        return error
+    raise AssertionError("no PeerTimeout")
+
+
+def survive(calls: Calls, strategy: str, whole: bool) -> None:
+    """Calls until one gives NaN, in time; the exception comes at the next one and at `check`."""
+    count = 2  # calls before this
+    while True:
+        count += 1
+        start = time.monotonic()
+        found = calls(strategy)
+        if any(x.isnan().any() for x in found):
+            break
+        calls.expect(found)
+        assert count < 100_000, "rank 1 is never lost"
+    took = time.monotonic() - start
+    assert took < LIMIT_S + SLACK_S, f"{took} s"
+    for ours, exact in zip(found, calls.exact, strict=True):
+        lost = ours.isnan()
+        assert lost.all() or not whole
+        torch.testing.assert_close(ours[~lost], exact[~lost])
+    start = time.monotonic()
+    for _ in range(2):
+        error = timeout_of(lambda: calls(strategy))
+        assert (error.rank, error.strategy, error.epoch) == (dist.get_rank(), strategy, count)
+        # An owner of two_shot that waits in vain sends nothing: the others may name it.
+        assert error.peer == LOST or not whole or strategy == "two_shot", error
+        assert error.peer != error.rank
+        assert f"waited for rank {error.peer} of group" in str(error)
+    assert timeout_of(check).rank == dist.get_rank()
+    assert time.monotonic() - start < SLACK_S
+    if DEVICE == "cuda":  # its context goes on
+        assert torch.ones(8, device=DEVICE).sum().item() == 8
+
+
+def lose(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        signal.pause()
+
+
+def run(rank: int, fault: str, strategies: list[str], folder: str) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    group = join(folder, "before", rank, WORLD)
+    set_timeout(STARTED_S)  # the first calls compile
+    calls = Calls(group)
+    for strategy in strategies:
+        calls.right(strategy)
+        calls.right(strategy)
+    dist.barrier()
+    set_timeout(LIMIT_S)
+    if fault == "late":
+        set_timeout(LIMIT_S + SLACK_S)
+        for strategy in strategies:
+            if rank == LOST:
+                time.sleep(LIMIT_S / 4)
+            calls.right(strategy)
+            calls.right(strategy)
+        check()
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    if rank == LOST:
+        if fault == "kill_in_calls":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                calls(strategies[0])
+        lose(fault)
+    for strategy in strategies:
+        survive(calls, strategy, whole=fault != "kill_in_calls")
+    start = time.monotonic()
+    leave()
+    assert time.monotonic() - start < SLACK_S
+    group = join(folder, "after", rank - (rank > LOST), WORLD - 1)
+    set_timeout(STARTED_S)
+    check()  # nothing is left of the old group
+    calls = Calls(group)
+    for strategy in strategies:
+        calls.right(strategy)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fork(rank: int, *arguments) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run(rank, *arguments)
+        print(f"rank {rank}: as it should", flush=True)
+        code = 0
+    except BaseException:
+        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
+    os._exit(code)  # past the teardown of backends, of which a dead peer is no friend
+
+
+def main(fault: str, strategies: str, folder: str) -> int:
+    pids = [fork(rank, fault, strategies.split(","), folder) for rank in range(WORLD)]
+    expected = [rank for rank in range(WORLD) if rank != LOST or fault == "late"]
+    waiting, codes = set(expected), {}
+    end = time.monotonic() + STARTED_S
+    while waiting and time.monotonic() < end:
+        for rank in sorted(waiting):
+            pid, status = os.waitpid(pids[rank], os.WNOHANG)
+            if pid:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                waiting.remove(rank)
+        time.sleep(0.02)
+    for rank in waiting | (set(range(WORLD)) - set(expected)):
+        os.kill(pids[rank], signal.SIGKILL)  # ends a halted process, too
+        os.waitpid(pids[rank], 0)
+    print(f"exit codes {codes}, ranks without an end: {sorted(waiting)}", flush=True)
+    return int(codes != dict.fromkeys(expected, 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:4]))

@@ -1,0 +1,46 @@
+"""Ranks that die, halt, stay away or come late, met by the one-sided strategies; see fault_worker.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).parent / "fault_worker.py"
+CASES = [
+    ("kill", "fused"),
+    ("stop", "push_tiled"),
+    ("kill_in_calls", "two_shot"),
+    ("kill_in_calls", "push"),
+    ("absent", "fused,two_shot,push,push_tiled,symm_all_gather"),
+    ("late", "fused,two_shot,push,push_tiled,symm_all_gather"),
+]
+
+
+def lose_a_rank(fault: str, strategies: str, device: str, folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FDATTN_FAULT_DEVICE": device}
+    environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
+    done = subprocess.run(
+        [sys.executable, str(WORKER), fault, strategies, str(folder)], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("as it should") == (3 if fault == "late" else 2), done.stdout
+
+
+@pytest.mark.parametrize(("fault", "strategies"), CASES)
+def test_survivors_go_on(fault: str, strategies: str, tmp_path: Path) -> None:
+    lose_a_rank(fault, strategies, "cpu", tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("fault", "strategies"), CASES)
+def test_survivors_go_on_with_gpus(fault: str, strategies: str, tmp_path: Path) -> None:
+    found = torch.cuda.device_count()
+    if found < 3:
+        pytest.skip(f"needs 3 CUDA devices, found {found}")
+    lose_a_rank(fault, strategies, "cuda", tmp_path)
