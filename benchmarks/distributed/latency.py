@@ -75,7 +75,7 @@ def _prepare(
 
 
 def _one_sided(x: Tensor, ranks: Ranks) -> Call:
-    from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
+    from torch_fdattn.dist import one_sided_all_gather
 
     return lambda: one_sided_all_gather(x, ranks.group_name)
 

@@ -70,5 +70,5 @@ def test_merges(module, batch: int, world: int, dim: int, head_sharded: bool, ar
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_all_gather(world: int, nbytes: int) -> None:
     with ranks(world), recorded() as launches:
-        one_sided_gather.one_sided_all_gather(meta(nbytes // 4), "0")
+        one_sided_gather.all_gather(meta(nbytes // 4), "0")
     check(launches, "sm_90")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_fdattn.dist import one_sided_all_gather
 from torch_fdattn.dist.channel import _channels, channel
 from torch_fdattn.dist.decode import one_sided
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
-from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 

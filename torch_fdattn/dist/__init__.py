@@ -9,7 +9,7 @@ from torch_fdattn.dist.context_parallel import context_parallel, shard_batch, un
 from torch_fdattn.dist.decode.auto import chosen_strategy
 from torch_fdattn.dist.decode_attention import DistributedDecodeAttention
 from torch_fdattn.dist.faults import PeerTimeout, check, set_timeout
-from torch_fdattn.dist.functional import decode, ring_attention
+from torch_fdattn.dist.functional import decode, one_sided_all_gather, ring_attention
 from torch_fdattn.dist.kv_cache import ShardedKVCache
 from torch_fdattn.dist.sequence_shards import SequenceShards
 from torch_fdattn.dist.sharding import ShardMap
@@ -36,6 +36,7 @@ __all__ = [
     "decode",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "one_sided_all_gather",
     "ring_attention",
     "set_timeout",
     "shard_batch",

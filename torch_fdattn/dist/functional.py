@@ -95,6 +95,31 @@ def _pair_of_names(hierarchy: tuple[str, str] | None) -> tuple[str | None, str |
     return hierarchy[0], hierarchy[1]
 
 
+def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
+    """Every rank's x, stacked in the order of ranks, through memory that the ranks map, in one kernel.
+
+    Args:
+        x: contiguous, any dtype, of a multiple of 4 bytes; the same shape on every rank. On GPUs of one host, or
+            CPU tensors with TRITON_INTERPRET=1.
+        group_name: the process group's name (``group.group_name``).
+
+    Returns:
+        (W, *x.shape), the same on all ranks. Every bit is set (NaN in floating point) where a rank's part did
+        not come within `set_timeout`.
+
+    Raises:
+        TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
+        NotImplementedError: the ranks cannot map each other's memory.
+        PeerTimeout: an earlier call on the group did not get a rank's part.
+    """
+    from torch_fdattn.dist.decode.one_sided import expect_mapped
+    from torch_fdattn.dist.one_sided_gather import all_gather
+
+    checks.expect_types((("x", x),))
+    expect_mapped("one_sided_all_gather", group_name, x.device)
+    return all_gather(x, group_name)
+
+
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group_name: str, *,
     shards: SequenceShards | str = "contiguous", causal: bool = False,

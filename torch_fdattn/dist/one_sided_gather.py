@@ -94,19 +94,9 @@ def _gather_tiles_kernel(
         tl.store(out_ptr + source * count + at, tl.where(came, found, -1), mask=inside)
 
 
-def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
-    """Every rank's x (any shape, the same on all ranks), stacked in the order of ranks: (W, *x.shape).
-
-    CUDA tensors of ranks of one host; CPU tensors with TRITON_INTERPRET=1. Every bit of the result is set (NaN in
-    floating point) where a rank's part did not come in time.
-
-    Raises:
-        TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
-        PeerTimeout: an earlier call on the group did not get a rank's part.
-    """
+def all_gather(x: Tensor, group_name: str) -> Tensor:
+    """`torch_fdattn.dist.one_sided_all_gather` of ranks that map each other's memory."""
     rank, world = rank_and_size(group_name)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not x.is_contiguous() or x.nbytes % 4:
         raise ValueError(
             f"x must be contiguous and of a multiple of 4 bytes, got {x.nbytes} bytes with strides {x.stride()}"

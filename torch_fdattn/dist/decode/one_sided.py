@@ -44,6 +44,15 @@ def obstacle(group_name: str, device: torch.device) -> str | None:
     return known[device.type]
 
 
+def expect_mapped(what: str, group_name: str, device: torch.device) -> None:
+    """Refuses `what` in a group whose ranks cannot map each other's memory."""
+    why_not = obstacle(group_name, device)
+    if why_not is not None:
+        raise NotImplementedError(
+            f"{what} needs ranks that map each other's memory: {why_not}; 'all_gather' runs everywhere"
+        )
+
+
 def _find_obstacle(group, device: torch.device) -> str | None:
     mine = _about_this_rank(device)
     everywhere: list[dict] = [{}] * group.size()
@@ -101,12 +110,7 @@ def merge(
 
 def _merge(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):
     _check(part, part_lse, strategy, head_sharded, world_size)
-    why_not = obstacle(group_name, part.device)
-    if why_not is not None:
-        raise NotImplementedError(
-            f"strategy {strategy!r} needs ranks that map each other's memory: {why_not}; "
-            "strategy 'all_gather' runs everywhere"
-        )
+    expect_mapped(f"strategy {strategy!r}", group_name, part.device)
     if part.numel() == 0:
         return _merge_fake(part, part_lse, group_name, strategy, dtype, head_sharded, world_size)
     module = __import__(f"torch_fdattn.dist.decode.{strategy}", fromlist=["merge"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
+from torch_fdattn.dist.one_sided_gather import all_gather
 from torch_fdattn.ops.library import launches
 
 
@@ -19,7 +19,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     """The merged (out, lse) of all ranks' partial results."""
     launches["dist_merge/symm_all_gather"] += 1
     packed = torch.cat([part, part_lse.unsqueeze(-1)], -1)
-    parts = one_sided_all_gather(packed, group_name)
+    parts = all_gather(packed, group_name)
     if head_sharded:
         rank, world = rank_and_size(group_name)
         parts = parts.chunk(world, 2)[rank]
