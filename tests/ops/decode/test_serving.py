@@ -179,7 +179,11 @@ def test_strided_tables_slopes_and_sinks(kind, device):
         right = torch_fdattn.paged_decode(
             *call[0], table, lens, alibi_slopes=dense[0], sinks=dense[1]
         )
-        assert all(torch.equal(x, y) for x, y in zip((out, lse), right, strict=True))
+        for ours, dense_one in zip((out, lse), right, strict=True):
+            if library.use_triton(q):
+                assert torch.equal(ours, dense_one)
+            else:  # torch's own loops over expanded tensors round differently on some processors
+                torch.testing.assert_close(ours, dense_one)
 
 
 @pytest.mark.interpreter
