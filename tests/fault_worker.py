@@ -22,6 +22,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # what assert_close imports: better once than in each fork
 from torch.distributed import distributed_c10d
 
 import torch_fdattn
@@ -59,17 +60,11 @@ class Calls:
     """Decode calls of one group, and what they should give."""
 
     def __init__(self, group: str) -> None:
-        self.group = group
-        torch.manual_seed(0)
-        q = torch.randn(1, 2 * WORLD, 1, 16, device=DEVICE)
-        k, v = torch.randn(
-            2, 1, 1, KEYS, 16, device=DEVICE
-        )  # one head: fewer programs to interpret
-        self.lens = torch.tensor([KEYS], dtype=torch.int32, device=DEVICE)
-        self.exact = torch_fdattn.decode(q, k, v, self.lens)
+        q, k, v, lens, *exact = (x.to(DEVICE) for x in WHOLE)
         shards = ShardMap(dist.get_rank(), dist.get_world_size(), BLOCK)
         mine, _ = shards.locate(torch.arange(KEYS, device=DEVICE))
-        self.inputs = q, k[:, :, mine], v[:, :, mine], self.lens, group
+        self.inputs = q, k[:, :, mine], v[:, :, mine], lens, group
+        self.exact = exact
 
     def __call__(self, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
         found = decode(*self.inputs, kv_block=BLOCK, strategy=strategy)
@@ -194,6 +189,17 @@ def fork(rank: int, *arguments) -> int:
     except BaseException:
         print(f"rank {rank}: {traceback.format_exc()}", flush=True)
     os._exit(code)  # past the teardown of backends, of which a dead peer is no friend
+
+
+def whole_call() -> tuple[torch.Tensor, ...]:
+    """(q, k, v, lens, out, lse) of one process; one KV head: fewer programs to interpret."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 16) for h, n in ((2 * WORLD, 1), (1, KEYS), (1, KEYS)))
+    lens = torch.tensor([KEYS], dtype=torch.int32)
+    return q, k, v, lens, *torch_fdattn.decode(q, k, v, lens)
+
+
+WHOLE = whole_call()
 
 
 def main(fault: str, strategies: str, folder: str) -> int:

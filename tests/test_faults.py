@@ -17,7 +17,7 @@ CASES = [
     ("kill_in_calls", "two_shot"),
     ("kill_in_calls", "push"),
     ("absent", "fused,two_shot,push,push_tiled,symm_all_gather"),
-    ("late", "fused,two_shot,push,push_tiled,symm_all_gather"),
+    ("late", "fused,two_shot,push_tiled"),
 ]
 
 
