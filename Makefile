@@ -10,6 +10,10 @@ TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1,)
 VENV   ?= .venv
 PYTHON ?= $(VENV)/bin/python
 NPROC  ?= 2
+CALLS  ?= 100000
+RANKS  ?= 2
+# Kernels are interpreted where not every rank has a GPU.
+INTERPRET = $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.device_count() < $(RANKS)))")
 
 READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
 TESTED := $(if $(READY),$(VENV)/.ready-test,)
@@ -17,7 +21,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-gpu test-multigpu fuzz sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-gpu test-multigpu fuzz soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -50,6 +54,10 @@ fuzz: $(TESTED)  ## A thousand drawn decode calls, on a GPU where there is one; 
 	@export FDATTN_DRAWN=$(or $(DRAWN),1000); \
 	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(PYTHON) $(FUZZ); else TRITON_INTERPRET=1 $(PYTHON) $(FUZZ) -m interpreter; fi
+
+soak: $(TESTED)  ## Sharded decode calls back to back in any order: CALLS=100000 RANKS=2; and merges on eight ranks.
+	TRITON_INTERPRET=$(INTERPRET) OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m tests.soak --calls $(CALLS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 8 --redirects 3 --tee 0:3 -m pytest -q tests/dist/test_one_sided.py -k "merge or wrap or overlapping"
 
 sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="--tool memcheck --cases 100".
 	$(PYTHON) -m tests.sanitizer $(SANITIZE)

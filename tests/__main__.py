@@ -51,6 +51,8 @@ _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_mesh.py",
     "tests/benchmarks/test_distributed.py",
+    "tests/test_faults.py",
+    "tests/test_soak.py",
 )
 
 
@@ -58,6 +60,14 @@ def distributed(ranks: int, *names: str) -> Layer:
     """The distributed tests, or the files of these names alone."""
     files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
     return Layer(f"distributed, {ranks} ranks", files, ranks)
+
+
+def one_sided(ranks: int, *files: str, only: str = "") -> Layer:
+    """The tests of the one-sided exchanges, whose kernels are interpreted; `only` is pytest's -k."""
+    chosen = tuple(f"tests/dist/test_{file}.py" for file in files)
+    return Layer(
+        f"one-sided, {ranks} ranks", (*chosen, *(("-k", only) if only else ())), ranks, INTERPRET
+    )
 
 
 def layers(kind: str) -> list[Layer]:
@@ -99,6 +109,14 @@ def layers(kind: str) -> list[Layer]:
                 "engine",
             ),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
+            one_sided(2, "one_sided", "strategies", "signals"),
+            # More than one peer to wait for, overlapping groups; shares that do not divide.
+            one_sided(
+                3,
+                "one_sided",
+                "strategies",
+                only="test_overlapping or test_rows_that_do_not_divide or test_lengths_that_change",
+            ),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

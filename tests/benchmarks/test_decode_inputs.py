@@ -95,7 +95,7 @@ def test_the_exact_head_is_the_last_of_the_longest(case: DecodeCase) -> None:
 def test_sweeps() -> None:
     whole = swept("all")
     assert len({case.name for case in whole}) == len(whole)
-    assert 20 <= len([case for case in whole if not case.tiny]) <= 32  # three minutes of a GPU
+    assert 20 <= len([case for case in whole if not case.tiny]) <= 33  # three minutes of a GPU
     assert [c.kv_len for c in swept("length") if not c.tiny] == [2**n for n in range(9, 18)]
     assert {c.head_dim for c in swept("dim") if not c.tiny} == {64, 96, 128, 192, 256}
     assert [c.page for c in swept("page") if not c.tiny] == [1, 16, 64, 256]

@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "batch invariance forgotten", f"{_KERNELS}/decode/op.py",
-        "self.batch_invariant = batch_invariant", "self.batch_invariant = False", DECODE,
+        "self.batch_invariant, self.whole = batch_invariant, whole", "self.batch_invariant, self.whole = False, whole", DECODE,
     ),
     Fault(
         "a plan for every scale", f"{_KERNELS}/decode/op.py",

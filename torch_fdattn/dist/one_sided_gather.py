@@ -18,6 +18,7 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_flags,
+    may_send,
     payload,
     raise_flags,
     receive,
@@ -44,10 +45,11 @@ def _gather_words_kernel(
     epoch = take_epoch(state_ptr, tl.num_programs(0))
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
+    sent = inside & may_send(state_ptr, epoch)
     x = tl.load(x_ptr + at, mask=inside, other=0)
     for i in tl.static_range(1, WORLD):
         base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-        tl.store(base + rank * count + at, word(x, epoch), mask=inside)
+        tl.store(base + rank * count + at, word(x, epoch), mask=sent)
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
     base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
@@ -74,17 +76,18 @@ def _gather_tiles_kernel(
     epoch = take_epoch(state_ptr, tl.num_programs(0))
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
+    sent = inside & may_send(state_ptr, epoch)
     x = tl.load(x_ptr + at, mask=inside, other=0)
     flags = tl.num_programs(0)  # of each source; the data lies behind them
     data = WORLD * flags
     for i in tl.static_range(1, WORLD):
         base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-        tl.store(base + data + rank.to(tl.int64) * count + at, x, mask=inside)
+        tl.store(base + data + rank.to(tl.int64) * count + at, x, mask=sent)
     tl.store(out_ptr + rank.to(tl.int64) * count + at, x, mask=inside)
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
     address = tl.load(addresses_ptr + sources, mask=others, other=0) + (epoch & 1) * half_bytes
-    raise_flags(as_words(address) + rank * flags + tl.program_id(0), others, epoch)
+    raise_flags(as_words(address) + rank * flags + tl.program_id(0), others & may_send(state_ptr, epoch), epoch)
     base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
     mine = base + sources * flags + tl.program_id(0)
     came = await_flags(mine, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
@@ -106,6 +109,8 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
         return out
     by_words = x.nbytes <= WORDS_BYTES or x.nbytes % 8
     unit = torch.int32 if by_words else torch.int64
+    if x.data_ptr() % unit.itemsize:
+        x = x.clone()  # which begins where words may
     flat, flat_out = x.reshape(-1).view(unit), out.view(-1).view(unit)
     count = flat.numel()
     sources = triton.next_power_of_2(world)

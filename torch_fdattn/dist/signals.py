@@ -11,7 +11,8 @@ This holds where every call makes every rank wait, directly or through an owner,
 **Words.** 64 bits: 32 of payload and the epoch (NCCL's LL protocol). 8 bytes arrive whole, so a reader that sees
 this call's epoch has the payload: no fence and no flag.
 
-**Flags.** 64 bits that hold the epoch of the data that was written before them. `tl.debug_barrier` comes before a
+**Flags.** 64 bits that follow from the epoch of the data that was written before them, and that no data has by
+chance: where one call has a flag, a call of another shape had rows. `tl.debug_barrier` comes before a
 release: an atomic orders the accesses of one thread, and the barrier those of the program's others (Triton adds
 none before triton#10816). After a wait comes an acquire, and a barrier again.
 
@@ -22,9 +23,10 @@ the next barrier.
 **Time.** Every wait ends when data came, when the channel broke earlier, or after limit_ns. Threads read the clock
 at different times, too, so the time passes through an atomic, which one thread makes for all; what it returns is
 the time that this or another program put there last. A wait that timed out marks the channel as broken and
-writes {epoch, peer + 1} where the host sees it.
+writes {epoch, peer + 1} where the host sees it. Later calls on it, which may have been queued before the host
+knew, send nothing: they wait for nobody, and would overwrite what others still read.
 
-state (int64): [epoch, tickets, broken, arrivals, clock].
+state (int64): [epoch, tickets, broken (0, or the epoch of the call that timed out), arrivals, clock].
 """
 
 from __future__ import annotations
@@ -87,6 +89,19 @@ def take_epoch(state_ptr, programs):
 
 
 @triton.jit
+def may_send(state_ptr, epoch):
+    """Whether the channel was whole before this call: its own programs may send what peers wait for."""
+    broken = tl.load(state_ptr + BROKEN)
+    return (broken == 0) | (broken == epoch)
+
+
+@triton.jit
+def flag(epoch):
+    """Odd factors map 64 bits one to one; this one spreads small numbers over all of them."""
+    return epoch * -7046029254386353131
+
+
+@triton.jit
 def at_rank(addresses_ptr, rank, epoch, half_bytes):
     """Address of the half that this epoch uses in a rank's memory."""
     return tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes
@@ -140,7 +155,7 @@ def start_clock(state_ptr):
 @triton.jit
 def report(peer, epoch, state_ptr, fault_ptr):
     """Breaks the channel: this wait timed out on `peer`."""
-    tl.store(state_ptr + BROKEN, 1)
+    tl.store(state_ptr + BROKEN, epoch)
     tl.store(fault_ptr, (epoch << 32) | (peer + 1).to(tl.int64))
 
 
@@ -158,7 +173,7 @@ def receive(
     missing = tl.sum(old, 0)
     if missing > 0:
         start = start_clock(state_ptr)
-        stop = tl.load(state_ptr + BROKEN) != 0
+        stop = tl.load(state_ptr + BROKEN, volatile=True) != 0
         looks = 0
         while (missing > 0) & (stop == 0):
             values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
@@ -175,16 +190,17 @@ def receive(
 
 @triton.jit
 def await_flags(flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """Whether the flags (S,) of all sources that are `inside` came to be `epoch`; then their data may be read."""
+    """Whether the flags (S,) of all sources that are `inside` came to be this epoch's; then their data may be read."""
+    raised = flag(epoch)
     flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
-    missing = (inside & (flags != epoch)).to(tl.int32)
+    missing = (inside & (flags != raised)).to(tl.int32)
     if tl.sum(missing, 0) > 0:
         start = start_clock(state_ptr)
-        stop = tl.load(state_ptr + BROKEN) != 0
+        stop = tl.load(state_ptr + BROKEN, volatile=True) != 0
         looks = 0
         while (tl.sum(missing, 0) > 0) & (stop == 0):
             flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
-            missing = (inside & (flags != epoch)).to(tl.int32)
+            missing = (inside & (flags != raised)).to(tl.int32)
             looks += 1
             if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
                 stop = is_late(start, state_ptr, limit_ns)
@@ -201,7 +217,7 @@ def raise_flags(flags_ptr, inside, epoch):
     tl.debug_barrier()
     tl.atomic_xchg(
         flags_ptr,
-        tl.zeros_like(inside).to(tl.int64) + epoch,
+        tl.zeros_like(inside).to(tl.int64) + flag(epoch),
         mask=inside,
         sem="release",
         scope="sys",

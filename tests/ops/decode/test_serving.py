@@ -149,7 +149,9 @@ def test_a_workspace_for_more_sequences_than_a_launch_scans(kernel_device, monke
     monkeypatch.setattr(Plan, "launch", lambda plan, *_, **__: taken.append(plan.floats))
     torch_fdattn.decode(q, k, v, kv_lens, workspace=room)
     assert len(taken) == 2
-    assert taken[1] < taken[0] <= room.numel()
+    assert max(taken) <= room.numel()
+    if library.INTERPRET:  # with its two processors the smaller half takes more
+        assert taken[1] < taken[0]
 
 
 @pytest.mark.interpreter

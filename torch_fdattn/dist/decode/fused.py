@@ -34,6 +34,7 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_previous,
+    may_send,
     payload,
     receive,
     take_epoch,
@@ -97,6 +98,7 @@ def _fused_kernel(
     own_values, own_lses = own_rows(
         row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
     )
+    sent = row_in & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
         if (OWNERS == 1) | (peer == owner):
@@ -104,7 +106,7 @@ def _fused_kernel(
                 own_values,
                 own_lses,
                 row,
-                row_in,
+                sent,
                 peer,
                 rank,
                 rows,

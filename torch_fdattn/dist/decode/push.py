@@ -36,6 +36,7 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_flags,
+    may_send,
     raise_flags,
     read_epoch,
     take_epoch,
@@ -56,11 +57,12 @@ def _push_kernel(
     within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
     row, row_in = owner * share + within, within < share
     values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    sends = may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
         if (OWNERS == 1) | (peer == owner):
             address = at_rank(addresses_ptr, peer, epoch, half_bytes)
-            push_rows(values, lses, row, row_in, address, rank, rows, v_dim, WORLD, BLOCK_D)
+            push_rows(values, lses, row, row_in & sends, address, rank, rows, v_dim, WORLD, BLOCK_D)
     tl.debug_barrier()
     arrived = tl.atomic_add(state_ptr + ARRIVALS, 1, sem="acq_rel", scope="sys")
     if arrived == tl.num_programs(0) - 1:
@@ -68,7 +70,7 @@ def _push_kernel(
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
         flags = flags_at(addresses_ptr, sources, others, epoch, half_bytes)
-        raise_flags(flags + rank, others, epoch)
+        raise_flags(flags + rank, others & sends, epoch)
 
 
 @triton.jit(

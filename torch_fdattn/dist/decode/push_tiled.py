@@ -25,7 +25,14 @@ from torch_fdattn.dist.decode.rows import (
 )
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import as_words, at_rank, await_flags, raise_flags, take_epoch
+from torch_fdattn.dist.signals import (
+    as_words,
+    at_rank,
+    await_flags,
+    may_send,
+    raise_flags,
+    take_epoch,
+)
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
@@ -85,16 +92,28 @@ def _push_tiled_kernel(
     own_values, own_lses = own_rows(
         row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
     )
+    sends = may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
         if (OWNERS == 1) | (peer == owner):
             address = at_rank(addresses_ptr, peer, epoch, half_bytes)
-            push_rows(own_values, own_lses, row, row_in, address, rank, rows, v_dim, WORLD, BLOCK_D)
+            push_rows(
+                own_values,
+                own_lses,
+                row,
+                row_in & sends,
+                address,
+                rank,
+                rows,
+                v_dim,
+                WORLD,
+                BLOCK_D,
+            )
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
-    theirs = others
+    theirs = others & sends
     if OWNERS > 1:
-        theirs = others & (sources == owner)
+        theirs = theirs & (sources == owner)
     flags = flags_at(addresses_ptr, sources, others, epoch, half_bytes)
     raise_flags(flags + rank * rows + tl.program_id(0), theirs, epoch)
     if (OWNERS == 1) | (owner == rank):

@@ -31,6 +31,7 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_previous,
+    may_send,
     payload,
     receive,
     take_epoch,
@@ -106,8 +107,9 @@ def _two_shot_kernel(
         write_rows(out, lse, came, row, row_in, target, shape, BLOCK_D)
     else:
         send_rows(
-            values, lses, row, row_in, owner, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
-        )
+            values, lses, row, row_in & may_send(state_ptr, epoch), owner, rank, rows, epoch, channel, v_dim, WORLD,
+            BLOCK_D,
+        )  # fmt: skip
         base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
         one = tl.arange(0, 1)
         value_words, lse_words, came = receive(

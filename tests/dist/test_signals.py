@@ -1,0 +1,99 @@
+"""What ranks that run ahead, and memory that held other things before, must not do to a one-sided exchange."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.test_one_sided import all_parts
+from torch_fdattn.dist.channel import Channel, _channels
+from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
+from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
+from torch_fdattn.dist.signals import BROKEN
+from torch_fdattn.ops.library import INTERPRET
+
+
+@pytest.fixture(autouse=True)
+def _kernels(rank_device: torch.device) -> None:
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    if rank_device.type == "cpu" and not INTERPRET:
+        pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
+
+
+def last_channel(strategy: str) -> Channel:
+    group = dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name)
+    return next(c[-1] for (name, _), c in _channels[group].items() if name.startswith(strategy))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", ONE_SIDED)
+def test_a_rank_that_gave_up_writes_nothing(group, rank_device, strategy: str) -> None:
+    """Its later calls, queued before the host knew, wait for nobody: what they wrote could be read as another's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outs, lses = all_parts((1, world, 1, 16), 0, rank_device)
+    merge(outs[rank], lses[rank], torch.float32, group, strategy, False)
+    wait(rank_device)
+    channel = last_channel(strategy)
+    before = channel.memory.local.clone()
+    wait(rank_device)
+    if rank == 0:
+        channel.state[BROKEN.value] = 1
+        for _ in range(2):
+            found, lse = merge(outs[rank], lses[rank], torch.float32, group, strategy, False)
+            assert found.isnan().all()
+            assert lse.isnan().all()
+    wait(rank_device)
+    assert torch.equal(channel.memory.local, before)
+    channel.memory.local.zero_()
+    channel.state[BROKEN.value] = 0
+    channel.state[0] = 1
+    wait(rank_device)
+
+
+def test_numbers_that_look_like_flags(group, rank_device) -> None:
+    """Where a call has its flags another one had its rows: they may hold the bits of any epoch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Row 0 of rank 1 in the small calls lies where the large one's flag of rank 1 is.
+    large, small = (1, world * (world + 8), 1, 16), (1, world, 1, 16)
+    for shape in (large, large):
+        merge(
+            *(x[rank] for x in all_parts(shape, 0, rank_device)),
+            torch.float32,
+            group,
+            "push_tiled",
+            False,
+        )
+    wait(rank_device)
+    epoch = int(last_channel("push_tiled").state[0]) + 2
+    part = torch.zeros(small, device=rank_device)
+    part.view(torch.int32)[..., ::2] = epoch
+    for _ in range(2):
+        merge(part, part[..., 0].contiguous(), torch.float32, group, "push_tiled", False)
+    wait(rank_device)
+    outs, lses = all_parts(large, 1, rank_device)
+    if rank == 1:
+        time.sleep(0.5)
+    found = merge(outs[rank], lses[rank], torch.float32, group, "push_tiled", False)
+    expected = torch.ops.fdattn.merge_states_forward(outs, lses, torch.float32)
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_all_gather_of_a_slice(group, rank_device, dtype: torch.dtype) -> None:
+    """A tensor that begins at an odd element, and is contiguous."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in (6, 20000):
+        whole = (torch.arange(world * (count + 1), device=rank_device) % 1000).to(dtype)
+        whole = whole.view(world, -1)
+        found = one_sided_all_gather(whole[rank].clone()[1:], group)
+        assert torch.equal(found, whole[:, 1:])
