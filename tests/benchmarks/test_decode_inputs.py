@@ -101,10 +101,8 @@ def test_sweeps() -> None:
     assert [c.page for c in swept("page") if not c.tiny] == [1, 16, 64, 256]
     dtypes = [(c.dtype, c.cache) for c in swept("dtype") if not c.tiny]
     assert dtypes[:4] == [("bf16", None), ("fp16", None), ("bf16", "fp8"), ("bf16", "int8")]
-    assert dtypes[4:] == 2 * [
-        ("bf16", None),
-        ("bf16", "fp8"),
-    ]  # large caches, where a byte should count half
+    # Large caches, where a byte should count half, the second one in pages, too.
+    assert dtypes[4:] == [*2 * [("bf16", None), ("bf16", "fp8")], ("bf16", "fp8")]
     assert swept("batch, length")[:2] == swept("batch")[:2]
     for axis in ("length", "batch", "gqa", "dim", "page", "dtype", "ragged"):
         assert select(swept(axis), None, tiny_only=True), f"{axis} has no tiny case"

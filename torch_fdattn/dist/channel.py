@@ -7,7 +7,9 @@ address). Purposes and groups share nothing, so overlapping groups cannot meet.
 
 Calls on one channel come in one order, the same on all ranks. Where they come on several streams, a call
 waits on the device for the one before. (Replays of a captured graph are not seen here: a program that
-replays on one stream and calls on another orders the two itself.)
+replays on one stream and calls on another orders the two itself. So does one whose groups have calls of
+thousands of rows on several streams at once: waiting programs of one group can fill a device, and those of
+another group a peer, until both time out.)
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import weakref
 import torch
 from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.faults import FaultWord
+from torch_fdattn.dist.faults import FaultWord, raise_faults
 from torch_fdattn.dist.signals import STATE_WORDS
 from torch_fdattn.dist.symmetric_memory import PeerMemory, allocate
 
@@ -73,8 +75,7 @@ def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device
     group = distributed_c10d._resolve_process_group(group_name)
     channels = _channels.setdefault(group, {}).setdefault((purpose, device), [])
     if not channels or channels[-1].half_bytes < half_bytes:
-        for old in channels:
-            old.fault.raise_if_set()  # a dead peer would not come to the exchange of addresses
+        raise_faults(group_name)  # a dead rank would not come to the exchange of addresses
         size = max(_LEAST_BYTES, 1 << (half_bytes - 1).bit_length())
         channels.append(Channel(group_name, purpose, size, device))
     return channels[-1]

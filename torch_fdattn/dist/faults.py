@@ -61,9 +61,10 @@ class FaultWord:
         self.device = device
         self.tensor = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._word = ctypes.c_int64.from_address(self.tensor.data_ptr())
-        self._where = group_name, rank, strategy
+        self.group_name, self._where = group_name, (rank, strategy)
         self._group = weakref.ref(distributed_c10d._resolve_process_group(group_name))
         _words.add(self)
+        _kept.append(self.tensor)
 
     def is_left(self) -> bool:
         """Whether its group was destroyed; tracebacks may keep this alive for longer than that."""
@@ -72,28 +73,37 @@ class FaultWord:
     def raise_if_set(self) -> None:
         word = self._word.value
         if word:
-            group_name, rank, strategy = self._where
+            rank, strategy = self._where
             peer, epoch = (word & 0xFFFFFFFF) - 1, (word >> 32) & 0xFFFFFFFF
-            raise PeerTimeout(group_name, rank, peer, strategy, epoch)
+            raise PeerTimeout(self.group_name, rank, peer, strategy, epoch)
 
 
 _words: weakref.WeakSet[FaultWord] = weakref.WeakSet()
+#: A kernel or a captured graph may write there after the group and its channels have gone: 8 bytes a channel.
+_kept: list[torch.Tensor] = []
 
 
-def check(synchronize: bool = True) -> None:
+def raise_faults(*group_names: str) -> None:
+    """Raises what the kernels left behind in these groups, or in any where none is named, without waiting."""
+    words = sorted((word for word in _words if not word.is_left()), key=id)
+    for word in words:
+        if not group_names or word.group_name in group_names:
+            word.raise_if_set()
+
+
+def check(*group_names: str, synchronize: bool = True) -> None:
     """Raises what the kernels so far left behind.
 
     Args:
+        group_names: of these groups alone, by their names. Default: of all that this process is in.
         synchronize: first wait for the devices. False where the caller has waited itself, as an engine
             that has read its tokens.
 
     Raises:
-        PeerTimeout: a peer's data did not come in time. It is raised again at every later check and call on
-            that group, until the group is destroyed: its state is lost.
+        PeerTimeout: a peer's data did not come in time. It is raised again at every later check, and at every
+            call on that group that would use what is lost or communicate anew, until the group is destroyed.
     """
-    words = sorted((word for word in _words if not word.is_left()), key=id)
     if synchronize:
-        for device in {word.device for word in words if word.device.type == "cuda"}:
+        for device in {word.device for word in _words if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)
-    for word in words:
-        word.raise_if_set()
+    raise_faults(*group_names)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import agree, rank_and_size
 from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
 
@@ -109,13 +109,18 @@ def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
 
     Raises:
         TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
-        NotImplementedError: the ranks cannot map each other's memory.
+        NotImplementedError: the ranks cannot map each other's memory, or x requires gradients.
         PeerTimeout: an earlier call on the group did not get a rank's part.
     """
     from torch_fdattn.dist.decode.one_sided import expect_mapped
     from torch_fdattn.dist.one_sided_gather import all_gather
 
     checks.expect_types((("x", x),))
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("one_sided_all_gather has no gradient: call it under no_grad")
+    rank_and_size(group_name)
+    values = {"x's shape": tuple(x.shape), "x's dtype": x.dtype}
+    agree(group_name, x, values, once=True)
     expect_mapped("one_sided_all_gather", group_name, x.device)
     return all_gather(x, group_name)
 

@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
+from torch_fdattn.dist.faults import raise_faults
 
 
 def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, int]:
@@ -127,6 +128,7 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: boo
     compares = checks.CHECK_VALUES or (on_cpu and not trusted)
     if digest is not None and not compares:
         return
+    raise_faults(group_name)  # a dead rank would not come to the comparison
     if digest is None:
         digest = _digest(key)
     if not (on_cpu and _same_digests(group, digest)):

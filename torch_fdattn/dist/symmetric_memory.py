@@ -51,6 +51,10 @@ def allocate(group_name: str, nbytes: int, device: torch.device) -> PeerMemory:
             "run the step once beforehand"
         )
     group = distributed_c10d._resolve_process_group(group_name)
+    sizes: list[int] = [0] * group.size()
+    dist.all_gather_object(sizes, nbytes, group=group)
+    if len(set(sizes)) > 1:
+        raise ValueError(f"nbytes must be the same on all ranks, got {sizes}")
     with torch.inference_mode(False):  # or else it could be written in inference mode alone
         if device.type == "cuda":
             return _symmetric(group, group_name, nbytes, device)

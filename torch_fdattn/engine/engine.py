@@ -88,7 +88,9 @@ class Engine:
             strategy=strategy, hierarchy=hierarchy, page_size=page_size, pages=pages,
             kv_dtype=kv_dtype,
         )  # fmt: skip
-        self._may_wait_for_peers = kv_group is not None and strategy not in COLLECTIVES_ALONE
+        waits = kv_group is not None and strategy not in COLLECTIVES_ALONE
+        #: Groups in whose exchanges a step may wait for a rank that died.
+        self._waits_in = (kv_group, *(hierarchy or ())) if waits else ()
         # What the captured step reads. With counts of 0 its warm-up leaves the cache as it is.
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._counts = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -222,6 +224,8 @@ class Engine:
             self._counts_on_host = counts
         self._tokens.copy_(tokens)
         # A first step without a prompt before it sets a quantised cache's scales: no part of the graph.
+        if self._waits_in:  # a replay would not look
+            check(*self._waits_in, synchronize=False)
         replays = self._captured is not None and self.cache.calibrated
         return self._captured() if replays else self._decode()
 
@@ -241,11 +245,11 @@ class Engine:
         """The next tokens (B, 1), the same on all ranks."""
         greedy = sampling.temperature == 0
         tokens = output.greedy if greedy else sampling.draw(output.logits, generator)
-        if self._may_wait_for_peers:
+        if self._waits_in:
             # A rank that died in the step is named here; the broadcast could only wait for it.
             if tokens.is_cuda:
                 torch.cuda.current_stream(self.device).synchronize()
-            check(synchronize=False)
+            check(*self._waits_in, synchronize=False)
         if self._sync_group is not None:
             dist.broadcast(tokens, group=self._sync_group, group_src=0)
         return tokens

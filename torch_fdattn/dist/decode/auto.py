@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor
 
 from torch_fdattn.dist.decode.exchange import Exchange
@@ -31,7 +32,8 @@ def chosen_strategy(
 ) -> str:
     """What strategy "auto" of `torch_fdattn.dist.decode` takes for queries like q (B, H, T, D).
 
-    "none" where the group has one rank. The same on every rank, without communication. With gradients wanted
+    "none" where the group has one rank. The same on every rank, which all call it: the first time that a group
+    is asked on GPUs its ranks tell each other what memory they can map. With gradients wanted
     and under torch.compile "auto" is "all_gather", which this does not know.
     """
     exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
@@ -43,7 +45,10 @@ def choose_for(q: Tensor, exchange: Exchange, batch_invariant: bool) -> str:
     tokens, world_size, head_sharded = q.shape[2], exchange.world_size, exchange.head_sharded
     # Chunks of a prompt are megabytes, for which workspaces would grow and stay.
     one_sided = (
-        world_size > 1 and tokens <= MAX_QUERY_TOKENS and _maps_peers(exchange.group_name, q)
+        world_size > 1
+        and tokens <= MAX_QUERY_TOKENS
+        and q.dtype != torch.float64
+        and _maps_peers(exchange.group_name, q)
     )
     # A strategy that changes with the batch might change bits with it.
     rows = 0 if batch_invariant else q.shape[0] * q.shape[1] * tokens

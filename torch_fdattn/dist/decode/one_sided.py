@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
+from torch_fdattn.dist.faults import raise_faults
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.ops import library
 
@@ -38,6 +39,7 @@ def obstacle(group_name: str, device: torch.device) -> str | None:
     group = distributed_c10d._resolve_process_group(group_name)
     known = _available.setdefault(group, {})
     if device.type not in known:
+        raise_faults(group_name)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the group has not been used before this CUDA graph's capture"
         known[device.type] = _find_obstacle(group, device)
@@ -62,6 +64,11 @@ def _find_obstacle(group, device: torch.device) -> str | None:
             return f"rank {rank}: {theirs['obstacle']}"
     if len({x["host"] for x in everywhere}) > 1:
         return "the group's ranks are on several hosts"
+    unreachable = [_cannot_reach(device, [x["device"] for x in everywhere])] * group.size()
+    dist.all_gather_object(unreachable, unreachable[group.rank()], group=group)
+    for rank, reason in enumerate(unreachable):
+        if reason:
+            return f"rank {rank}: {reason}"
     devices = [x["device"] for x in everywhere]
     shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") not in ("", "0")
     if device.type == "cuda" and len(set(devices)) < len(devices) and not shared:
@@ -80,6 +87,18 @@ def _about_this_rank(device: torch.device) -> dict:
         reason = "CPU tensors go through the kernels with TRITON_INTERPRET=1 alone"
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {"host": _host(), "device": name, "obstacle": reason}
+
+
+def _cannot_reach(device: torch.device, uuids: list[str]) -> str | None:
+    """Which of the ranks' GPUs this rank's has no peer access to, as far as this process sees them."""
+    if device.type != "cuda":
+        return None
+    for index in range(torch.cuda.device_count()):
+        other = str(torch.cuda.get_device_properties(index).uuid)
+        if index != device.index and other in uuids:
+            if not torch.cuda.can_device_access_peer(device.index, index):
+                return f"GPU {device.index} has no peer access to GPU {index}"
+    return None
 
 
 def _host() -> str:
