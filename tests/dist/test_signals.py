@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.dist.test_one_sided import all_parts
 from torch_fdattn.dist.channel import Channel, _channels
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
-from torch_fdattn.dist.one_sided_gather import one_sided_all_gather
+from torch_fdattn.dist import one_sided_all_gather
 from torch_fdattn.dist.signals import BROKEN
 from torch_fdattn.ops.library import INTERPRET
 
