@@ -179,7 +179,10 @@ def test_strided_tables_slopes_and_sinks(kind, device):
         right = torch_fdattn.paged_decode(
             *call[0], table, lens, alibi_slopes=dense[0], sinks=dense[1]
         )
-        assert all(torch.equal(x, y) for x, y in zip((out, lse), right, strict=True))
+        # The reference is torch's arithmetic, which takes other instructions for other strides.
+        spread = 0 if device == "cuda" or library.INTERPRET else 1e-6
+        for x, y in zip((out, lse), right, strict=True):
+            torch.testing.assert_close(x, y, rtol=spread, atol=spread)
 
 
 @pytest.mark.interpreter
