@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.test_one_sided import all_parts
+from tests.dist.test_one_sided import all_parts, check_merge, set_epochs
 from torch_fdattn.dist.channel import Channel, _channels
+from torch_fdattn.dist.decode import push, push_tiled
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
 from torch_fdattn.dist import one_sided_all_gather
 from torch_fdattn.dist.signals import BROKEN
@@ -97,3 +98,34 @@ def test_all_gather_of_a_slice(group, rank_device, dtype: torch.dtype) -> None:
         whole = whole.view(world, -1)
         found = one_sided_all_gather(whole[rank].clone()[1:], group)
         assert torch.equal(found, whole[:, 1:])
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push_tiled"])
+def test_no_epoch_is_that_of_fresh_memory(group, rank_device, strategy: str) -> None:
+    """The half that the first call after the wrap uses has not been written to, and a rank is late."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shape = (1, world, 1, 16)
+    check_merge(strategy, group, rank_device, shape)
+    set_epochs(strategy, 0xFFFFFFFF, rank_device)
+    check_merge(strategy, group, rank_device, shape)
+    if rank == 1:
+        time.sleep(0.3)
+    check_merge(strategy, group, rank_device, shape, seed=1)
+    set_epochs(strategy, 1, rank_device)
+
+
+@pytest.mark.parametrize("module", [push, push_tiled], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_flags_come_after_the_rows(group, rank_device, monkeypatch, module) -> None:
+    """Of a rank that takes its time between them (in the interpreter; a GPU does as it pleases)."""
+    shape, strategy = (1, dist.get_world_size(), 1, 16), module.__name__.rpartition(".")[2]
+    check_merge(strategy, group, rank_device, shape)
+    if INTERPRET and dist.get_rank() == 1:
+        write = module.push_rows
+
+        def late(*arguments) -> None:
+            time.sleep(0.2)
+            write(*arguments)
+
+        monkeypatch.setattr(module, "push_rows", late)
+    for seed in (1, 2):
+        check_merge(strategy, group, rank_device, shape, seed=seed)

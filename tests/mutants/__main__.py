@@ -33,7 +33,7 @@ def copy_tree(folder: Path) -> None:
 def run(tests: Tests, folder: Path) -> tuple[int, str]:
     """(exit code, last line) of pytest, which stops at the first failure."""
     pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.paths]
-    if tests.interpret:
+    if tests.interpret and not tests.ranks:
         pytest += ["-m", "interpreter"]
     if tests.ranks:
         launcher = [

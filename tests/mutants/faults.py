@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tests:
-    """One run of pytest: in the interpreter, on CPU tensors, or under torchrun."""
+    """One run of pytest: in the interpreter, on CPU tensors, or under torchrun (`interpret` there: of all tests)."""
 
     name: str
     paths: tuple[str, ...]
@@ -49,6 +49,13 @@ FRAMEWORK = Tests(
         f"{_OPS}/test_flops.py",
     ),
 )
+ONE_SIDED = Tests(
+    "one-sided exchanges",
+    ("tests/dist/test_signals.py", "tests/dist/test_one_sided.py"),
+    interpret=True,
+    ranks=2,
+)
+SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
@@ -226,11 +233,69 @@ FAULTS = (
         "mine = block % self.world_size == self.rank", "mine = (block + 1) % self.world_size == self.rank", DIST,
     ),
     Fault(
-        "global lengths taken for local ones", "torch_fdattn/dist/decode/op.py",
-        "kv_lens=shards.local_lengths(lengths).clamp(max=capacity),", "kv_lens=lengths.clamp(max=capacity),", DIST,
+        "global lengths taken for local ones", "torch_fdattn/dist/decode/local_mask.py",
+        "local = shards.local_lengths(lengths).clamp(max=capacity)", "local = lengths.clamp(max=capacity)", DIST,
     ),
     Fault(
         "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",
-        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group_name)', "dq = dq.clone()", DIST,
+        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)', "dq = dq.clone()", DIST,
+    ),
+    Fault(
+        "one half for all epochs", "torch_fdattn/dist/signals.py",
+        "tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes", "tl.load(addresses_ptr + rank)", ONE_SIDED,
+    ),
+    Fault(
+        "words of any epoch accepted", "torch_fdattn/dist/signals.py",
+        "(inside & (((words >> 32) & 0xFFFFFFFF) != epoch))", "(inside & (((words >> 32) & 0xFFFFFFFF) == 0))", ONE_SIDED,
+    ),
+    Fault(
+        "flags of any epoch accepted", "torch_fdattn/dist/signals.py",
+        "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags != raised))",
+        "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags == 0))",
+        ONE_SIDED,
+    ),
+    Fault(
+        "flags that data looks like", "torch_fdattn/dist/signals.py",
+        "return epoch * -7046029254386353131", "return epoch", ONE_SIDED,
+    ),
+    Fault(
+        "flags before data", "torch_fdattn/dist/decode/push.py",
+        "    for i in tl.static_range(1, WORLD):\n        peer = (rank + i) % WORLD\n        if (OWNERS == 1) | (peer == owner):\n"
+        "            address = at_rank(addresses_ptr, peer, epoch, half_bytes)\n            push_rows(",
+        "    early = tl.arange(0, SOURCES)\n    rest = (early < WORLD) & (early != rank)\n"
+        "    raise_flags(flags_at(addresses_ptr, early, rest, epoch, half_bytes) + rank, rest & sends, epoch)\n"
+        "    for i in tl.static_range(1, WORLD):\n        peer = (rank + i) % WORLD\n        if (OWNERS == 1) | (peer == owner):\n"
+        "            address = at_rank(addresses_ptr, peer, epoch, half_bytes)\n            push_rows(",
+        ONE_SIDED,
+    ),
+    Fault(
+        "a rank that gave up goes on sending", "torch_fdattn/dist/signals.py",
+        "return (broken == 0) | (broken == epoch)", "return (broken == 0) | (broken != 0)", ONE_SIDED,
+    ),
+    Fault(
+        "epochs pass through zero", "torch_fdattn/dist/signals.py",
+        "tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1)", "(epoch + 1) & 0xFFFFFFFF", ONE_SIDED,
+    ),
+    Fault(
+        "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",
+        "tl.store(lse_ptr, word(lses, epoch), mask=row_in)",
+        "tl.store(lse_ptr, word(lses.to(tl.float16).to(tl.float32), epoch), mask=row_in)", ONE_SIDED,
+    ),
+    Fault(
+        "a rank's own part forgotten", "torch_fdattn/dist/decode/rows.py",
+        "lses = tl.where(mine[:, None], own_lses[None, :], lses)",
+        "lses = tl.where(mine[:, None], float(\"-inf\"), lses)", ONE_SIDED,
+    ),
+    Fault(
+        "what did not come is not NaN", "torch_fdattn/dist/decode/rows.py",
+        "values = tl.where(came, values, float(\"nan\"))", "values = tl.where(came, values, 0.0)", SURVIVORS,
+    ),
+    Fault(
+        "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",
+        "limit = share if INTERPRET else most", "limit = 1 << 62 if INTERPRET else most", SURVIVORS,
+    ),
+    Fault(
+        "faults outlive their group", "torch_fdattn/dist/faults.py",
+        "(word for word in _words if not word.is_left())", "_words", SURVIVORS,
     ),
 )  # fmt: skip
