@@ -25,6 +25,7 @@ from torch_fdattn import checks
 from torch_fdattn.dist import check, decode
 from torch_fdattn.dist.decode.op import ONE_SIDED
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.testing import attention_oracle, check_close, check_lse
 
 DRAWN = 30 if torch.cuda.is_available() else 2
 
@@ -151,17 +152,28 @@ def test_drawn(group, rank_device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ONE_SIDED)
-def test_bfloat16(group, rank_device, strategy: str) -> None:
-    if rank_device.type != "cuda":
-        pytest.skip("needs a CUDA device")
-    heads = 4 * dist.get_world_size()
-    q, k, v = (x.bfloat16() for x in make(rank_device, 3, heads, 2, 1, 300, 128))
-    lens = lengths([300, 7, 120], rank_device)
-    expected = torch_fdattn.decode(q, k, v, lens)
+def test_half_precision(group, rank_device, strategy: str) -> None:
+    """By the error rule: bfloat16 on GPUs, float16 in the interpreter."""
+    gpu = rank_device.type == "cuda"
+    dtype, length, dim = (torch.bfloat16, 300, 128) if gpu else (torch.float16, 40, 16)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, k, v = (x.to(dtype) for x in make(rank_device, 3, 4 * world, 2, 1, length, dim))
+    lens = [length, 7, 20]
+    exact = attention_oracle(q.double(), k.double(), v.double(), lens)
+    plain, _ = attention_oracle(q, k, v, lens)
+    error = plain.double() - exact[0]
     shards = [sharded(x, rank_map(16)) for x in (k, v)]
+    on_device = lengths(lens, rank_device)
     for head_sharded in (False, True):
-        found = call(strategy, q, *shards, lens, group, kv_block=16, head_sharded=head_sharded)
-        expect(found, expected, head_sharded)
+        out, lse = call(
+            strategy, q, *shards, on_device, group, kv_block=16, head_sharded=head_sharded
+        )
+
+        def own(x: Tensor, head_sharded: bool = head_sharded) -> Tensor:
+            return x.chunk(world, 1)[rank] if head_sharded else x
+
+        check_close("out", out, own(exact[0]), [own(error)])
+        check_lse(lse, own(exact[1]), dtype)
 
 
 class TestRanksThatDiffer:

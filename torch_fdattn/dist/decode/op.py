@@ -173,8 +173,10 @@ def _dist_decode(
     if world_size == 1:
         strategy = "none"
     elif strategy == "auto":
-        portable = any(gradients.values()) or is_traced(q)
-        strategy = "all_gather" if portable else choose_for(q, exchange, batch_invariant)
+        # Asked on every rank, even if some want gradients: a group's first answer is a collective.
+        strategy = "all_gather" if is_traced(q) else choose_for(q, exchange, batch_invariant)
+        if any(gradients.values()):
+            strategy = "all_gather"
     if world_size > 1:
         positions_are_implicit = kv_block is None and kv_start is None
         agree(
@@ -182,6 +184,7 @@ def _dist_decode(
             q,
             {
                 "q's shape": tuple(q.shape),
+                **gradients,  # by which auto chooses
                 "k_shard's heads": k_shard.shape[1],
                 "v_shard's head dim": v_shard.shape[3],
                 **({"k_shard's capacity": shard.capacity} if positions_are_implicit else {}),
@@ -201,7 +204,6 @@ def _dist_decode(
                 "scale": scale,
                 "softcap": softcap,
                 "batch_invariant": batch_invariant,
-                **gradients,
             },
             # A dead rank is to be found by the kernels, which name it and leave the group usable.
             once=strategy in ONE_SIDED,
