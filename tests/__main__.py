@@ -115,7 +115,7 @@ def layers(kind: str) -> list[Layer]:
                 3,
                 "one_sided",
                 "strategies",
-                only="test_overlapping or test_rows_that_do_not_divide or test_lengths_that_change",
+                only="test_overlapping or test_rows_that_do_not_divide or test_uneven",
             ),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -16,7 +16,7 @@ CASES = [
     ("stop", "push_tiled"),
     ("kill_in_calls", "two_shot"),
     ("kill_in_calls", "push"),
-    ("absent", "fused,two_shot,push,push_tiled,symm_all_gather"),
+    ("absent", "fused,two_shot,symm_all_gather"),
     ("late", "fused,two_shot,push_tiled"),
 ]
 

@@ -39,16 +39,39 @@ def _kernels(rank_device: torch.device) -> None:
 
 
 def expect(found, expected, head_sharded: bool = False) -> None:
-    """Within the tolerances of the dtype, and the same bits on every rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for ours, theirs in zip(found, expected, strict=True):
-        theirs = theirs.chunk(world, 1)[rank] if head_sharded else theirs
-        assert ours.is_contiguous()
+    """fp32: within its tolerances, and the same bits on every rank."""
+    for ours, theirs in zip(found, own_part(expected, head_sharded), strict=True):
         torch.testing.assert_close(ours, theirs)
+    same_everywhere(found, head_sharded)
+
+
+def expect_by_rule(found, q, k, v, lens: Tensor, head_sharded: bool = False, **options) -> None:
+    """16 bits, where single-process decode rounds as well: by the error rule, and the same bits on every rank."""
+    samples = []
+    for dtype in (torch.float64, q.dtype):
+        inputs = [x.cpu().to(dtype) for x in (q, k, v)]
+        exact = attention_oracle(*inputs, lens.tolist(), causal=True, **options)
+        samples.append(own_part(exact, head_sharded))
+    (out, lse), (torch_out, _) = samples
+    check_close("out", found[0].cpu(), out, [torch_out.double() - out])
+    check_lse(found[1].cpu(), lse, q.dtype)
+    same_everywhere(found, head_sharded)
+
+
+def own_part(whole, head_sharded: bool):
+    """What this rank is to have of a whole result."""
+    if not head_sharded:
+        return whole
+    return [x.chunk(dist.get_world_size(), 1)[dist.get_rank()] for x in whole]
+
+
+def same_everywhere(found, head_sharded: bool) -> None:
+    for x in found:
+        assert x.is_contiguous()
         if not head_sharded:
-            everywhere = [torch.empty_like(ours) for _ in range(world)]
-            dist.all_gather(everywhere, ours)
-            assert all(torch.equal(part, ours) for part in everywhere)
+            everywhere = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, x)
+            assert all(torch.equal(part, x) for part in everywhere)
 
 
 def call(strategy: str, *arguments, **options):
@@ -89,13 +112,12 @@ def test_uneven_and_empty_shards(group, rank_device, strategy: str) -> None:
     cuts = [0, *(length - 4 * (world - 2 - i) for i in range(world - 1)), length]
     begin, end = cuts[rank], cuts[rank + 1]
     lens = lengths([length, 6], rank_device)
-    options = dict(alibi_slopes=torch.rand(3, device=rank_device), batch_invariant=True)
-    expected = torch_fdattn.decode(q, k, v, lens, **options)
+    slopes = torch.rand(3, device=rank_device)
     found = call(
         strategy, q, k[:, :, begin:end], v[:, :, begin:end], lens, group,
-        kv_start=torch.full_like(lens, begin), **options,
+        kv_start=torch.full_like(lens, begin), alibi_slopes=slopes, batch_invariant=True,
     )  # fmt: skip
-    expect(found, expected)
+    expect_by_rule(found, q, k, v, lens, alibi_slopes=slopes.cpu())
 
 
 @pytest.mark.parametrize("strategy", ONE_SIDED)
@@ -152,28 +174,17 @@ def test_drawn(group, rank_device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ONE_SIDED)
-def test_half_precision(group, rank_device, strategy: str) -> None:
-    """By the error rule: bfloat16 on GPUs, float16 in the interpreter."""
-    gpu = rank_device.type == "cuda"
-    dtype, length, dim = (torch.bfloat16, 300, 128) if gpu else (torch.float16, 40, 16)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    q, k, v = (x.to(dtype) for x in make(rank_device, 3, 4 * world, 2, 1, length, dim))
-    lens = [length, 7, 20]
-    exact = attention_oracle(q.double(), k.double(), v.double(), lens)
-    plain, _ = attention_oracle(q, k, v, lens)
-    error = plain.double() - exact[0]
+def test_bfloat16(group, rank_device, strategy: str) -> None:
+    if rank_device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    heads = 4 * dist.get_world_size()
+    q, k, v = (x.bfloat16() for x in make(rank_device, 3, heads, 2, 1, 300, 128))
+    lens = lengths([300, 7, 120], rank_device)
     shards = [sharded(x, rank_map(16)) for x in (k, v)]
     on_device = lengths(lens, rank_device)
     for head_sharded in (False, True):
-        out, lse = call(
-            strategy, q, *shards, on_device, group, kv_block=16, head_sharded=head_sharded
-        )
-
-        def own(x: Tensor, head_sharded: bool = head_sharded) -> Tensor:
-            return x.chunk(world, 1)[rank] if head_sharded else x
-
-        check_close("out", out, own(exact[0]), [own(error)])
-        check_lse(lse, own(exact[1]), dtype)
+        found = call(strategy, q, *shards, lens, group, kv_block=16, head_sharded=head_sharded)
+        expect_by_rule(found, q, k, v, lens, head_sharded)
 
 
 class TestRanksThatDiffer:

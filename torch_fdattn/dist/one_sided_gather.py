@@ -87,7 +87,11 @@ def _gather_tiles_kernel(
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
     address = tl.load(addresses_ptr + sources, mask=others, other=0) + (epoch & 1) * half_bytes
-    raise_flags(as_words(address) + rank * flags + tl.program_id(0), others & may_send(state_ptr, epoch), epoch)
+    raise_flags(
+        as_words(address) + rank * flags + tl.program_id(0),
+        others & may_send(state_ptr, epoch),
+        epoch,
+    )
     base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
     mine = base + sources * flags + tl.program_id(0)
     came = await_flags(mine, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
