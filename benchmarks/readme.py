@@ -18,7 +18,14 @@ _SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DO
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "generate")
 #: Long tables and host times: the README links to their files alone.
-_LINKED = ("decode-sweep", "host", "ladder", "ladder-contiguous", "dist-decode-correctness", "dist-decode-latency")
+_LINKED = (
+    "decode-sweep",
+    "host",
+    "ladder",
+    "ladder-contiguous",
+    "dist-decode-correctness",
+    "dist-decode-latency",
+)
 #: Runs over the ranks of a group: one table for all of them.
 _DISTRIBUTED = ("ring", "tp-", "ag-gemm", "gemm-rs", "e2e")
 
