@@ -234,7 +234,7 @@ FAULTS = (
     ),
     Fault(
         "global lengths taken for local ones", "torch_fdattn/dist/decode/local_mask.py",
-        "local = shards.local_lengths(lengths).clamp(max=capacity)", "local = lengths.clamp(max=capacity)", DIST,
+        "kv_lens=shards.local_lengths(lengths).clamp(max=capacity),", "kv_lens=lengths.clamp(max=capacity),", DIST,
     ),
     Fault(
         "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",
