@@ -74,7 +74,11 @@ def not_under_torchrun(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_every_system_is_run() -> None:
+    assert set(NAMES) == {*RUNS, "dist_decode"}  # test_dist_decode.py has that one
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = call(
