@@ -102,8 +102,6 @@ def _merge(out, lse, dtype, exchange, strategy) -> tuple[Tensor, Tensor]:
         return out, lse
     if strategy in PORTABLE:
         return PORTABLE[strategy].merge(out, lse, dtype, exchange)
-    from torch_fdattn.dist.decode import one_sided
-
     return one_sided.merge(out, lse, dtype, exchange.group_name, strategy, exchange.head_sharded)
 
 
