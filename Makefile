@@ -21,7 +21,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-gpu test-multigpu fuzz soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-slow test-gpu test-multigpu fuzz soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -39,8 +39,11 @@ demo: $(READY)  ## A real model writes text on two processes, its KV cache shard
 	$(PYTHON) $(DEMO) --prompt "The capital of France is" --max-new-tokens 40
 	$(PYTHON) $(DEMO) --chat --prompt "What is the capital of Japan?" --max-new-tokens 32
 
-test: $(TESTED)  ## Every test that needs no GPU.
+test: $(TESTED)  ## The tests that need no GPU, in less than 25 minutes on two processors.
 	$(PYTHON) -m tests cpu
+
+test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
+	$(PYTHON) -m tests slow
 
 test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU can show.
 	$(PYTHON) -m tests gpu

@@ -1,6 +1,6 @@
 """Runs the layers of the suite one after the other and adds up what ran.
 
-    python -m tests cpu | gpu | multigpu
+    python -m tests cpu | slow | gpu | multigpu
 
 Each layer is a process of its own, since TRITON_INTERPRET must be set before torch_fdattn is imported and
 the distributed tests run under torchrun. The last line counts all tests.
@@ -46,6 +46,8 @@ EXPECTED_SKIPS = re.compile(
 )
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
+#: `cpu` is to take less than 25 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+_QUICK = ("-m", "not slow")
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
@@ -80,11 +82,15 @@ def layers(kind: str) -> list[Layer]:
                     *_NOT_DISTRIBUTED,
                     *(f"--ignore={file}" for file in _PROCESSES),
                     *("-n", "3", "--dist", "worksteal"),
+                    *_QUICK,
                 ),
             ),
-            Layer("CPU, several processes", _PROCESSES),
+            Layer("CPU, several processes", (*_PROCESSES, *_QUICK)),
             Layer(
-                "interpreter", (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter"), 0, INTERPRET
+                "interpreter",
+                (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter and not slow"),
+                0,
+                INTERPRET,
             ),
             distributed(2),
             # What does not divide by three: heads, rows, positions.
@@ -118,6 +124,12 @@ def layers(kind: str) -> list[Layer]:
                 only="test_overlapping or test_rows_that_do_not_divide or test_uneven",
             ),
         ]
+    if kind == "slow":
+        slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
+        return [
+            Layer("CPU, slow", (*slow, "slow and not interpreter")),
+            Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+        ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
         if not gpus:
@@ -130,7 +142,7 @@ def layers(kind: str) -> list[Layer]:
             Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
-    sys.exit(f"usage: python -m tests cpu|gpu|multigpu, got {kind!r}")
+    sys.exit(f"usage: python -m tests cpu|slow|gpu|multigpu, got {kind!r}")
 
 
 def run(layer: Layer, folder: Path) -> tuple[int, dict[str, int]]:
