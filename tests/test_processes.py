@@ -15,9 +15,17 @@ from tests.ports import free_port
 
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT_S = 6  # of the process groups in process_worker.py
-CALLS = (
-    "ring_backward", "star_backward", "all_gather_backward", "ulysses_backward",
-    "decode_all_gather", "decode_star", "decode_ring", "decode_hierarchical", "ring", "all_gather", "ulysses", "star", "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter",
+#: One of each family; then the rest.
+QUICK = (
+    "decode_all_gather",
+    "decode_hierarchical",
+    "ring_backward",
+    "ulysses",
+    "matmul_all_reduce",
+)
+SLOW = (
+    "star_backward", "all_gather_backward", "ulysses_backward", "decode_star", "decode_ring", "ring", "all_gather",
+    "star", "all_gather_matmul", "matmul_reduce_scatter",
 )  # fmt: skip
 EQUALS = "ring,star,all_gather,decode_all_gather,decode_star,decode_ring,decode_hierarchical"
 
@@ -51,7 +59,7 @@ def test_two_agents(ranks_per_agent: int) -> None:
     assert "".join(outputs).count(f"of {2 * ranks_per_agent} agrees") == 2 * ranks_per_agent
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
 def test_a_dead_rank_ends_the_others_with_an_error(name: str) -> None:
     """Without torchrun, which would end them itself."""
     port = free_port()

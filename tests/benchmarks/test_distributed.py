@@ -51,6 +51,7 @@ INFERENCE = "e2e_inference --bsz 1 --gen-len 2 --max-length 4 --model tiny-qwen3
 FORMS = [
     f"tp_mlp --M 1 {SMALL}",
     f"tp_mlp --M 9 --use-allreduce {SMALL}",
+    f"ag_gemm --M 9 {SMALL}",
     f"gemm_rs --M 1 {SMALL}",
     f"tp_attn --bsz 1 --seq-len 4 --mode decode {SMALL}",
     f"tp_attn --bsz 3 --seq-len 3 --mode prefill {SMALL}",
@@ -78,7 +79,13 @@ def test_every_system_is_run() -> None:
     assert set(NAMES) == {*RUNS, "dist_decode"}  # test_dist_decode.py has that one
 
 
-@pytest.mark.parametrize("name", RUNS)
+#: Each starts ranks anew; the others' systems are among FORMS, too.
+QUICK = ("ring", "e2e")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in RUNS]
+)
 def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     done = call(

@@ -135,10 +135,10 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tm
 @pytest.mark.parametrize(
     ("ranks", "tensor_parallel", "strategy", "kv_block"),
     [
-        (2, 2, "all_reduce", None),
+        pytest.param(2, 2, "all_reduce", None, marks=pytest.mark.slow),
         (3, 3, "ag_rs", None),
         (4, 2, "ag_rs", 5),
-        (4, 1, "all_reduce", None),
+        pytest.param(4, 1, "all_reduce", None, marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallel_equals_transformers(

@@ -34,7 +34,10 @@ def check(op, inputs, options, gradients):
         torch.testing.assert_close(x.double().cpu(), exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kv_start", [-(2**40), -FAR + 20, 0, FAR])
+@pytest.mark.parametrize(
+    "kv_start",
+    [-(2**40), FAR, *(pytest.param(x, marks=pytest.mark.slow) for x in (-FAR + 20, 0))],
+)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", ["attention", "decode"])
 def test_starts_and_windows(name, window, kv_start, device):

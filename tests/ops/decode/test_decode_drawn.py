@@ -43,7 +43,7 @@ def test_drawn_gradients(seed, device, record_drawn):
 @pytest.mark.parametrize(
     ("wanted", "group"), [(1, 128), (2, 1), (3, 2), (7, 128), (40, 1), (40, 2)]
 )
-@pytest.mark.parametrize("seed", range(2000, 2008))
+@pytest.mark.parametrize("seed", range(2000, 2003))
 def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
     """Fewer than items, several an item, more than there are keys; by groups of sequences."""
     monkeypatch.setattr(schedule, "GROUP", group)
