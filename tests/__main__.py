@@ -58,10 +58,15 @@ _PROCESSES = (
 )
 
 
-def distributed(ranks: int, *names: str) -> Layer:
-    """The distributed tests, or the files of these names alone."""
+#: Whole layers compiled, which every rank does for itself: two of them show that ranks do not mix their graphs.
+COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
+
+
+def distributed(ranks: int, *names: str, only: str = "") -> Layer:
+    """The distributed tests, or the files of these names alone; `only` is pytest's -k."""
     files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
-    return Layer(f"distributed, {ranks} ranks", files, ranks)
+    chosen = ("-k", only) if only else ()
+    return Layer(f"distributed, {ranks} ranks", (*files, *chosen), ranks)
 
 
 def one_sided(ranks: int, *files: str, only: str = "") -> Layer:
@@ -103,18 +108,19 @@ def layers(kind: str) -> list[Layer]:
                 "parallelize",
                 "kv_cache",
                 "agreement",
+                only=f"not ({COMPILED})",
             ),
             # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
             distributed(
                 4,
                 "ring_attention",
-                "context_parallel",
                 "parallelize",
                 "tp_layers",
                 "kv_cache",
                 "engine",
+                only=f"not ({COMPILED})",
             ),
-            distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
+            distributed(1, "ring_attention", "tp_layers", "tp_linear", only=f"not ({COMPILED})"),
             one_sided(2, "one_sided", "strategies", "signals"),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
@@ -129,6 +135,8 @@ def layers(kind: str) -> list[Layer]:
         return [
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+            *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
+            distributed(4, "context_parallel"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

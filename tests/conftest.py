@@ -30,14 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 #: Seeds of a drawn test that `make test` takes in the interpreter; those beyond are slow ones.
-_QUICK_DRAWS = 100
+_QUICK_DRAWS = 48
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         seed = getattr(item, "callspec", None) and item.callspec.params.get("seed")
-        if INTERPRET and item.name.startswith("test_drawn[") and (seed or 0) >= _QUICK_DRAWS:
+        if INTERPRET and item.name.startswith("test_drawn") and (seed or 0) >= _QUICK_DRAWS:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not _GPUS:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -15,9 +15,9 @@ CASES = [
     ("kill", "fused"),
     ("stop", "push_tiled"),
     ("kill_in_calls", "two_shot"),
-    ("kill_in_calls", "push"),
+    pytest.param("kill_in_calls", "push", marks=pytest.mark.slow),
     ("absent", "fused,two_shot,symm_all_gather"),
-    ("late", "fused,two_shot,push_tiled"),
+    pytest.param("late", "fused,two_shot,push_tiled", marks=pytest.mark.slow),
 ]
 
 

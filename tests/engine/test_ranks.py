@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the r
 ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 64
 STREAMED = 16  # of one prompt alone
-BY_STRATEGY = 6  # of three prompts, with each strategy
+BY_STRATEGY = 4  # of three prompts, with each strategy
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",

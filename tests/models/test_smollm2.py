@@ -48,6 +48,7 @@ def theirs(gguf_source):
     )
 
 
+@pytest.mark.slow
 def test_weights_equal_transformers_reading(model, theirs):
     expected = {k.removeprefix("model."): v for k, v in theirs.state_dict().items()}
     for name, tensor in model.state_dict().items():

@@ -18,14 +18,19 @@ WRITTEN = ("k_cache", "v_cache", "q")
     ("layout", "cache_dtype"),
     [
         ("bhsd", torch.float32),
-        ("bshd", torch.float32),
         ("transposed", torch.bfloat16),
         ("slice", torch.float32),
-        ("packed", torch.float16),
-        ("every_other", torch.float32),
         ("bhsd", torch.float8_e4m3fn),
-        ("bshd", torch.float8_e5m2),
         ("packed", torch.int8),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                ("bshd", torch.float32),
+                ("packed", torch.float16),
+                ("every_other", torch.float32),
+                ("bshd", torch.float8_e5m2),
+            )
+        ),
     ],
     ids=str,
 )

@@ -40,7 +40,9 @@ MASKS = {
 
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+@pytest.mark.parametrize(
+    "op", [torch_fdattn.attention, pytest.param(torch_fdattn.decode, marks=pytest.mark.slow)]
+)
 def test_gradcheck_of_out_and_lse(op, options):
     options = {
         name: torch.tensor(value, dtype=torch.int32)
