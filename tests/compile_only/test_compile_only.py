@@ -137,7 +137,9 @@ def central(case: Case) -> bool:
     if (case.head_dim, case.rows) not in ((128, 1), (128, 4)):
         return False
     padded = case.mask == "padded"
-    return case.cache in ("same", "same-paged", "e4m3-paged") and (case.arch == "sm_90" or not padded)
+    return case.cache in ("same", "same-paged", "e4m3-paged") and (
+        case.arch == "sm_90" or not padded
+    )
 
 
 CASES = [*attention_cases(), *decode_cases(), *append_cases(), *merge_cases()]

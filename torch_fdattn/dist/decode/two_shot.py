@@ -81,8 +81,10 @@ def _two_shot_kernel(
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
     row = owner * share + within
     row_in = (within < share) & (row < rows)
-    values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)
+    values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     target = (out_ptr, lse_ptr, 0, heads)
+    address = at_rank(addresses_ptr, rank, epoch, half_bytes)
 
     # The second shot's words lie behind all of the first one's.
     second = (rows * (BLOCK_D + 1)).to(tl.int64) * WORLD
@@ -94,7 +96,7 @@ def _two_shot_kernel(
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
         theirs, their_lses, came = receive_rows(
-            row, row_in, sources, others, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+            row, row_in, d, sources, others, address, rows, epoch, channel, v_dim, WORLD, BLOCK_D
         )
         parts, part_lses = with_own(theirs, their_lses, values, lses, sources, rank, WORLD)
         out, lse = merged(parts, part_lses)
@@ -104,13 +106,13 @@ def _two_shot_kernel(
                 base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
                 tl.store(base + value_at, value_words, mask=words_in)
                 tl.store(base + lse_at, lse_words, mask=row_in)
-        write_rows(out, lse, came, row, row_in, target, shape, BLOCK_D)
+        write_rows(out, lse, came, row, row_in, d, target, shape)
     else:
         send_rows(
-            values, lses, row, row_in & may_send(state_ptr, epoch), owner, rank, rows, epoch, channel, v_dim, WORLD,
-            BLOCK_D,
+            values, lses, row, row_in & may_send(state_ptr, epoch), d, owner, rank, rows, epoch, channel, v_dim,
+            WORLD, BLOCK_D,
         )  # fmt: skip
-        base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+        base = as_words(address)
         one = tl.arange(0, 1)
         value_words, lse_words, came = receive(
             base + value_at[None, :, :], base + lse_at[None, :], words_in[None, :, :], row_in[None, :],
@@ -118,7 +120,7 @@ def _two_shot_kernel(
         )  # fmt: skip
         bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
         lse = tl.reshape(payload(lse_words, tl.float32), [BLOCK_R])
-        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, target, shape, BLOCK_D)
+        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
