@@ -61,6 +61,15 @@ def test_a_rank_that_gave_up_writes_nothing(group, rank_device, strategy: str) -
     wait(rank_device)
 
 
+def mend(channel: Channel) -> None:
+    """As if it had never broken, and had never been used."""
+    wait(channel.state.device)
+    for x in (channel.memory.local, channel.state, channel.fault.tensor):
+        x.zero_()
+    channel.state[0] = 1
+    wait(channel.state.device)
+
+
 @pytest.mark.parametrize("strategy", ["fused", "push_tiled"])
 def test_one_time_out_ends_all_waits(group, rank_device, strategy: str) -> None:
     """Also those which other programs began before it."""
@@ -96,11 +105,29 @@ def test_one_time_out_ends_all_waits(group, rank_device, strategy: str) -> None:
         set_timeout(10.0)
         assert channel.state[BROKEN.value]
         assert channel.state[CLOCK.value] == OVER.value
+    mend(channel)
+
+
+def test_a_rank_that_comes_too_late(group, rank_device) -> None:
+    """It is named by the others, and names one of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outs, lses = all_parts((1, world, 1, 16), 0, rank_device)
+    mine = outs[rank], lses[rank], torch.float32, group, "two_shot", False
+    merge(*mine)
     wait(rank_device)
-    for x in (channel.memory.local, channel.state, channel.fault.tensor):
-        x.zero_()
-    channel.state[0] = 1
+    if rank == 1:
+        time.sleep(1)
+    else:
+        set_timeout(0.2)
+    found, _ = merge(*mine)
+    set_timeout(10.0)
+    assert found[:, 0].isnan().all()
     wait(rank_device)
+    channel = last_channel("two_shot")
+    peer = int(channel.fault.tensor) % (1 << 32) - 1
+    assert peer not in (-1, rank)
+    assert peer == 1 or rank == 1
+    mend(channel)
 
 
 def test_numbers_that_look_like_flags(group, rank_device) -> None:

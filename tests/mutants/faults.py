@@ -302,6 +302,10 @@ FAULTS = (
         "values = tl.where(came, values, float(\"nan\"))", "values = tl.where(came, values, 0.0)", SURVIVORS,
     ),
     Fault(
+        "an owner blamed for whom it waits for", "torch_fdattn/dist/decode/two_shot.py",
+        "tl.where(other, absent - 1, owner)", "owner", SURVIVORS,
+    ),
+    Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",
         "limit = share if INTERPRET else most", "limit = 1 << 62 if INTERPRET else most", SURVIVORS,
     ),

@@ -4,6 +4,9 @@ First shot: every rank sends each row's fp32 partial result to the row's owner, 
 merges them and, second shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in
 one launch. Cost: (W - 1) / W · R · ((DV + 1) · 8 + DV · 4 + 8) bytes sent by every rank with a 16-bit output,
 2 / W of what `fused` sends and less, but two trips over the wire: for many rows.
+
+An owner that waits in vain says in the second shot for whom, or else the others would blame the owner. They wait
+for it twice as long as it may wait itself; but where they own rows, too, their own first shot ends it all sooner.
 """
 
 from __future__ import annotations
@@ -34,11 +37,16 @@ from torch_fdattn.dist.signals import (
     may_send,
     payload,
     receive,
+    report,
     take_epoch,
     word,
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+
+
+#: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
+ABSENT = tl.constexpr(0x7FA00000)
 
 
 @triton.jit
@@ -100,8 +108,12 @@ def _two_shot_kernel(
         )
         parts, part_lses = with_own(theirs, their_lses, values, lses, sources, rank, WORLD)
         out, lse = merged(parts, part_lses)
-        if came:  # or else those who wait for it time out, too, and know whom they waited for
-            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse, epoch)
+        lse_bits, sends = lse.to(tl.int32, bitcast=True), came
+        if came == 0:
+            lse_bits = tl.zeros_like(lse_bits) + (ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32))
+            sends = may_send(state_ptr, epoch)
+        if sends:
+            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse_bits, epoch)
             for i in tl.static_range(1, WORLD):
                 base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
                 tl.store(base + value_at, value_words, mask=words_in)
@@ -116,10 +128,17 @@ def _two_shot_kernel(
         one = tl.arange(0, 1)
         value_words, lse_words, came = receive(
             base + value_at[None, :, :], base + lse_at[None, :], words_in[None, :, :], row_in[None, :],
-            one + owner, epoch, state_ptr, fault_ptr, limit_ns,
+            one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
         )  # fmt: skip
         bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
-        lse = tl.reshape(payload(lse_words, tl.float32), [BLOCK_R])
+        lse_bits = tl.reshape(payload(lse_words, tl.int32), [BLOCK_R])
+        absent = tl.max(tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0)
+        if came & (absent >= 0):
+            came = absent < 0
+            if may_send(state_ptr, epoch):  # or else it broke in an earlier call, which has said why
+                other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
+                report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
+        lse = lse_bits.to(tl.float32, bitcast=True)
         write_rows(_unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
 
 
