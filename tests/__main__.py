@@ -121,13 +121,14 @@ def layers(kind: str) -> list[Layer]:
                 only=f"not ({COMPILED})",
             ),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", only=f"not ({COMPILED})"),
-            one_sided(2, "one_sided", "strategies", "signals"),
+            one_sided(2, "one_sided", "strategies", "signals", "fused_parts"),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
                 3,
                 "one_sided",
                 "strategies",
-                only="test_overlapping or test_rows_that_do_not_divide or test_uneven",
+                "fused_parts",
+                only="test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge",
             ),
         ]
     if kind == "slow":

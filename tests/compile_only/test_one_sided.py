@@ -11,9 +11,12 @@ import torch
 
 from tests.compile_only.resources import ARCHS, _resources, recorded
 from torch_fdattn.dist import one_sided_gather
-from torch_fdattn.dist.decode import fused, push, push_tiled, rows, two_shot
+from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
 from torch_fdattn.dist.symmetric_memory import PeerMemory
+from torch_fdattn.ops.decode.inputs import WholeLengths
+from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.positions import Mask
 
 pytestmark = pytest.mark.skipif(
     INTERPRET, reason="compiles kernels, which the interpreter replaces"
@@ -33,7 +36,7 @@ def ranks(world: int):
         fault=types.SimpleNamespace(tensor=words), enter=lambda: None,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module in (fused, push, push_tiled, two_shot, one_sided_gather):
+        for module in (fused, fused_parts, push, push_tiled, two_shot, one_sided_gather):
             stack.enter_context(mock.patch.object(module, "channel", return_value=channel))
             stack.enter_context(mock.patch.object(module, "rank_and_size", return_value=(1, world)))
             if hasattr(module, "INTERPRET"):
@@ -81,6 +84,41 @@ def test_merges(module, batch: int, world: int, dim: int, head_sharded: bool, ar
     with ranks(world), recorded() as launches:
         module.merge(part, lse, torch.bfloat16, "0", head_sharded)
     check(launches, arch)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "q_len", "world", "dim", "head_sharded", "arch"),
+    [
+        (8, 1, 4, 128, False, "sm_90"),
+        (1, 4, 2, 64, False, "sm_90"),
+        (1, 2, 8, 256, True, "sm_90"),
+    ],
+)
+def test_exchange_that_merges_parts(
+    kv_heads: int, q_len: int, world: int, dim: int, head_sharded: bool, arch: str
+) -> None:
+    """Launched as the pieces' dependent, with everything that a shard's bounds may take."""
+    q, k = (
+        meta(1, *shape, dim, dtype=torch.bfloat16) for shape in ((32, q_len), (kv_heads, 65536))
+    )
+    part, lse = meta(1, 32, q_len, dim), meta(1, 32, q_len)
+    numbers = [meta(1, dtype=torch.int32) for _ in range(3)]
+    early = arch == "sm_90"
+    with (
+        ranks(world),
+        mock.patch.object(fused_parts, "starts_early", return_value=early),
+        recorded() as launches,
+    ):
+        _, unmerged = launch_decode(
+            q, Cache(k, k.clone(), None), Mask(*numbers, 4095, 0, 16, 16 * world), 0.1, part, lse,
+            capability=ARCHS[arch].capability, whole=WholeLengths(16, 16, 16 * world, 1 << 20), leave_parts=True,
+        )  # fmt: skip
+        fused_parts.merge(part, lse, unmerged, torch.bfloat16, "0", head_sharded)
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "_decode_kernel",
+        "_fused_parts_kernel",
+    ]
+    check(launches[1:], arch)
 
 
 @pytest.mark.parametrize(("world", "nbytes"), [(8, 1 << 14), (4, 1 << 20)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -12,8 +13,8 @@ from tests.dist.test_one_sided import all_parts, check_merge, set_epochs
 from torch_fdattn.dist.channel import Channel, _channels
 from torch_fdattn.dist.decode import push, push_tiled
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
-from torch_fdattn.dist import one_sided_all_gather
-from torch_fdattn.dist.signals import BROKEN
+from torch_fdattn.dist import one_sided_all_gather, set_timeout
+from torch_fdattn.dist.signals import BROKEN, CLOCK, OVER
 from torch_fdattn.ops.library import INTERPRET
 
 
@@ -58,6 +59,75 @@ def test_a_rank_that_gave_up_writes_nothing(group, rank_device, strategy: str) -
     channel.state[BROKEN.value] = 0
     channel.state[0] = 1
     wait(rank_device)
+
+
+def mend(channel: Channel) -> None:
+    """As if it had never broken, and had never been used."""
+    wait(channel.state.device)
+    for x in (channel.memory.local, channel.state, channel.fault.tensor):
+        x.zero_()
+    channel.state[0] = 1
+    wait(channel.state.device)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "push_tiled"])
+def test_one_time_out_ends_all_waits(group, rank_device, strategy: str) -> None:
+    """Also those which other programs began before it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outs, lses = all_parts((1, world, 1, 16), 0, rank_device)
+    merge(outs[rank], lses[rank], torch.float32, group, strategy, False)
+    wait(rank_device)
+    channel = last_channel(strategy)
+
+    def time_out_elsewhere() -> None:
+        if rank_device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(rank_device)):
+                channel.state[CLOCK.value].fill_(OVER.value)
+        else:
+            channel.state[CLOCK.value] = OVER.value
+
+    def call_alone() -> float:
+        start = time.monotonic()
+        for x in merge(outs[0], lses[0], torch.float32, group, strategy, False):
+            assert x.isnan().all()
+        return time.monotonic() - start
+
+    if rank == 0:
+        timer = threading.Timer(0.3, time_out_elsewhere)
+        timer.start()
+        assert call_alone() < 5  # of 10 s
+        timer.join()
+        assert not channel.state[BROKEN.value]  # nor does this wait say whom it waited for
+        assert not channel.fault.tensor.any()
+        channel.state[CLOCK.value] = 0
+        set_timeout(0.1)
+        call_alone()
+        set_timeout(10.0)
+        assert channel.state[BROKEN.value]
+        assert channel.state[CLOCK.value] == OVER.value
+    mend(channel)
+
+
+def test_a_rank_that_comes_too_late(group, rank_device) -> None:
+    """It is named by the others, and names one of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outs, lses = all_parts((1, world, 1, 16), 0, rank_device)
+    mine = outs[rank], lses[rank], torch.float32, group, "two_shot", False
+    merge(*mine)
+    wait(rank_device)
+    if rank == 1:
+        time.sleep(1)
+    else:
+        set_timeout(0.2)
+    found, _ = merge(*mine)
+    set_timeout(10.0)
+    assert found[:, 0].isnan().all()
+    wait(rank_device)
+    channel = last_channel("two_shot")
+    peer = int(channel.fault.tensor) % (1 << 32) - 1
+    assert peer not in (-1, rank)
+    assert peer == 1 or rank == 1
+    mend(channel)
 
 
 def test_numbers_that_look_like_flags(group, rank_device) -> None:

@@ -55,6 +55,9 @@ ONE_SIDED = Tests(
     interpret=True,
     ranks=2,
 )
+FUSED_PARTS = Tests(
+    "parts merged by the exchange", ("tests/dist/test_fused_parts.py",), interpret=True, ranks=2
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
@@ -277,6 +280,14 @@ FAULTS = (
         "tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1)", "(epoch + 1) & 0xFFFFFFFF", ONE_SIDED,
     ),
     Fault(
+        "another KV head's parts", "torch_fdattn/dist/decode/fused_parts.py",
+        "packed // BLOCK_M * kv_heads + h // group", "packed // BLOCK_M * kv_heads + h % kv_heads", FUSED_PARTS,
+    ),
+    Fault(
+        "parts that nobody wrote", "torch_fdattn/dist/decode/fused_parts.py",
+        "if pieces == 1:", "if pieces == 0:", FUSED_PARTS,
+    ),
+    Fault(
         "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",
         "tl.store(lse_ptr, word(lses, epoch), mask=row_in)",
         "tl.store(lse_ptr, word(lses.to(tl.float16).to(tl.float32), epoch), mask=row_in)", ONE_SIDED,
@@ -289,6 +300,10 @@ FAULTS = (
     Fault(
         "what did not come is not NaN", "torch_fdattn/dist/decode/rows.py",
         "values = tl.where(came, values, float(\"nan\"))", "values = tl.where(came, values, 0.0)", SURVIVORS,
+    ),
+    Fault(
+        "an owner blamed for whom it waits for", "torch_fdattn/dist/decode/two_shot.py",
+        "tl.where(other, absent - 1, owner)", "owner", SURVIVORS,
     ),
     Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",

@@ -20,11 +20,12 @@ none before triton#10816). After a wait comes an acquire, and a barrier again.
 warps for itself, and warps that see a word at different times would leave the loop at different times and hang at
 the next barrier.
 
-**Time.** Every wait ends when data came, when the channel broke earlier, or after limit_ns. Threads read the clock
-at different times, too, so the time passes through an atomic, which one thread makes for all; what it returns is
-the time that this or another program put there last. A wait that timed out marks the channel as broken and
-writes {epoch, peer + 1} where the host sees it. Later calls on it, which may have been queued before the host
-knew, send nothing: they wait for nobody, and would overwrite what others still read.
+**Time.** Every wait ends when data came, when the channel broke, or after limit_ns. Threads read the clock at
+different times, too, so the time passes through an atomic, which one thread makes for all; what it returns is the
+latest time that this or another program has put there. A wait that timed out marks the channel as broken, puts the
+clock past every limit, which ends the other programs' waits, and writes {epoch, peer + 1} where the host sees it.
+Later calls on it, which may have been queued before the host knew, send nothing: they wait for nobody, and would
+overwrite what others still read.
 
 state (int64): [epoch, tickets, broken (0, or the epoch of the call that timed out), arrivals, clock].
 """
@@ -48,6 +49,8 @@ BROKEN = tl.constexpr(2)
 ARRIVALS = tl.constexpr(3)
 CLOCK = tl.constexpr(4)
 STATE_WORDS = 8
+#: What the clock shows for good once a wait has timed out.
+OVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 #: Looks at memory between two looks at the clock, which costs as much as several of them.
 LOOKS = tl.constexpr(1 if INTERPRET else 32)
 
@@ -137,26 +140,30 @@ def _peer_of(missing, sources):
 
 @triton.jit
 def _last_time(state_ptr):
-    return tl.atomic_xchg(state_ptr + CLOCK, clock_ns(), sem="relaxed", scope="gpu")
+    return tl.atomic_max(state_ptr + CLOCK, clock_ns(), sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def is_late(start, state_ptr, limit_ns):
-    """Whether limit_ns have passed since `start`, the same for all threads."""
-    return _last_time(state_ptr) - start > limit_ns
+def look_at_clock(start, state_ptr, limit_ns):
+    """(whether a wait since `start` must end, whether another one timed out), the same for all threads."""
+    time = _last_time(state_ptr)
+    return time - start > limit_ns, time == OVER
 
 
 @triton.jit
 def start_clock(state_ptr):
+    """(the time, whether the channel is broken)."""
     _last_time(state_ptr)  # what it returns may be of any earlier call
-    return _last_time(state_ptr)
+    start = _last_time(state_ptr)
+    return start, (start == OVER) | (tl.load(state_ptr + BROKEN, volatile=True) != 0)
 
 
 @triton.jit
 def report(peer, epoch, state_ptr, fault_ptr):
     """Breaks the channel: this wait timed out on `peer`."""
-    tl.store(state_ptr + BROKEN, epoch)
     tl.store(fault_ptr, (epoch << 32) | (peer + 1).to(tl.int64))
+    tl.store(state_ptr + BROKEN, epoch)
+    tl.atomic_max(state_ptr + CLOCK, OVER, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -172,8 +179,7 @@ def receive(
     old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
     missing = tl.sum(old, 0)
     if missing > 0:
-        start = start_clock(state_ptr)
-        stop = tl.load(state_ptr + BROKEN, volatile=True) != 0
+        start, stop = start_clock(state_ptr)
         looks = 0
         while (missing > 0) & (stop == 0):
             values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
@@ -182,8 +188,8 @@ def receive(
             missing = tl.sum(old, 0)
             looks += 1
             if (looks % LOOKS == 0) & (missing > 0):
-                stop = is_late(start, state_ptr, limit_ns)
-                if stop:
+                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
+                if stop & (elsewhere == 0):
                     report(_peer_of(old, sources), epoch, state_ptr, fault_ptr)
     return values, lses, missing == 0
 
@@ -195,16 +201,15 @@ def await_flags(flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_n
     flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
     missing = (inside & (flags != raised)).to(tl.int32)
     if tl.sum(missing, 0) > 0:
-        start = start_clock(state_ptr)
-        stop = tl.load(state_ptr + BROKEN, volatile=True) != 0
+        start, stop = start_clock(state_ptr)
         looks = 0
         while (tl.sum(missing, 0) > 0) & (stop == 0):
             flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
             missing = (inside & (flags != raised)).to(tl.int32)
             looks += 1
             if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
-                stop = is_late(start, state_ptr, limit_ns)
-                if stop:
+                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
+                if stop & (elsewhere == 0):
                     report(_peer_of(missing, sources), epoch, state_ptr, fault_ptr)
     tl.atomic_add(flags_ptr, 0, mask=inside, sem="acquire", scope="sys")
     tl.debug_barrier()

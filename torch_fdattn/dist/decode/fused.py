@@ -53,9 +53,8 @@ def slots(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def send_rows(values, lses, row, row_in, peer, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Writes rows (M, D) and lses (M,) as words into a peer's memory."""
-    d = tl.arange(0, BLOCK_D)
+def send_rows(values, lses, row, row_in, d, peer, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Writes rows' dims d (M, D) and lses (M,) as words into a peer's memory."""
     value_ptr, lse_ptr = slots(
         at_rank(channel[0], peer, epoch, channel[1]), rank, row, rows, WORLD, BLOCK_D
     )
@@ -65,10 +64,9 @@ def send_rows(values, lses, row, row_in, peer, rank, rows, epoch, channel, v_dim
 
 
 @triton.jit
-def receive_rows(row, row_in, sources, inside, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """(values (S, M, D), lses (S, M), whether they came) of the sources (S,) that are `inside`."""
-    d = tl.arange(0, BLOCK_D)
-    address = at_rank(channel[0], rank, epoch, channel[1])
+def receive_rows(row, row_in, d, sources, inside, address, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """(values (S, M, D), lses (S, M), whether they came) of the sources (S,) that are `inside`; address: of this
+    rank's half."""
     value_ptr, lse_ptr = slots(address, sources[:, None], row[None, :], rows, WORLD, BLOCK_D)
     wanted = inside[:, None] & row_in[None, :]
     values, lses, came = receive(
@@ -76,6 +74,40 @@ def receive_rows(row, row_in, sources, inside, rank, rows, epoch, channel, v_dim
         sources, epoch, channel[2], channel[3], channel[4],
     )  # fmt: skip
     return payload(values, tl.float32), payload(lses, tl.float32), came
+
+
+@triton.jit
+def tile_of(tile, share, OWNERS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(rows (M,), which of them exist, their owner) of a tile; all ranks take the tiles in the same order."""
+    # With owners, tile t of owner p is number t · OWNERS + p: on all ranks at the same time.
+    owner = tile % OWNERS
+    within = tile // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
+    return owner * share + within, within < share, owner
+
+
+@triton.jit
+def exchange_rows(
+    own, row, sent, row_in, d, owner, rank, address, rows, epoch, channel, target, shape, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, OWNERS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sends this rank's own (values (M, D), lses (M,)) of the rows `sent`, receives the others' at its `address`,
+    and writes what they merge to."""
+    v_dim = shape[3]
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        if (OWNERS == 1) | (peer == owner):
+            send_rows(
+                own[0], own[1], row, sent, d, peer, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+            )  # fmt: skip
+    if (OWNERS == 1) | (owner == rank):
+        sources = tl.arange(0, SOURCES)
+        others = (sources < WORLD) & (sources != rank)
+        values, lses, came = receive_rows(
+            row, row_in, d, sources, others, address, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+        )
+        values, lses = with_own(values, lses, own[0], own[1], sources, rank, WORLD)
+        out, lse = merged(values, lses)
+        write_rows(out, lse, came, row, row_in, d, target, shape)
 
 
 @triton.jit(
@@ -91,42 +123,15 @@ def _fused_kernel(
     shape = (batch, heads, q_len, v_dim)
     channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
     epoch = take_epoch(state_ptr, tl.num_programs(0))
-    # With owners, tile t of owner p is program t · OWNERS + p: on all ranks at the same time.
-    owner = tl.program_id(0) % OWNERS
-    within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
-    row, row_in = owner * share + within, within < share
-    own_values, own_lses = own_rows(
-        row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
-    )
+    row, row_in, owner = tile_of(tl.program_id(0), share, OWNERS, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
+    own = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     sent = row_in & may_send(state_ptr, epoch)
-    for i in tl.static_range(1, WORLD):
-        peer = (rank + i) % WORLD
-        if (OWNERS == 1) | (peer == owner):
-            send_rows(
-                own_values,
-                own_lses,
-                row,
-                sent,
-                peer,
-                rank,
-                rows,
-                epoch,
-                channel,
-                v_dim,
-                WORLD,
-                BLOCK_D,
-            )
-    if (OWNERS == 1) | (owner == rank):
-        sources = tl.arange(0, SOURCES)
-        others = (sources < WORLD) & (sources != rank)
-        values, lses, came = receive_rows(
-            row, row_in, sources, others, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
-        )
-        values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
-        out, lse = merged(values, lses)
-        write_rows(
-            out, lse, came, row, row_in, (out_ptr, lse_ptr, first_head, out_heads), shape, BLOCK_D
-        )
+    address = at_rank(addresses_ptr, rank, epoch, half_bytes)
+    exchange_rows(
+        own, row, sent, row_in, d, owner, rank, address, rows, epoch, channel,
+        (out_ptr, lse_ptr, first_head, out_heads), shape, WORLD, SOURCES, OWNERS, BLOCK_D,
+    )  # fmt: skip
 
 
 def words_bytes(rows: Rows) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,12 @@ from torch_fdattn.dist.faults import raise_faults
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.ops import library
 
+if TYPE_CHECKING:
+    from torch_fdattn.ops.decode.launch import Unmerged
+
 ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
+#: Whether `fused` merges the parts of a split local decode itself (`fused_parts.py`). Ranks need not agree on it.
+MERGES_PARTS = True
 
 _available: weakref.WeakKeyDictionary[object, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
@@ -125,6 +131,16 @@ def merge(
     return torch.ops.fdattn.dist_merge(
         out, lse, group_name, strategy, dtype, head_sharded, rank_and_size(group_name)[1]
     )
+
+
+def merge_parts(
+    out: Tensor, lse: Tensor, unmerged: Unmerged, dtype: torch.dtype, group_name: str, head_sharded: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`merge` by `fused` of what a local decode has left in parts; without the op, so for eager calls alone."""
+    expect_mapped("strategy 'fused'", group_name, out.device)
+    from torch_fdattn.dist.decode import fused_parts
+
+    return fused_parts.merge(out, lse, unmerged, dtype, group_name, head_sharded)
 
 
 def _merge(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):

@@ -94,9 +94,16 @@ def _runs_kernels(q: Tensor, shard: Shard, mask: Mask, extras: Extras) -> bool:
     return library.runs_directly(q, shard.k, shard.v) and library.lie_in_memory(*others)
 
 
-def _merge(out, lse, dtype, exchange, strategy) -> tuple[Tensor, Tensor]:
-    """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads)."""
+def _merge(out, lse, dtype, exchange, strategy, unmerged=None) -> tuple[Tensor, Tensor]:
+    """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads).
+
+    unmerged: what the local decode left for the strategy to merge.
+    """
     library.launches[f"dist_decode/{strategy}"] += 1
+    if unmerged is not None:
+        return one_sided.merge_parts(
+            out, lse, unmerged, dtype, exchange.group_name, exchange.head_sharded
+        )
     out = out.contiguous()
     if strategy == "none":
         return out, lse
@@ -213,14 +220,15 @@ def _dist_decode(
         return _DistDecode.apply(
             q, k_shard, v_shard, batch_invariant, exchange, strategy, *local, scale
         )
-    dtype = q.dtype if strategy == "none" else _wide(q)
+    dtype, unmerged = q.dtype if strategy == "none" else _wide(q), ()
     if runs_kernels:
-        out, lse = decode_eagerly(
-            q, k_shard, v_shard, page_table, *local, scale, dtype, *own, whole=whole
-        )
+        out, lse, *unmerged = decode_eagerly(
+            q, k_shard, v_shard, page_table, *local, scale, dtype, *own, whole=whole,
+            leave_parts=strategy == "fused" and one_sided.MERGES_PARTS,
+        )  # fmt: skip
     else:
         out, lse = _attend(q, shard, local, scale, own, dtype)
-    return _merge(out, lse, q.dtype, exchange, strategy)
+    return _merge(out, lse, q.dtype, exchange, strategy, *unmerged)
 
 
 library.define_composite(

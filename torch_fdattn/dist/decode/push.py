@@ -56,7 +56,8 @@ def _push_kernel(
     owner = tl.program_id(0) % OWNERS
     within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
     row, row_in = owner * share + within, within < share
-    values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)
+    values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     sends = may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
@@ -93,15 +94,12 @@ def _merge_pushed_kernel(
     came = await_flags(
         as_words(address) + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns
     )
-    own_values, own_lses = own_rows(
-        row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
-    )
+    d = tl.arange(0, BLOCK_D)
+    own_values, own_lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     values, lses = pushed_rows(row, row_in, sources, others, address, rows, v_dim, WORLD, BLOCK_D)
     values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
     out, lse = merged(values, lses)
-    write_rows(
-        out, lse, came, row, row_in, (out_ptr, lse_ptr, first_head, out_heads), shape, BLOCK_D
-    )
+    write_rows(out, lse, came, row, row_in, d, (out_ptr, lse_ptr, first_head, out_heads), shape)
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):

@@ -89,9 +89,8 @@ def _push_tiled_kernel(
     owner = tl.program_id(0) % OWNERS
     within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
     row, row_in = owner * share + within, within < share
-    own_values, own_lses = own_rows(
-        row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D
-    )
+    d = tl.arange(0, BLOCK_D)
+    own_values, own_lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     sends = may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
@@ -127,9 +126,7 @@ def _push_tiled_kernel(
         )
         values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
         out, lse = merged(values, lses)
-        write_rows(
-            out, lse, came, row, row_in, (out_ptr, lse_ptr, first_head, out_heads), shape, BLOCK_D
-        )
+        write_rows(out, lse, came, row, row_in, d, (out_ptr, lse_ptr, first_head, out_heads), shape)
 
 
 def pushed_bytes(rows: Rows) -> int:

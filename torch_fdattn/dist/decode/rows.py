@@ -3,7 +3,7 @@
 A row is one query of one head, and rows are numbered heads first, row = (h · B + b) · T + t: the heads of a rank
 are one run of rows. Shapes: part (B, H, T, DV) fp32, part_lse (B, H, T) fp32 contiguous; out (B, H', T, DV),
 lse (B, H', T) contiguous, of all H heads or of one rank's from first_head on; S: the ranks, padded to a power of
-two; M: rows of a tile; D: DV padded.
+two; M: rows of a tile; D: the dims of a tile, all of DV padded unless said otherwise.
 """
 
 from __future__ import annotations
@@ -90,12 +90,11 @@ def coordinates(row, batch, q_len):
 
 
 @triton.jit
-def own_rows(row, row_in, part, shape, BLOCK_D: tl.constexpr):
+def own_rows(row, row_in, d, part, shape):
     """(values (M, D), lses (M,)) of this rank's partial results."""
     part_ptr, part_lse_ptr, strides = part
     batch, heads, q_len, v_dim = shape
     b, h, t = coordinates(row, batch, q_len)
-    d = tl.arange(0, BLOCK_D)
     at = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + t.to(tl.int64) * strides[2]
     inside = row_in[:, None] & (d[None, :] < v_dim)
     values = tl.load(part_ptr + at[:, None] + d[None, :] * strides[3], mask=inside, other=0.0)
@@ -125,12 +124,11 @@ def with_own(values, lses, own_values, own_lses, sources, rank, WORLD: tl.conste
 
 
 @triton.jit
-def write_rows(values, lses, came, row, row_in, target, shape, BLOCK_D: tl.constexpr):
-    """Writes finished rows; NaN where they did not come."""
+def write_rows(values, lses, came, row, row_in, d, target, shape):
+    """Writes finished rows' dims d; NaN where they did not come."""
     out_ptr, lse_ptr, first_head, out_heads = target
     batch, _, q_len, v_dim = shape
     b, h, t = coordinates(row, batch, q_len)
-    d = tl.arange(0, BLOCK_D)
     at = (b * out_heads + h - first_head).to(tl.int64) * q_len + t
     values = tl.where(came, values, float("nan"))
     lses = tl.where(came, lses, float("nan"))

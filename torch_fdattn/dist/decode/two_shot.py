@@ -4,6 +4,9 @@ First shot: every rank sends each row's fp32 partial result to the row's owner, 
 merges them and, second shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in
 one launch. Cost: (W - 1) / W · R · ((DV + 1) · 8 + DV · 4 + 8) bytes sent by every rank with a 16-bit output,
 2 / W of what `fused` sends and less, but two trips over the wire: for many rows.
+
+An owner that waits in vain says in the second shot for whom, or else the others would blame the owner. They wait
+for it twice as long as it may wait itself; but where they own rows, too, their own first shot ends it all sooner.
 """
 
 from __future__ import annotations
@@ -34,11 +37,16 @@ from torch_fdattn.dist.signals import (
     may_send,
     payload,
     receive,
+    report,
     take_epoch,
     word,
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+
+
+#: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
+ABSENT = tl.constexpr(0x7FA00000)
 
 
 @triton.jit
@@ -81,8 +89,10 @@ def _two_shot_kernel(
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
     row = owner * share + within
     row_in = (within < share) & (row < rows)
-    values, lses = own_rows(row, row_in, (part_ptr, part_lse_ptr, part_strides), shape, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)
+    values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     target = (out_ptr, lse_ptr, 0, heads)
+    address = at_rank(addresses_ptr, rank, epoch, half_bytes)
 
     # The second shot's words lie behind all of the first one's.
     second = (rows * (BLOCK_D + 1)).to(tl.int64) * WORLD
@@ -94,31 +104,42 @@ def _two_shot_kernel(
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
         theirs, their_lses, came = receive_rows(
-            row, row_in, sources, others, rank, rows, epoch, channel, v_dim, WORLD, BLOCK_D
+            row, row_in, d, sources, others, address, rows, epoch, channel, v_dim, WORLD, BLOCK_D
         )
         parts, part_lses = with_own(theirs, their_lses, values, lses, sources, rank, WORLD)
         out, lse = merged(parts, part_lses)
-        if came:  # or else those who wait for it time out, too, and know whom they waited for
-            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse, epoch)
+        lse_bits, sends = lse.to(tl.int32, bitcast=True), came
+        if came == 0:
+            lse_bits = tl.zeros_like(lse_bits) + (ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32))
+            sends = may_send(state_ptr, epoch)
+        if sends:
+            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse_bits, epoch)
             for i in tl.static_range(1, WORLD):
                 base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
                 tl.store(base + value_at, value_words, mask=words_in)
                 tl.store(base + lse_at, lse_words, mask=row_in)
-        write_rows(out, lse, came, row, row_in, target, shape, BLOCK_D)
+        write_rows(out, lse, came, row, row_in, d, target, shape)
     else:
         send_rows(
-            values, lses, row, row_in & may_send(state_ptr, epoch), owner, rank, rows, epoch, channel, v_dim, WORLD,
-            BLOCK_D,
+            values, lses, row, row_in & may_send(state_ptr, epoch), d, owner, rank, rows, epoch, channel, v_dim,
+            WORLD, BLOCK_D,
         )  # fmt: skip
-        base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+        base = as_words(address)
         one = tl.arange(0, 1)
         value_words, lse_words, came = receive(
             base + value_at[None, :, :], base + lse_at[None, :], words_in[None, :, :], row_in[None, :],
-            one + owner, epoch, state_ptr, fault_ptr, limit_ns,
+            one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
         )  # fmt: skip
         bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
-        lse = tl.reshape(payload(lse_words, tl.float32), [BLOCK_R])
-        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, target, shape, BLOCK_D)
+        lse_bits = tl.reshape(payload(lse_words, tl.int32), [BLOCK_R])
+        absent = tl.max(tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0)
+        if came & (absent >= 0):
+            came = absent < 0
+            if may_send(state_ptr, epoch):  # or else it broke in an earlier call, which has said why
+                other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
+                report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
+        lse = lse_bits.to(tl.float32, bitcast=True)
+        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):

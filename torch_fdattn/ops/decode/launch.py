@@ -155,6 +155,29 @@ def merge_config(all_rows: int, rows: int, pieces: int, block_dv: int, wide: int
     return MergeConfig(tile_rows, parts, dims, warps)
 
 
+class EvenCut(NamedTuple):
+    """How items are cut, all alike, and where their parts lie: what a kernel that merges them must know."""
+
+    numbers: tuple[int, ...]  # kv_capacity, window_left, window_right, kv_block, kv_stride, wanted
+    whole: tuple[int, int] | None
+    kv_heads: int
+    flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, STRIPED
+    least: int
+    twice: bool
+    block_m: int
+    block_dv: int
+    pieces: int  # of an item at most
+
+
+class Unmerged(NamedTuple):
+    """What a decode has left of its items for another kernel to merge; items in one piece are written to out."""
+
+    parts: Tensor
+    part_lses: Tensor
+    bounds: tuple[Tensor | None, ...]  # kv_lens, q_start, kv_start
+    cut: EvenCut
+
+
 class Plan:
     """A call's launches with all but its tensors' addresses decided."""
 
@@ -243,8 +266,15 @@ class Plan:
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
         )  # fmt: skip
-        self._merge, self.tiles = None, (config, None)
+        self._merge, self.tiles, self._cut = None, (config, None), None
         if split:
+            # Bits that must not follow from the batch come from one kernel, whatever the batch, and sinks
+            # from the kernel that writes the rows.
+            if even and not batch_invariant and options.sinks is None:
+                numbers = cache.capacity, *window, wanted
+                self._cut = EvenCut(
+                    numbers, cut_by, kv_heads, flags, least, twice, config.block_m, block_dv, pieces
+                )
             merge = INVARIANT_MERGE
             if not batch_invariant:
                 rows_here = min(rows, config.block_m)
@@ -268,9 +298,12 @@ class Plan:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lens: Tensor | None,
         q_start: Tensor | None, kv_start: Tensor | None, page_table: Tensor | None, k_scale: Tensor | None,
         v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-        workspace: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Launches on tensors of the plan's metadata."""
+        workspace: Tensor | None = None, leave_parts: bool = False,
+    ) -> Unmerged | None:  # fmt: skip
+        """Launches on tensors of the plan's metadata.
+
+        leave_parts: does not merge where all items are cut alike, but returns what is to be merged.
+        """
         launches["decode_forward/triton"] += 1
         parts = None
         if self._merge is not None:
@@ -283,31 +316,40 @@ class Plan:
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         bounds = kv_lens, q_start, kv_start
+        part_lses = unmerged = None
+        if leave_parts and self._cut is not None:
+            part_lses = parts[self.lse_offset :]
+            unmerged = Unmerged(parts, part_lses, bounds, self._cut)
         rest = page_table, k_scale, v_scale, alibi_slopes, sinks
         given = [x for x in (q, k, v, out, lse, parts, *bounds, *rest) if x is not None]
         at = [x.data_ptr() for x in given]
-        if self._is_direct(at):
+        if self._is_direct(at, unmerged is None):
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if parts is None:
                 self._decode.direct(stream, at)
             else:
                 at.insert(6, at[5] + 4 * self.lse_offset)
                 self._decode.direct(stream, at)
-                self._merge.direct(stream, at[3 : 7 + self._bounds] + at[len(at) - self._sinks :])
-            return
-        part_lses = None if parts is None else parts[self.lse_offset :]
+                if unmerged is None:
+                    self._merge.direct(
+                        stream, at[3 : 7 + self._bounds] + at[len(at) - self._sinks :]
+                    )
+            return unmerged
+        if parts is not None:
+            part_lses = parts[self.lse_offset :]
         # What is compiled for addresses that are multiples of 16 is right for those alone.
         keep = not INTERPRET and isinstance(self._index, int) and _aligned(at)
         with on_device(q):
             self._decode.launch(keep, q, k, v, out, lse, parts, part_lses, *bounds, *rest)
-            if parts is not None:
+            if parts is not None and unmerged is None:
                 self._merge.launch(keep, out, lse, parts, part_lses, *bounds, sinks)
+        return unmerged
 
-    def _is_direct(self, addresses: list[int]) -> bool:
+    def _is_direct(self, addresses: list[int], merges: bool) -> bool:
         """Whether the compiled kernels can be handed these addresses without asking Triton."""
         return (
             self._decode.direct is not None
-            and (self._merge is None or self._merge.direct is not None)
+            and (self._merge is None or not merges or self._merge.direct is not None)
             and _aligned(addresses)
             and torch._C._cuda_getDevice() == self._index
             and not _somebody_watches()
@@ -345,27 +387,29 @@ def launch_decode(
     q: Tensor, cache: Cache, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     options: Scores | None = None, batch_invariant: bool = False, workspace: Tensor | None = None,
     config: TileConfig | None = None, wanted: int | None = None,
-    capability: tuple[int, int] | None = None, whole: WholeLengths | None = None,
-) -> Plan | None:  # fmt: skip
+    capability: tuple[int, int] | None = None, whole: WholeLengths | None = None, leave_parts: bool = False,
+) -> tuple[Plan | None, Unmerged | None]:  # fmt: skip
     """Writes attention of q over the cache into out (B, H, T, DV), any float dtype, and lse (fp32).
 
-    Returns the plan, for later calls of equal metadata; None where there was no one launch.
+    Returns the plan, for later calls of equal metadata, None where there was no one launch; and what
+    `Plan.launch` returns.
     """
     if out.numel() == 0:
-        return None
+        return None, None
     options = options or Scores()
     if _too_long(q.shape[0], q, cache):
         _launch_in_halves(
             q, cache, mask, scale, out, lse, options, batch_invariant, workspace, whole
         )
-        return None
+        return None, None
     plan = Plan(
         q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
     )
-    plan.launch(
-        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace
+    unmerged = plan.launch(
+        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace,
+        leave_parts=leave_parts,
     )  # fmt: skip
-    return plan
+    return plan, unmerged
 
 
 def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:

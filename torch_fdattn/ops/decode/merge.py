@@ -88,23 +88,35 @@ def _merge_kernel(
     row = first_row + tl.arange(0, MERGE_ROWS)
     row_in = row < group * q_len
     d = chunk * MERGE_D + tl.arange(0, MERGE_D)
-    acc = tl.zeros([MERGE_ROWS, MERGE_D], tl.float32)
-    row_max = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([MERGE_ROWS], tl.float32)
+    slot = first.to(tl.int64) * BLOCK_M + row % BLOCK_M
+    out, lse = merged_parts(
+        (parts_ptr, part_lses_ptr), slot, row_in, d, pieces, BLOCK_M, BLOCK_DV, MERGE_PARTS
+    )
+    target = (
+        out_ptr, lse_ptr, sinks_ptr, out_strides, sequence.to(tl.int64), kv_head, group, q_len, kv_heads, sink_stride
+    )  # fmt: skip
+    write_rows(out, lse, row, d, chunk == 0, target, v_dim)
+
+
+@triton.jit
+def merged_parts(
+    parts, slot, row_in, d, pieces, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_PARTS: tl.constexpr
+):  # fmt: skip
+    """(out (M, D), lse (M,)) of rows, of which the first part's is at `slot` (M,) and the next part's BLOCK_M further."""
+    parts_ptr, part_lses_ptr = parts
+    acc = tl.zeros([slot.shape[0], d.shape[0]], tl.float32)
+    row_max = tl.full([slot.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([slot.shape[0]], tl.float32)
     for start in tl.range(0, pieces, MERGE_PARTS):
         part = start + tl.arange(0, MERGE_PARTS)
         inside = (part < pieces)[:, None] & row_in[None, :]
-        rows = (first + part).to(tl.int64)[:, None] * BLOCK_M + (row % BLOCK_M)[None, :]
+        rows = slot[None, :] + part.to(tl.int64)[:, None] * BLOCK_M
         lses = tl.load(part_lses_ptr + rows, mask=inside, other=float("-inf"))
         outs = tl.load(
             parts_ptr + rows[:, :, None] * BLOCK_DV + d[None, None, :], mask=inside[:, :, None], other=0.0
         )  # fmt: skip
         acc, row_max, row_sum = merge_update(acc, row_max, row_sum, outs, lses)
-    out, lse = merge_finish(acc, row_max, row_sum)
-    target = (
-        out_ptr, lse_ptr, sinks_ptr, out_strides, sequence.to(tl.int64), kv_head, group, q_len, kv_heads, sink_stride
-    )  # fmt: skip
-    write_rows(out, lse, row, d, chunk == 0, target, v_dim)
+    return merge_finish(acc, row_max, row_sum)
 
 
 @triton.jit

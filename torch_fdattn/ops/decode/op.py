@@ -61,15 +61,17 @@ class _Call:
         self.k_scale = expanded_scale("k_scale", k_scale, k, q)
         self.v_scale = expanded_scale("v_scale", v_scale, v, q)
 
-    def run(self, out: Tensor, lse: Tensor, workspace: Tensor | None = None):
-        """Writes the result; the launch's plan, where there was one."""
+    def run(
+        self, out: Tensor, lse: Tensor, workspace: Tensor | None = None, leave_parts: bool = False
+    ):
+        """Writes the result; returns the launch's plan, where there was one, and what it left unmerged."""
         if library.use_triton(self.q):
             from torch_fdattn.ops.decode.launch import Cache, launch_decode
 
             cache = Cache(self.k, self.v, self.page_table, self.k_scale, self.v_scale)
             return launch_decode(
                 self.q, cache, self.mask, self.scale, out, lse, self.options, self.batch_invariant,
-                workspace, whole=self.whole,
+                workspace, whole=self.whole, leave_parts=leave_parts,
             )  # fmt: skip
         rest = (self.mask, self.scale, self.k_scale, self.v_scale, self.options)
         library.launches["decode_forward/reference"] += 1
@@ -78,7 +80,7 @@ class _Call:
         else:
             found = paged_decode_reference(self.q, self.k, self.v, self.page_table, *rest)
         copy_state(out, lse, found)
-        return None
+        return None, None
 
 
 def empty_outputs(
@@ -103,12 +105,12 @@ _MAX_PLANS = 4096
 def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
     scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, given=None,
-    whole=None,
+    whole=None, leave_parts=False,
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None.
 
     given: (out, lse, workspace or None) of the caller, instead of new ones; whole: `WholeLengths` where the
-    cache is a shard and the kernels run.
+    cache is a shard and the kernels run; leave_parts: returns (out, lse, what `Plan.launch` left unmerged).
     """
     others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
     plain = (
@@ -139,13 +141,13 @@ def decode_eagerly(
         )  # fmt: skip
         if given is None:
             out, lse = empty_outputs(q, v, out_dtype)
-            plan = call.run(out, lse)
+            plan, unmerged = call.run(out, lse, None, leave_parts)
         else:
             out, lse, workspace = given
             _check_out(call, out, lse, workspace)
             if workspace is not None:
                 _check_workspace_size(call, workspace)
-            plan = call.run(out, lse, workspace)
+            plan, unmerged = call.run(out, lse, workspace, leave_parts)
         if plan is not None and key is not None:
             plan.out = None
             if (out.shape, out.stride(), out.dtype) != (q.shape, q.stride(), q.dtype):
@@ -154,7 +156,7 @@ def decode_eagerly(
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan  # last: from here on other threads use it
-        return out, lse
+        return (out, lse, unmerged) if leave_parts else (out, lse)
     if given is not None:
         out, lse, workspace = given
     else:
@@ -165,10 +167,11 @@ def decode_eagerly(
             out = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
         lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
         workspace = None
-    plan.launch(
-        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks, workspace
+    unmerged = plan.launch(
+        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks, workspace,
+        leave_parts,
     )  # fmt: skip
-    return out, lse
+    return (out, lse, unmerged) if leave_parts else (out, lse)
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:
