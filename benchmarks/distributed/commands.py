@@ -241,7 +241,10 @@ def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
     try:
         holds = function(options, ranks, recorder)
     finally:
-        recorder.save()  # what a run that fails has measured
+        if (
+            recorder.results.rows
+        ):  # what a run that fails has measured; a wrong command measured nothing
+            recorder.save()
     if ranks.rank == 0:
         print(table(recorder.results) or render(recorder.results))
         print(f"Written to {path}" if path else "Not written: figures from a CPU are no results.")

@@ -161,11 +161,16 @@ def test_exit_status(failure, status, metric, tmp_path, monkeypatch, not_under_t
         ("--cases nothing --device cpu", "--cases must match one of"),
     ],
 )  # fmt: skip
-def test_wrong_commands_are_named(words, text, capsys, not_under_torchrun) -> None:  # noqa: F811
+def test_wrong_commands_are_named(
+    words, text, capsys, not_under_torchrun, tmp_path, monkeypatch  # noqa: F811
+) -> None:  # fmt: skip
+    """And leave the results of an earlier run alone."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main(["dist_decode", *words.split()])
     assert stopped.value.code == 2
     assert re.search(text, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 META = {
