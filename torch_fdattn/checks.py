@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import operator
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch_fdattn.ops.scores import Scores
+
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
+#: Head dims of caches, and of attention over the keys of one call.
+MOST_DIMS, MOST_ATTENTION_DIMS = 256, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 
@@ -20,16 +26,17 @@ CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
-    """q (B, H, S, D), k and v (B, H_kv, S_kv, D): ranks, shapes, head counts, dtypes, devices."""
+    """q (B, H, S, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, DV): ranks, shapes, head counts, dtypes, devices."""
     for name, tensor in zip(names, (q, k, v), strict=True):
         expect_4d(name, tensor)
     q_name, k_name, v_name = names
     expect_float(q_name, q)
     batch, heads, _, head_dim = q.shape
-    expect_head_dim(q_name, head_dim)
+    expect_head_dim(q_name, head_dim, MOST_ATTENTION_DIMS)
+    expect_head_dim(v_name, v.shape[3], MOST_ATTENTION_DIMS)
     kv_heads, kv_len = k.shape[1], k.shape[2]
     expect_shape(k_name, k, (batch, kv_heads, kv_len, head_dim), q_name)
-    expect_shape(v_name, v, (batch, kv_heads, kv_len, head_dim), k_name)
+    expect_shape(v_name, v, (batch, kv_heads, kv_len, v.shape[3]), k_name)
     expect_groups(heads, kv_heads, q_name, k_name)
     for name, tensor in ((k_name, k), (v_name, v)):
         expect_dtype(name, tensor, q.dtype, q_name)
@@ -109,6 +116,27 @@ def check_scale(scale: float | None) -> None:
     # Kernels hold it in fp32, times log2(e).
     if scale is not None and not 1e-37 <= scale <= 1e37:
         raise ValueError(f"scale must be a positive finite number, got {scale}")
+
+
+def check_scores(scores: Scores, q: Tensor) -> None:
+    """What happens to the scores of q (B, H, S, D), by the names of its fields."""
+    expect_number("softcap", scores.softcap)
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(scores, name) is not None:
+            expect_tensor(name, getattr(scores, name))
+    if not 0.0 <= scores.softcap <= 1e37:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {scores.softcap}")
+    batch, heads = q.shape[:2]
+    slopes, sinks = scores.alibi_slopes, scores.sinks
+    if slopes is not None:
+        shape = (heads,) if slopes.dim() == 1 else (batch, heads)
+        expect_shape("alibi_slopes", slopes, shape, "q's heads")
+        expect_float("alibi_slopes", slopes)
+        expect_device("alibi_slopes", slopes, q.device, "q")
+    if sinks is not None:
+        expect_shape("sinks", sinks, (heads,), "q's heads")
+        expect_float("sinks", sinks)
+        expect_device("sinks", sinks, q.device, "q")
 
 
 def check_window(window_left: int, window_right: int) -> None:
@@ -191,9 +219,11 @@ def expect_float(name: str, tensor: Tensor) -> None:
         )
 
 
-def expect_head_dim(name: str, head_dim: int) -> None:
-    if head_dim % 8 or not 16 <= head_dim <= 256:
-        raise ValueError(f"{name}'s head_dim must be {HEAD_DIMS}, got {head_dim}")
+def expect_head_dim(name: str, head_dim: int, most: int = MOST_DIMS) -> None:
+    if head_dim % 8 or not 16 <= head_dim <= most:
+        raise ValueError(
+            f"{name}'s head_dim must be a multiple of 8 from 16 to {most}, got {head_dim}"
+        )
 
 
 def expect_groups(heads: int, kv_heads: int, q_name: str, k_name: str) -> None:

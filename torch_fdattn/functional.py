@@ -19,13 +19,15 @@ def attention(
     causal: bool = False, window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention with its log-sum-exp: ``softmax(scale · q kᵀ + mask) v``.
 
     Args:
         q: queries (B, H, S, D), bfloat16, float16 or float32 (float64 on the CPU), any strides;
-            D a multiple of 8 from 16 to 256.
-        k, v: keys and values (B, H_kv, S_kv, D), H a multiple of H_kv (GQA, MQA), any strides.
+            D a multiple of 8 from 16 to 512 (right, but not fast, above 256).
+        k, v: keys (B, H_kv, S_kv, D) and values (B, H_kv, S_kv, DV), H a multiple of H_kv (GQA, MQA), any
+            strides; DV as D.
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to
             [0, S_kv]. None: all.
         causal: a query sees keys up to its own position.
@@ -37,11 +39,16 @@ def attention(
         kv_start: int32 (B,), position of the first key, clamped to ±2**29. Default 0.
         kv_block, kv_stride: key j stands at ``kv_start + (j // kv_block) · kv_stride + j % kv_block``,
             the position map of a cache sharded round-robin, below 2**29; 0: contiguous.
+        softcap: scores become ``softcap · tanh(score / softcap)``; 0: none.
+        alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
+        sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
+            returned includes it, so that ``exp(score - lse)`` are the weights.
 
     Returns:
-        out (B, H, S, D) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
+        out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
         logarithm.
-        A query that sees no key has out 0 and lse -inf. Both are differentiable in q, k and v.
+        A query that sees no key has out 0 and lse -inf (or its head's sink). Both are differentiable in q, k,
+        v, alibi_slopes and sinks.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -49,11 +56,20 @@ def attention(
     Source: FlashAttention-2, arXiv:2307.08691.
     """
     left, right = window_bounds(window)
-    checks.expect_types((("q", q), ("k", k), ("v", v)), (kv_lens, q_start, kv_start), scale)
+    tensors = ("q", q), ("k", k), ("v", v)
+    _expect_types(
+        tensors,
+        (kv_lens, q_start, kv_start),
+        scale,
+        softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
-        kv_block=kv_block, kv_stride=kv_stride, scale=scale,
+        kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )  # fmt: skip
 
 
@@ -87,7 +103,7 @@ def decode(
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
     The other arguments, the results and the errors are those of `attention`; the gradient is defined for
-    q, k_cache and v_cache without scales, softcap, alibi_slopes and sinks.
+    q, k_cache, v_cache, alibi_slopes and sinks where the cache is not quantised.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
@@ -102,8 +118,9 @@ def decode(
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale, v_scale, alibi_slopes, sinks
-    )
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale=k_scale, v_scale=v_scale,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
@@ -151,8 +168,9 @@ def paged_decode(
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale, v_scale, alibi_slopes, sinks
-    )
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale=k_scale, v_scale=v_scale,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
@@ -165,9 +183,8 @@ def paged_decode(
     )  # fmt: skip
 
 
-def _expect_types(tensors, bounds, scale, softcap, *extras) -> None:
-    named = zip(("k_scale", "v_scale", "alibi_slopes", "sinks"), extras, strict=True)
-    given = (pair for pair in named if pair[1] is not None)
+def _expect_types(tensors, bounds, scale, softcap, **extras) -> None:
+    given = (pair for pair in extras.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
     if type(softcap) is not float:
         checks.expect_convertible("softcap", softcap)
@@ -192,7 +209,7 @@ def _decode_out(inputs: tuple[Tensor, ...], mask: Mask, scale, extras, out, work
     if out is None:
         checks.expect_4d("q", q)
         checks.expect_4d("v_cache", v_cache)
-        out = decode_op.empty_outputs(q, v_cache)
+        out = decode_op.empty_state(q, v_cache)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")
     op = torch.ops.fdattn.paged_decode_out if len(inputs) == 4 else torch.ops.fdattn.decode_out

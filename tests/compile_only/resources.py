@@ -45,6 +45,7 @@ from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 
 KIB = 1024
 
@@ -91,6 +92,15 @@ MASKS = {
     "all": Mask(**_SHARDED, window_left=511, window_right=0),
 }
 
+#: What attention takes besides a mask of positions, by name.
+SCORES = {
+    "": Scores(),
+    "softcap": Scores(softcap=30.0),
+    "alibi": Scores(alibi_slopes=torch.empty(32, device="meta")),
+    "sinks": Scores(sinks=torch.empty(32, device="meta")),
+    "scores": Scores(30.0, torch.empty(2, 32, device="meta"), torch.empty(32, device="meta")),
+}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -112,14 +122,16 @@ class Case:
     mask: str = "causal"
     rows: int = 4  # decode's group, append's tokens
     cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
-    v_dim: int | None = None  # decode's and append's, where it is not head_dim
+    v_dim: int | None = None  # where it is not head_dim
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
     batch: int = 2  # decode's: how many items a processor has
+    scores: str = ""  # attention's: one of SCORES
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
         rows += f"-batch{self.batch}" if self.batch != 2 else ""
         rows += f"-v{self.v_dim}" if self.v_dim else ""
+        rows += f"-{self.scores}" if self.scores else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
@@ -212,19 +224,31 @@ def record(case: Case) -> list[Launch]:
             )
         else:
             q, k = _meta(2, 32, 4096, dim, dtype=dtype), _meta(2, 8, 4096, dim, dtype=dtype)
-            lse = _meta(*q.shape[:-1])
+            v_dim, scores = case.v_dim or dim, SCORES[case.scores]
+            v, out = (
+                _meta(*k.shape[:3], v_dim, dtype=dtype),
+                _meta(*q.shape[:3], v_dim, dtype=dtype),
+            )
+            lse, widest = _meta(*q.shape[:-1]), max(dim, v_dim)
             if case.op == "forward":
                 config = case.tile or forward_config(
-                    dim, dtype, arch.capability, has_borders(mask, k.shape[2])
+                    widest,
+                    dtype,
+                    arch.capability,
+                    has_borders(mask, k.shape[2]),
+                    not scores.is_plain,
                 )
-                launch_forward(q, k, k.clone(), mask, scale, q.clone(), lse, config)
+                launch_forward(q, k, v, mask, scale, out, lse, scores, config)
             else:
-                config = backward_config(dim, dtype, arch.capability)
+                config = backward_config(widest, dtype, arch.capability, not scores.is_plain)
                 if case.tile:
                     config = BackwardConfig(case.tile, case.tile)
+                wanted = Scores(
+                    0.0, *(None if x is None else torch.empty_like(x) for x in scores[1:])
+                )
                 launch_backward(
-                    q.clone(), lse.clone(), q, k, k.clone(), q.clone(), lse, mask, scale,
-                    torch.empty_like(q), torch.empty_like(k), torch.empty_like(k), config,
+                    out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
+                    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, config,
                 )  # fmt: skip
     return launches
 
@@ -283,7 +307,7 @@ def _amd_usage(compiled) -> tuple[int, int]:
     return registers, scratch
 
 
-_COLUMNS = "{:<20}{:<8}{:<6}{:>5}  {:<8}{:<15}{:>6}{:>7}{:>6}{:>8}{:>11}  {}"
+_COLUMNS = "{:<20}{:<8}{:<6}{:>5}  {:<16}{:<15}{:>6}{:>7}{:>6}{:>8}{:>11}  {}"
 
 
 def rows_of(case: Case) -> list[str]:
@@ -304,7 +328,7 @@ def rows_of(case: Case) -> list[str]:
                 case.arch,
                 case.dtype,
                 case.head_dim,
-                case.mask,
+                f"{case.mask} {case.scores}",
                 f"{case.rows} {case.cache}" if case.op in ("decode", "append") else "",
                 item.warps,
                 item.stages,
@@ -328,12 +352,13 @@ def main() -> None:
         "--rows", nargs="+", type=int, default=[4], help="decode's group, append's tokens"
     )
     parser.add_argument("--cache", nargs="+", default=["same"], help="decode's and append's cache")
+    parser.add_argument("--scores", nargs="+", default=[""], choices=SCORES)
     parser.add_argument("--tile", help="block_m,block_n,num_warps,num_stages")
     options = parser.parse_args()
     tile = TileConfig(*map(int, options.tile.split(","))) if options.tile else None
     cases = [
-        Case(op, arch, dtype, dim, mask, rows, cache, tile=tile)
-        for op, arch, dtype, dim, mask, rows, cache in itertools.product(
+        Case(op, arch, dtype, dim, mask, rows, cache, tile=tile, scores=scores)
+        for op, arch, dtype, dim, mask, rows, cache, scores in itertools.product(
             options.op,
             options.arch,
             options.dtype,
@@ -341,6 +366,7 @@ def main() -> None:
             options.mask,
             options.rows,
             options.cache,
+            options.scores,
         )
     ]
     header = (

@@ -47,6 +47,8 @@ SPILLS = {
     ("dq", "sm_100", "half"): (256, 256),
     ("dq", "gfx942", "half"): (48, 0),
     ("dq", "gfx950", "half"): (48, 0),
+    ("dkdv", "gfx942", "half above 256"): (480, 480),
+    ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("row_terms", "sm_100", "half"): (32, 0),
     ("row_terms", "sm_100", "fp32"): (32, 0),
 }
@@ -67,6 +69,20 @@ def attention_cases():
                     yield Case(op, arch.name, dtype, max(dims), "causal")
                     yield Case(op, arch.name, dtype, padded, "all" if dtype == "bf16" else "full")
             yield Case(op, arch.name, "fp16", 128, "window")
+
+
+def score_cases():
+    """What modifies scores, other value head dims, and head dims above 256."""
+    for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
+        yield Case(op, "sm_90", "bf16", dim, scores="scores")
+    for arch, op in itertools.product(ARCHS, CONFIGS):
+        yield Case(op, arch, "bf16", 128, "all", scores="scores")
+        yield Case(op, arch, "fp16", 192, v_dim=128)
+        yield Case(op, arch, "bf16", 512)
+    for op, scores in itertools.product(CONFIGS, ("softcap", "alibi", "sinks")):
+        yield Case(op, "sm_90", "bf16", 128, "full", scores=scores)
+    for op, dim in itertools.product(CONFIGS, (128, 512)):
+        yield Case(op, "sm_90", "fp32", dim, scores="scores")
 
 
 def decode_cases():
@@ -130,7 +146,14 @@ def merge_cases():
 
 def central(case: Case) -> bool:
     """What `make test` compiles: the commonest calls on each generation, more of them on sm_90."""
-    if case.dtype != "bf16":
+    if case.scores:
+        return (case.arch, case.dtype, case.head_dim, case.scores) == (
+            "sm_90",
+            "bf16",
+            128,
+            "scores",
+        )
+    if case.dtype != "bf16" or case.head_dim > 256:
         return False
     if case.arch == "sm_90" and case.op in CONFIGS:
         return True
@@ -142,7 +165,7 @@ def central(case: Case) -> bool:
     )
 
 
-CASES = [*attention_cases(), *decode_cases(), *append_cases(), *merge_cases()]
+CASES = [*attention_cases(), *score_cases(), *decode_cases(), *append_cases(), *merge_cases()]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +183,8 @@ def test_compiles_within_limits(case):
             f"{where} takes {kernel.shared} bytes of shared memory, limit {limit}"
         )
         kind = "fp32" if case.dtype == "fp32" else "half"
+        if case.head_dim > 256:
+            kind += " above 256"
         allowed = SPILLS.get((kernel.kernel, case.arch, kind), (0, 0))[LATER]
         assert kernel.spills <= allowed, (
             f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"

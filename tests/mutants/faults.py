@@ -116,6 +116,18 @@ FAULTS = (
         "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
     ),
     Fault(
+        "the cap's slope forgotten", f"{_KERNELS}/score_tiles.py",
+        "cap_slope = 1.0 - capped * capped", "cap_slope = 1.0", ATTENTION,
+    ),
+    Fault(
+        "slopes' gradient with signed distances", f"{_KERNELS}/attention/backward.py",
+        "dslopes -= tl.sum(ds * tl.abs(distance)", "dslopes -= tl.sum(ds * (distance)", ATTENTION,
+    ),
+    Fault(
+        "half a sink's gradient", f"{_KERNELS}/scores.py",
+        "return -(weights * delta).sum((0, 2))", "return -(weights * delta).sum((0, 2)) * 0.5", ATTENTION,
+    ),
+    Fault(
         "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",
         "step = pieces * BLOCK_N", "step = (pieces + (pieces > 1)) * BLOCK_N", DECODE,
     ),
@@ -227,9 +239,8 @@ FAULTS = (
     ),
     Fault(
         "fake outputs contiguous", f"{_KERNELS}/attention/op.py",
-        "    check_inputs(q, k, v, Mask(*mask), scale, (\"q\", \"k\", \"v\"))\n    return empty_state(q, out_dtype)",
-        "    check_inputs(q, k, v, Mask(*mask), scale, (\"q\", \"k\", \"v\"))\n"
-        "    return empty_state(q.contiguous(), out_dtype)", FRAMEWORK,
+        "scores)\n    return empty_state(q, v, out_dtype)", "scores)\n    return empty_state(q.contiguous(), v, out_dtype)",
+        FRAMEWORK,
     ),
     Fault(
         "ranks deal blocks to a neighbour", "torch_fdattn/dist/sharding.py",

@@ -21,6 +21,10 @@ def raw_calls():
     return {
         "attention_forward": (ops.attention_forward, [q, k, v, *MASK, None]),
         "attention_backward": (ops.attention_backward, [out, None, q, k, v, out, lse, *MASK, None]),
+        "attention_backward_all": (
+            ops.attention_backward_all,
+            [out, None, q, k, v, out, lse, False, True, *MASK, None],
+        ),
         "decode_forward": (ops.decode_forward, [q, k, v, *MASK, None]),
         "merge_states_forward": (ops.merge_states_forward, [outs, lses, None]),
         "merge_states_backward": (ops.merge_states_backward, [out, None, outs, lses, out, lse]),

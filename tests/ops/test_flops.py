@@ -65,7 +65,7 @@ def test_the_same_count_as_torchs_own_attention():
 
 def test_every_raw_op_has_a_formula():
     for name in (
-        "attention_forward", "attention_backward", "decode_forward", "paged_decode_forward", "decode_out",
+        "attention_forward", "attention_backward", "attention_backward_all", "decode_forward", "paged_decode_forward", "decode_out",
         "paged_decode_out", "merge_states_forward",
         "merge_states_backward",
     ):  # fmt: skip

@@ -78,6 +78,24 @@ def test_backward(layouts, dtype, given, device):
     opcheck(OPS.attention_backward, (*state, *arguments, wider(given, dtype)))
 
 
+def scores(device):
+    """Options of attention's raw ops, slopes and sinks of other dtypes than q."""
+    return 3.0, torch.rand(2, 4, device=device), torch.rand(4, device=device).half()
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda names: "-".join(dict.fromkeys(names)))
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=str)
+def test_backward_all(layouts, wanted, device):
+    q, k, v = qkv(layouts, torch.float32, device)
+    v = torch.cat([v, v[..., :8]], -1)
+    arguments, options = mask(True, device), scores(device)
+    opcheck(OPS.attention_forward, (q, k, v, *arguments, None, *options))
+    out, lse = OPS.attention_forward(q, k, v, *arguments, None, *options)
+    dout = permuted(torch.randn_like(out))
+    state = (dout, torch.randn_like(lse), q, k, v, out, lse)
+    opcheck(OPS.attention_backward_all, (*state, *wanted, *arguments, None, *options))
+
+
 @KINDS
 @OPTIONAL
 def test_merge(layouts, dtype, given, device):

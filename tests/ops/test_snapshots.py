@@ -17,16 +17,17 @@ MASK = (None, None, None, -1, 0, 0, 0, 0.25)
 
 def test_schemas():
     names = (
-        "attention", "attention_forward", "attention_backward", "decode", "decode_forward",
+        "attention", "attention_forward", "attention_backward", "attention_backward_all", "decode", "decode_forward",
         "merge_states", "merge_states_forward", "merge_states_backward", "append_kv", "paged_append_kv",
     )  # fmt: skip
     schemas = "\n".join(str(getattr(OPS, name).default._schema) for name in names)
     assert_expected_inline(
         schemas,
         """\
-fdattn::attention(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=False, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None) -> (Tensor out, Tensor lse)
-fdattn::attention_forward(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype) -> (Tensor, Tensor)
-fdattn::attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype) -> (Tensor, Tensor, Tensor)
+fdattn::attention(Tensor q, Tensor k, Tensor v, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=False, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor out, Tensor lse)
+fdattn::attention_forward(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor, Tensor)
+fdattn::attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)
+fdattn::attention_backward_all(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool alibi_slopes_gradient, bool sinks_gradient, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 fdattn::decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=True, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)
 fdattn::decode_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype=None, Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, bool batch_invariant=False) -> (Tensor, Tensor)
 fdattn::merge_states(Tensor outs, Tensor lses, *, ScalarType? dtype=None) -> (Tensor out, Tensor lse)
@@ -221,7 +222,7 @@ rank: ValueError: q must have 4 dimensions (batch, heads, sequence, head_dim), g
 v: ValueError: v must have shape (2, 8, 512, 128) like k, got (2, 4, 512, 128)
 batch: ValueError: k must have shape (2, 8, 512, 128) like q, got (1, 8, 512, 128)
 heads: ValueError: q's head count must be a positive multiple of k's, got 8 query heads and 3 key heads
-head dim: ValueError: q's head_dim must be a multiple of 8 from 16 to 256, got 20
+head dim: ValueError: q's head_dim must be a multiple of 8 from 16 to 512, got 20
 dtype: TypeError: k must have dtype torch.float32 like q, got torch.float16
 complex: TypeError: q must be bfloat16, float16, float32 (or float64 on CPU), got torch.complex64
 device: ValueError: k must be on cpu like q, got meta

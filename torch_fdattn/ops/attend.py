@@ -1,8 +1,9 @@
-"""The tile loop that attention's forward and decode share: a block of queries over a range of keys.
+"""The tile loop of attention's forward: a block of queries over a range of keys.
 
-Shapes: q (M, D) in registers or shared memory, K tiles loaded transposed (D, N), V tiles (N, D),
-acc (M, D) fp32. D is the head dim padded to a power of two (BLOCK_D). What speaks of the keys travels as
-one tuple, keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride).
+Shapes: q (M, D) in registers or shared memory, K tiles loaded transposed (D, N), V tiles (N, DV),
+acc (M, DV) fp32. D and DV are the head dims padded to powers of two (BLOCK_D, BLOCK_DV). What speaks of the
+keys travels as one tuple, keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride); what
+happens to their scores, as the options and head of `score_tiles.score_tile`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import triton
 import triton.language as tl
 
 from torch_fdattn.ops.online_softmax import softmax_update
+from torch_fdattn.ops.score_tiles import score_tile
 from torch_fdattn.ops.tiles import tile_start, tile_steps, visible
 
 
 @triton.jit
 def attend_range(
-    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, scale_log2,
-    head_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +32,7 @@ def attend_range(
     for interior in tl.static_range(0 if BORDERS else 1, 2):
         acc, row_max, row_sum = attend_tiles(
             acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys,
-            scale_log2, head_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
+            options, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
             EVEN_D, PRECISION,
         )  # fmt: skip
     return acc, row_max, row_sum
@@ -38,8 +40,8 @@ def attend_range(
 
 @triton.jit
 def attend_tiles(
-    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, scale_log2,
-    head_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +51,10 @@ def attend_tiles(
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, acc.shape[1])
+    EVEN_DV: tl.constexpr = v_dim == acc.shape[1]
     k_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
-    v_offsets = tile_offsets(n[:, None], d[None, :], v_strides, WIDE)
+    v_offsets = tile_offsets(n[:, None], dv[None, :], v_strides, WIDE)
     first, last = tile_steps(bounds, MASKED)
     for step in tl.range(first, last, BLOCK_N):
         start = tile_start(step, bounds, MASKED)
@@ -58,12 +62,15 @@ def attend_tiles(
         k_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + k_offsets
         k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, k, input_precision=PRECISION)
+        scores, unit, _ = score_tile(
+            products, q_pos[:, None], index[None, :], keys, options, head, scale_log2, STRIPED
+        )
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
-            products = tl.where(seen, products, float("-inf"))
-        p, row_max, row_sum, alpha = softmax_update(products, row_max, row_sum, scale_log2, MASKED)
+            scores = tl.where(seen, scores, float("-inf"))
+        p, row_max, row_sum, alpha = softmax_update(scores, row_max, row_sum, unit, MASKED)
         v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
-        v = load_tile(v_ptrs, index[:, None] < keys[0], d[None, :] < head_dim, MASKED, EVEN_D)
+        v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 

@@ -37,7 +37,7 @@ def _choices(k, *by_batch) -> list[tuple]:
 
 
 def _options(options) -> tuple[list, bool]:
-    """Placements of decode's further arguments, and whether no tensor (scales, slopes, sinks) is among them."""
+    """Placements of an op's further arguments, and whether no tensor (scales, slopes, sinks) is among them."""
     tensors = [hasattr(x, "placements") for x in options]
     return [Replicate() if tensor else None for tensor in tensors], not any(tensors)
 
@@ -118,7 +118,8 @@ def register() -> None:
 
     @register_sharding(ops.attention_backward.default)
     def backward_rule(dout, dlse, q, k, v, out, lse, kv_lens, q_start, kv_start, *options):
-        rest = [None] * len(options)
+        rest, plain = _options(options)
+        choices = _choices(k, q, k, v, out, lse)
         return [
             (
                 [x, x, x],
@@ -126,8 +127,14 @@ def register() -> None:
                 + [_given(t, per_seq) for t in (kv_lens, q_start, kv_start)]
                 + rest,
             )
-            for x, per_seq in _choices(k, q, k, v, out, lse)
+            for x, per_seq in (choices if plain else choices[:1])
         ]
+
+    @register_sharding(ops.attention_backward_all.default)
+    def backward_all_rule(dout, dlse, *rest):
+        whole = [Replicate() if hasattr(x, "placements") else None for x in (dout, dlse, *rest)]
+        results = len(ops.attention_backward_all.default._schema.returns)
+        return [([Replicate()] * results, whole)]
 
     # Stacks (N, B, H, S, …) shard as the states (B, H, S, …) that they merge into.
     @register_sharding(ops.merge_states_forward.default)

@@ -1,7 +1,7 @@
 """FLOP formulas, for `torch.utils.flop_counter` and for the compiler's recomputation choices.
 
-As torch counts its own attention: 2 matmuls forward, 5 backward, masked pairs included. Without a
-formula the partitioner would take attention for free and recompute it.
+As torch counts its own attention: 2 matmuls forward, 5 backward, masked pairs included, and no gradients but those
+of q, k and v. Without a formula the partitioner would take attention for free and recompute it.
 """
 
 from __future__ import annotations
@@ -52,21 +52,17 @@ def _register() -> None:
 
     ops = torch.ops.fdattn
 
-    @register_flop_formula(ops.attention_forward)
-    def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
-        return 2 * _pair_flops(q_shape, k_shape)
-
-    @register_flop_formula([ops.decode_forward, ops.decode_out])
-    def decode_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
-        return _decode_flops(q_shape, k_shape[2], v_shape)
+    @register_flop_formula([ops.attention_forward, ops.decode_forward, ops.decode_out])
+    def forward_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
+        return _pair_flops(q_shape, k_shape[2], q_shape[3] + v_shape[3])
 
     @register_flop_formula([ops.paged_decode_forward, ops.paged_decode_out])
     def paged_flops(q_shape, k_shape, v_shape, table_shape, *args, **kwargs) -> int:
-        return _decode_flops(q_shape, table_shape[1] * k_shape[2], v_shape)
+        return _pair_flops(q_shape, table_shape[1] * k_shape[2], q_shape[3] + v_shape[3])
 
-    @register_flop_formula(ops.attention_backward)
-    def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, *args, **kwargs) -> int:
-        return 5 * _pair_flops(q_shape, k_shape)
+    @register_flop_formula([ops.attention_backward, ops.attention_backward_all])
+    def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, v_shape, *args, **kwargs) -> int:
+        return _pair_flops(q_shape, k_shape[2], 3 * q_shape[3] + 2 * v_shape[3])
 
     @register_flop_formula(ops.merge_states_forward)
     def merge_flops(outs_shape, *args, **kwargs) -> int:
@@ -77,13 +73,7 @@ def _register() -> None:
         return 4 * prod(outs_shape)
 
 
-def _decode_flops(q_shape, kv_len: int, v_shape) -> int:
-    """Q Kᵀ and P V, whose head dims may differ."""
-    batch, heads, q_len, head_dim = q_shape
-    return 2 * batch * heads * q_len * kv_len * (head_dim + v_shape[3])
-
-
-def _pair_flops(q_shape, k_shape) -> int:
-    """One matmul's FLOPs over all (query, key) pairs."""
-    batch, heads, q_len, head_dim = q_shape
-    return 2 * batch * heads * q_len * k_shape[2] * head_dim
+def _pair_flops(q_shape, kv_len: int, dims: int) -> int:
+    """FLOPs of matmuls of `dims` multiplications in all for each (query, key) pair."""
+    batch, heads, q_len, _ = q_shape
+    return 2 * batch * heads * q_len * kv_len * dims

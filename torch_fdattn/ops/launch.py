@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -39,11 +40,24 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
     }
 
 
+def kernel_options(scores: Scores, batch: int) -> tuple:
+    """What attention's kernels take of `scores`, None for what is absent: that costs them nothing."""
+    slopes, sinks = scores.alibi_slopes, scores.sinks
+    return (
+        scores.softcap or None,
+        slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
+        sinks, None if sinks is None else sinks.stride(0),
+    )  # fmt: skip
+
+
 def padded(size: int) -> int:
     """The next power of two, at least 16: the smallest side of a tensor-core tile."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def wide_rows(*tensors: Tensor) -> bool:
-    """Whether a tile of 128 rows of 256 elements can span 2**31 elements of a (B, H, S, D) tensor."""
-    return any(x.stride(2) >= 1 << 23 or x.stride(3) >= 1 << 22 for x in tensors)
+    """Whether a tile of 128 rows of 256 elements, or 64 of 512, can span 2**31 elements of a (B, H, S, D) tensor."""
+    return any(
+        x.stride(2) >= 1 << 23 or x.stride(3) >= 1 << (22 if x.shape[3] <= 256 else 21)
+        for x in tensors
+    )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max
+from torch_fdattn.ops.tiles import key_position
 
 
 @triton.jit
@@ -20,12 +21,52 @@ def tanh(x):
 
 @triton.jit
 def modify_scores(scores, distance, softcap, slopes, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Scores (M, N) in natural units with the cap and the bias; slopes (M,), distance (M, N)."""
+    """Scores in natural units with the cap and the bias; slopes and distance broadcast to them."""
     if SOFTCAP:
         scores = softcap * tanh(scores / softcap)
     if ALIBI:
-        scores -= slopes[:, None] * tl.abs(distance).to(tl.float32)
+        scores -= slopes * tl.abs(distance).to(tl.float32)
     return scores
+
+
+@triton.jit
+def score_tile(products, q_pos, index, keys, options, head, scale_log2, STRIPED: tl.constexpr):
+    """(scores, their unit in log2, the cap's slope) of a tile of one head's q·k products.
+
+    q_pos and index are shaped to broadcast, in either order; keys as in `ops/attend.py`, options by
+    `launch.kernel_options`, head by `head_options`. Where nothing changes them, the products stay as they are
+    and the scale is left to the softmax.
+    """
+    scale, slope = head
+    unit = scale_log2
+    cap_slope = 1.0
+    if options[0] is not None or options[1] is not None:
+        products *= scale
+        unit = LOG2E
+    if options[0] is not None:
+        products = modify_scores(products, 0, options[0], 0, True, False)
+        capped = products / options[0]
+        cap_slope = 1.0 - capped * capped
+    if options[1] is not None:
+        distance = key_distance(q_pos, index, keys, STRIPED)
+        products = modify_scores(products, distance, 0, slope, False, True)
+    return products, unit, cap_slope
+
+
+@triton.jit
+def key_distance(q_pos, index, keys, STRIPED: tl.constexpr):
+    """Position of the key minus position of the query."""
+    return key_position(index, keys[1], keys[4], keys[5], STRIPED) - q_pos
+
+
+@triton.jit
+def head_options(options, scale, batch64, head64):
+    """(scale, slope) of one head."""
+    slope = 0.0
+    if options[1] is not None:
+        slope = tl.load(options[1] + batch64 * options[2][0] + head64 * options[2][1])
+        slope = slope.to(tl.float32)
+    return scale, slope
 
 
 @triton.jit

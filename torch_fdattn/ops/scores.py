@@ -29,6 +29,10 @@ class Scores(NamedTuple):
         return self.softcap == 0.0 and self.alibi_slopes is None and self.sinks is None
 
 
+#: What changes nothing.
+NO_SCORES = Scores()
+
+
 def modify_scores(scores: Tensor, distance: Tensor, options: Scores) -> Tensor:
     """Scores (B, H, M, N) with the cap and the bias; distance (B or 1, M, N) = k_pos - q_pos."""
     if options.softcap:
@@ -38,6 +42,23 @@ def modify_scores(scores: Tensor, distance: Tensor, options: Scores) -> Tensor:
         slopes = slopes.expand(scores.shape[0], -1) if slopes.dim() == 1 else slopes
         scores = scores - slopes[:, :, None, None] * distance.abs()[:, None]
     return scores
+
+
+def cap_slope(scores: Tensor, options: Scores) -> Tensor | float:
+    """The derivative of capped scores with respect to those before the cap."""
+    if not options.softcap:
+        return 1.0
+    return 1.0 - torch.tanh(scores / options.softcap).square()
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(H,): a sink is a key whose score is the sink and whose value is zero; lse and delta (B, H, M).
+
+    delta = rowsum(dout ∘ out) - dlse, 0 where lse is -inf.
+    """
+    finite = lse.masked_fill(lse == float("-inf"), float("inf"))
+    weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - finite)
+    return -(weights * delta).sum((0, 2))
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch_fdattn.testing.errors import (
     check_lse,
 )
 from torch_fdattn.testing.expected import Expected, expected_attention, expected_merge
+from torch_fdattn.testing.feature_cases import FeatureCase, draw_features
 from torch_fdattn.testing.inputs import LAYOUTS, make_tensor, poison_beyond
 from torch_fdattn.testing.oracle import (
     attention_oracle,
@@ -34,6 +35,7 @@ __all__ = [
     "LSE_BOUNDS",
     "AttentionCase",
     "Expected",
+    "FeatureCase",
     "MergeCase",
     "ServingCase",
     "assert_launched",
@@ -42,6 +44,7 @@ __all__ = [
     "check_lse",
     "draw_attention",
     "draw_decode",
+    "draw_features",
     "draw_merge",
     "draw_serving",
     "drawn_seeds",

@@ -54,11 +54,21 @@ class AttentionCase:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Keywords that are tensors and may have gradients."""
+        return {}
+
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v), NaN in every gap and beyond kv_lens."""
         generator = torch.Generator().manual_seed(self.seed)
-        shapes = ((self.batch, self.heads, self.q_len, self.head_dim),) + 2 * (
+        shapes = (
+            (self.batch, self.heads, self.q_len, self.head_dim),
             (self.batch, self.kv_heads, self.kv_len, self.head_dim),
+            (self.batch, self.kv_heads, self.kv_len, self.value_dim),
         )
         q, k, v = (
             make_tensor(shape, layout, dtype=self.dtype, device=device, generator=generator)
@@ -69,7 +79,7 @@ class AttentionCase:
     def output_gradients(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """(dout, dlse), normally distributed; dout in an order of memory of its own."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        shape = (self.batch, self.heads, self.q_len, self.head_dim)
+        shape = (self.batch, self.heads, self.q_len, self.value_dim)
         layout = random.Random(self.seed).choice(("bhsd", "bshd", "packed"))
         dout = make_tensor(shape, layout, dtype=self.dtype, device=device, generator=generator)
         dlse = torch.randn(shape[:-1], generator=generator).to(device)

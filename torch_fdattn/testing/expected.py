@@ -12,8 +12,9 @@ from torch_fdattn.testing.cases import AttentionCase, MergeCase
 from torch_fdattn.testing.errors import check_close, check_lse
 from torch_fdattn.testing.oracle import WAYS, attention_oracle, gradients, merge_oracle
 
-#: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why).
-FP32_SAMPLES = 8
+#: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why); so is that of
+#: a parameter's gradient at any dtype, whose few elements are sums over everything.
+SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,28 @@ class Expected:
         check_lse(lse.detach(), self.lse, self.dtype)
         for name, result in results.items():
             exact, torch_errors = self.values[name]
+            if result.dim() == 1:  # gradients of (H,) parameters
+                result, exact = result[None], exact[None]
+                torch_errors = [x[None] for x in torch_errors]
             # dlses has no head dim and is fp32 always: its rows are its heads, its precision that of outs.
             dtype = self.dtype if name == "dlses" else None
             check_close(name, result.detach(), exact, torch_errors, dtype, self.factor)
 
 
 def expected_attention(case: AttentionCase, device: str, *, backward: bool = True) -> Expected:
-    """The answers out, lse and, with backward, dq, dk, dv of an attention or decode case."""
+    """The answers out, lse and, with backward, dq, dk, dv and d<parameter> of an attention or decode case."""
 
     def run(case: AttentionCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
-        outputs = attention_oracle(*inputs, **case.oracle_options(), way=way)
-        found = gradients(outputs, inputs, case.output_gradients(device)) if backward else ()
-        return dict(zip(("out", "lse", "dq", "dk", "dv"), (*outputs, *found), strict=False))
+        parameters = {
+            name: x.to(dtype).requires_grad_(backward)
+            for name, x in case.parameters(device).items()
+        }
+        outputs = attention_oracle(*inputs, **case.oracle_options(), **parameters, way=way)
+        leaves = [*inputs, *parameters.values()]
+        found = gradients(outputs, leaves, case.output_gradients(device)) if backward else ()
+        names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))
+        return dict(zip(names, (*outputs, *found), strict=False))
 
     return _expected(case, run, WAYS if case.dtype == torch.float32 else WAYS[:1])
 
@@ -65,13 +75,14 @@ def expected_merge(case: MergeCase, device: str) -> Expected:
 
 def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]) -> Expected:
     errors: dict[str, list[Tensor]] = {}
-    samples = FP32_SAMPLES if case.dtype == torch.float32 else 1
-    for sample in reversed(range(samples)):
+    sums = {f"d{name}" for name in getattr(case, "parameters", lambda device: ())("cpu")}
+    everything = case.dtype == torch.float32
+    for sample in reversed(range(SAMPLES if everything or sums else 1)):
         drawn = replace(case, seed=case.seed + 1_000_000 * sample)
         exact = {name: x.detach() for name, x in run(drawn, torch.float64, WAYS[0]).items()}
         for way in ways:
             for name, x in run(drawn, case.dtype, way).items():
-                if name != "lse":
+                if name != "lse" and (everything or sample == 0 or name in sums):
                     errors.setdefault(name, []).append(x.detach().double() - exact[name])
     lse = exact.pop("lse")
     values = {name: (x, errors[name]) for name, x in exact.items()}

@@ -47,6 +47,7 @@ def partition(numbers: tuple[int, ...]) -> SequenceShards:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> None:
     checks.check_qkv(q, k, v)
+    checks.expect_shape("v", v, k.shape, "k")
     checks.check_scale(problem.scale)
     own = problem.shards.lengths[problem.rank]
     if q.shape[2] != own:

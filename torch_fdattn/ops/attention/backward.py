@@ -3,11 +3,12 @@
 Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sweeps):
 - per row: delta = rowsum(dO ∘ O) - dlse, and the lse in log2 units, both padded to whole tiles;
 - one program per block of keys: dK and dV, over the queries of all heads of its group, in fixed order;
-- one program per block of queries: dQ, over the keys.
+- one program per block of queries: dQ, over the keys, and each row's part of the slopes' gradient.
 Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run.
 
-Shapes: q, out, dout, dq (B, H, M, D); k, v, dk, dv (B, H_kv, N, D); lse, dlse (B, H, M). Tiles
-of the dK/dV sweep are transposed (N, M), so that P and dS enter their second matmul as they are.
+Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, dv (B, H_kv, N, DV); lse, dlse
+(B, H, M). Tiles of the dK/dV sweep are transposed (N, M), so that P and dS enter their second matmul as
+they are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch_fdattn.ops.attention.configs import (
 )
 from torch_fdattn.ops.launch import (
     contiguous_mask,
+    kernel_options,
     mask_flags,
     mask_numbers,
     on_device,
@@ -35,6 +37,8 @@ from torch_fdattn.ops.launch import (
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.score_tiles import head_options, key_distance, score_tile
+from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 from torch_fdattn.ops.tiles import (
     key_position,
     key_range,
@@ -62,19 +66,19 @@ _LENGTHS = [
 @triton.jit(do_not_specialize=["q_len", "padded_len"])
 def _row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
-    q_len, padded_len, heads, head_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_len, padded_len, heads, v_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
     batch64 = batch.to(tl.int64)
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     rows_in = rows < q_len
-    inside = rows_in[:, None] & (tl.arange(0, BLOCK_D)[None, :] < head_dim)
+    inside = rows_in[:, None] & (tl.arange(0, BLOCK_DV)[None, :] < v_dim)
     out_ptr += batch64 * out_strides[0] + head.to(tl.int64) * out_strides[1]
     dout_ptr += batch64 * dout_strides[0] + head.to(tl.int64) * dout_strides[1]
-    out_ptrs = block_ptrs(out_ptr, first, (out_strides[2], out_strides[3]), True, BLOCK_M, BLOCK_D)
+    out_ptrs = block_ptrs(out_ptr, first, (out_strides[2], out_strides[3]), True, BLOCK_M, BLOCK_DV)
     dout_ptrs = block_ptrs(
-        dout_ptr, first, (dout_strides[2], dout_strides[3]), True, BLOCK_M, BLOCK_D
+        dout_ptr, first, (dout_strides[2], dout_strides[3]), True, BLOCK_M, BLOCK_DV
     )
     out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -96,15 +100,17 @@ def _row_terms_kernel(
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k, v, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
-    q_start, q_len, keys, scale_log2, head_dim,
+    q_start, q_len, keys, options, head, scale_log2, head_dim, v_dim,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one head's border (MASKED) or interior query tiles to dk (unscaled) and dv of a key tile."""
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, dv.shape[1])
+    EVEN_DV: tl.constexpr = v_dim == dv.shape[1]
     qt_offsets = tile_offsets(m[None, :], d[:, None], q_strides, WIDE)
-    dout_offsets = tile_offsets(m[:, None], d[None, :], dout_strides, WIDE)
+    dout_offsets = tile_offsets(m[:, None], d_v[None, :], dout_strides, WIDE)
     first, last = tile_steps(bounds, MASKED)
     for step in tl.range(first, last, BLOCK_M):
         start = tile_start(step, bounds, MASKED)
@@ -113,19 +119,21 @@ def _dkdv_tiles(
         qt = load_tile(qt_ptrs, rows[None, :] < q_len, d[:, None] < head_dim, MASKED, EVEN_D)
         lse2 = tl.load(lse2_ptr + rows)
         products = tl.dot(k, qt, input_precision=PRECISION)
-        pt = tl.exp2(products * scale_log2 - lse2[None, :])
+        q_pos = (q_start + rows)[None, :]
+        scores, unit, cap_slope = score_tile(
+            products, q_pos, index[:, None], keys, options, head, scale_log2, STRIPED
+        )
+        pt = tl.exp2(scores * unit - lse2[None, :])
         if MASKED:
-            seen = visible(
-                (q_start + rows)[None, :], index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED
-            )
+            seen = visible(q_pos, index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             pt = tl.where(seen, pt, 0.0)
         dout_ptrs = dout_ptr + start.to(tl.int64) * dout_strides[0] + dout_offsets
-        dout = load_tile(dout_ptrs, rows[:, None] < q_len, d[None, :] < head_dim, MASKED, EVEN_D)
+        dout = load_tile(dout_ptrs, rows[:, None] < q_len, d_v[None, :] < v_dim, MASKED, EVEN_DV)
         dv = tl.dot(pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         delta = tl.load(delta_ptr + rows)
-        dst = (pt * (dpt - delta[None, :])).to(qt.dtype)
-        dk = tl.dot(dst, tl.trans(qt), dk, input_precision=PRECISION)
+        dst = pt * (dpt - delta[None, :]) * cap_slope
+        dk = tl.dot(dst.to(qt.dtype), tl.trans(qt), dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -133,11 +141,11 @@ def _dkdv_tiles(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    padded_len, heads, group, head_dim: tl.constexpr,
+    padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     block, kv_head, batch = program_coordinates(tl.cdiv(kv_capacity, BLOCK_N), heads // group)
@@ -149,17 +157,17 @@ def _dkdv_kernel(
     keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride)
 
     n = tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
     first_key = block * BLOCK_N
     index = first_key + n
     keys_in = index[:, None] < kv_len
-    dims_in = d[None, :] < head_dim
+    dims_in = tl.arange(0, BLOCK_D)[None, :] < head_dim
+    v_dims_in = tl.arange(0, BLOCK_DV)[None, :] < v_dim
     k_ptr += batch64 * k_strides[0] + kv_head64 * k_strides[1]
     v_ptr += batch64 * v_strides[0] + kv_head64 * v_strides[1]
     k_ptrs = block_ptrs(k_ptr, first_key, (k_strides[2], k_strides[3]), WIDE, BLOCK_N, BLOCK_D)
-    v_ptrs = block_ptrs(v_ptr, first_key, (v_strides[2], v_strides[3]), WIDE, BLOCK_N, BLOCK_D)
+    v_ptrs = block_ptrs(v_ptr, first_key, (v_strides[2], v_strides[3]), WIDE, BLOCK_N, BLOCK_DV)
     k = load_tile(k_ptrs, keys_in, dims_in, True, EVEN_D)
-    v = load_tile(v_ptrs, keys_in, dims_in, True, EVEN_D)
+    v = load_tile(v_ptrs, keys_in, v_dims_in, True, v_dim == BLOCK_DV)
 
     last_key = tl.minimum(first_key + BLOCK_N, kv_len) - 1
     begin, full_begin, full_end, end = query_range(
@@ -172,7 +180,7 @@ def _dkdv_kernel(
     bounds = (begin, tl.maximum(begin, full_begin), tl.maximum(begin, full_end), end)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in tl.range(0, group, num_stages=1):
         head64 = kv_head64 * group + member
         row_offset = (batch64 * heads + head64) * padded_len
@@ -183,31 +191,34 @@ def _dkdv_kernel(
                 dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1],
                 lse2_ptr + row_offset, delta_ptr + row_offset,
                 (q_strides[2], q_strides[3]), (dout_strides[2], dout_strides[3]),
-                bounds, q_start, q_len, keys, scale * LOG2E, head_dim,
+                bounds, q_start, q_len, keys, score_options, head_options(score_options, scale, batch64, head64),
+                scale * LOG2E, head_dim, v_dim,
                 HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
             )  # fmt: skip
 
-    stored = (index[:, None] < kv_capacity) & dims_in
+    rows_in = index[:, None] < kv_capacity
     dk_ptr += batch64 * dk_strides[0] + kv_head64 * dk_strides[1]
     dv_ptr += batch64 * dv_strides[0] + kv_head64 * dv_strides[1]
     dk_ptrs = block_ptrs(dk_ptr, first_key, (dk_strides[2], dk_strides[3]), WIDE, BLOCK_N, BLOCK_D)
-    dv_ptrs = block_ptrs(dv_ptr, first_key, (dv_strides[2], dv_strides[3]), WIDE, BLOCK_N, BLOCK_D)
-    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+    dv_ptrs = block_ptrs(dv_ptr, first_key, (dv_strides[2], dv_strides[3]), WIDE, BLOCK_N, BLOCK_DV)
+    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=rows_in & dims_in)
+    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=rows_in & v_dims_in)
 
 
 @triton.jit
 def _dq_tiles(
-    dq, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, scale_log2,
-    head_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the border (MASKED) or interior key tiles to dq (unscaled) of one query tile."""
+    """Adds the border (MASKED) or interior key tiles to dq (unscaled) of one query tile, and to dslopes (M,)."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     kt_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
-    vt_offsets = tile_offsets(n[None, :], d[:, None], v_strides, WIDE)
+    d_v = tl.arange(0, dout.shape[1])
+    EVEN_DV: tl.constexpr = v_dim == dout.shape[1]
+    vt_offsets = tile_offsets(n[None, :], d_v[:, None], v_strides, WIDE)
     first, last = tile_steps(bounds, MASKED)
     for step in tl.range(first, last, BLOCK_N):
         start = tile_start(step, bounds, MASKED)
@@ -215,26 +226,34 @@ def _dq_tiles(
         kt_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + kt_offsets
         vt_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + vt_offsets
         kt = load_tile(kt_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
-        vt = load_tile(vt_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
+        vt = load_tile(vt_ptrs, index[None, :] < keys[0], d_v[:, None] < v_dim, MASKED, EVEN_DV)
         products = tl.dot(q, kt, input_precision=PRECISION)
-        p = tl.exp2(products * scale_log2 - lse2[:, None])
+        scores, unit, cap_slope = score_tile(
+            products, q_pos[:, None], index[None, :], keys, options, head, scale_log2, STRIPED
+        )
+        p = tl.exp2(scores * unit - lse2[:, None])
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(dout, vt, input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(kt.dtype)
+        ds = p * (dp - delta[:, None])
+        if SLOPES:
+            distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)
+            dslopes -= tl.sum(ds * tl.abs(distance).to(tl.float32), 1)
+        ds = (ds * cap_slope).to(kt.dtype)
         dq = tl.dot(ds, tl.trans(kt), dq, input_precision=PRECISION)
-    return dq
+    return dq, dslopes
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
+    kv_lens_ptr, q_start_ptr, kv_start_ptr,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, score_options,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    padded_len, heads, group, head_dim: tl.constexpr,
+    padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
@@ -259,9 +278,10 @@ def _dq_kernel(
     dout_ptr += batch64 * dout_strides[0] + head64 * dout_strides[1]
     dout_strides = (dout_strides[2], dout_strides[3])
     q_ptrs = block_ptrs(q_ptr, first_row, (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D)
-    dout_ptrs = block_ptrs(dout_ptr, first_row, dout_strides, WIDE, BLOCK_M, BLOCK_D)
+    dout_ptrs = block_ptrs(dout_ptr, first_row, dout_strides, WIDE, BLOCK_M, BLOCK_DV)
     q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
-    dout = load_tile(dout_ptrs, rows_in, dims_in, True, EVEN_D)
+    v_dims_in = tl.arange(0, BLOCK_DV)[None, :] < v_dim
+    dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, v_dim == BLOCK_DV)
     row_offset = (batch64 * heads + head) * padded_len
     lse2 = tl.load(lse2_ptr + row_offset + rows)
     delta = tl.load(delta_ptr + row_offset + rows)
@@ -269,35 +289,46 @@ def _dq_kernel(
     last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
     bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dslopes = tl.zeros([BLOCK_M], tl.float32)
     for interior in tl.static_range(2):
-        dq = _dq_tiles(
-            dq, q, dout, lse2, delta, q_start + rows,
+        dq, dslopes = _dq_tiles(
+            dq, dslopes, q, dout, lse2, delta, q_start + rows,
             k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
             v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
             (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]),
-            bounds, keys, scale * LOG2E, head_dim,
+            bounds, keys, score_options, head_options(score_options, scale, batch64, head64),
+            scale * LOG2E, head_dim, v_dim, dslopes_ptr is not None,
             HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
         )  # fmt: skip
 
     dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
     dq_ptrs = block_ptrs(dq_ptr, first_row, (dq_strides[2], dq_strides[3]), WIDE, BLOCK_M, BLOCK_D)
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
+    if dslopes_ptr is not None:
+        tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
 
 
 def launch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
-    config: BackwardConfig | None = None,
+    mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
+    wanted: Scores = NO_SCORES, config: BackwardConfig | None = None,
 ) -> None:  # fmt: skip
-    """Writes the gradients into dq (like q), dk and dv (like k); lse and dlse fp32, contiguous."""
+    """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
+
+    `wanted` holds the tensors for the gradients of `scores`, None where none is wanted.
+    """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
-    config = config or backward_config(head_dim, q.dtype, device_capability(q.device))
+    v_dim = v.shape[3]
+    config = config or backward_config(
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), not scores.is_plain
+    )
     launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
     padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
     lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse2)
+    slope_rows = None if wanted.alibi_slopes is None else torch.empty_like(lse2)
     sizes = (
         q_len,
         kv_capacity,
@@ -307,29 +338,37 @@ def launch_backward(
         heads,
         heads // kv_heads,
         head_dim,
+        v_dim,
     )
-    options = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype), "BLOCK_D": padded(head_dim)}
-    options["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv)
+    switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
+    switches |= {"BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_dim)}
+    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv)
+    options = kernel_options(scores, batch)
     with on_device(q):
         if q.numel():
-            block_m = 64
+            block_m = 64 if v_dim <= 256 else 16
             _row_terms_kernel[(padded_len // block_m * heads * batch,)](
                 out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
-                heads, head_dim, BLOCK_M=block_m, BLOCK_D=padded(head_dim),
+                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim),
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
             _dkdv_kernel[(triton.cdiv(kv_capacity, tile.block_n) * kv_heads * batch,)](
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
-                q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-                *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
+                *sizes, **switches, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
         if q.numel():
             tile = config.dq
             _dq_kernel[(triton.cdiv(q_len, tile.block_m) * heads * batch,)](
-                q, k, v, dout, lse2, delta, dq, *mask[:3],
-                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-                *sizes, **options, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                q, k, v, dout, lse2, delta, dq, slope_rows, *mask[:3],
+                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), options,
+                *sizes, **switches, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
+    if wanted.alibi_slopes is not None:
+        over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
+        wanted.alibi_slopes.copy_(slope_rows[:, :, :q_len].sum(over))
+    if wanted.sinks is not None:
+        wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))

@@ -36,11 +36,17 @@ _INTERPRETED = TileConfig(16, 16, 1, 1)
 
 
 def forward_config(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True
-) -> TileConfig:
-    """The forward's tile for a device of this compute capability; without `borders`, no tile is masked."""
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True,
+    options: bool = False,
+) -> TileConfig:  # fmt: skip
+    """The forward's tile for a device of this compute capability and the larger head dim of K and V.
+
+    Without `borders`, no tile is masked; with `options`, scores are modified.
+    """
     if INTERPRET:
         return _INTERPRETED
+    if head_dim > 256:
+        return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
     if capability[0] == 9:
@@ -58,13 +64,25 @@ def forward_config(
 
 
 def backward_config(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], options: bool = False
 ) -> BackwardConfig:
-    """The backward's tiles for a device of this compute capability."""
+    """The backward's tiles, as `forward_config`."""
     if INTERPRET:
         return BackwardConfig(_INTERPRETED, _INTERPRETED)
+    if head_dim > 256:
+        tile = _largest_dims_tile(dtype, capability)
+        return BackwardConfig(tile, tile)
     if dtype == torch.float32:
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
+    if capability[0] == 9 and options:
+        # Not measured. Registers decide (`tests/compile_only/resources.py`, softcap and ALiBi together): the plain
+        # tiles spill 136 and 288 bytes a thread at hd64, 440 in dK/dV at hd128 and 648 at hd256; these 0,
+        # 0 and 104.
+        if head_dim <= 64:
+            return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2))
+        if head_dim <= 128:
+            return BackwardConfig(TileConfig(32, 64, 8, 2), TileConfig(128, 64, 8, 3))
+        return BackwardConfig(TileConfig(32, 64, 8, 2), TileConfig(128, 32, 8, 2))
     if capability[0] == 9:
         # Swept on one H100 (README.md). At hd128 three stages win 19 % over two in the dK/dV sweep
         # although they spill; at hd256 only narrow key tiles leave the dQ sweep its registers.
@@ -76,6 +94,13 @@ def backward_config(
     if head_dim <= 128:
         return BackwardConfig(TileConfig(32, 64, 4, 2), TileConfig(64, 32, 4, 2))
     return BackwardConfig(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1))
+
+
+def _largest_dims_tile(dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
+    """Head dims above 256, padded to 512: what fits into registers and, in fp32 or on AMD, 64 KiB. Not measured."""
+    if dtype == torch.float32 or capability[0] < 8:
+        return TileConfig(16, 16, 8, 1)
+    return TileConfig(32, 32, 8, 1)
 
 
 def _fp32_tile(head_dim: int) -> TileConfig:

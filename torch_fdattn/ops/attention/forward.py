@@ -4,7 +4,8 @@ FlashAttention-2's forward (arXiv:2307.08691, algorithm 1). Masked tiles are onl
 border or the ragged end crosses; tiles outside are never loaded. Causal programs start with the
 longest rows, so that the short ones fill the tail of the grid.
 
-Shapes: q, out (B, H, M, D); k, v (B, H_kv, N, D); lse (B, H, M). Any strides. GQA by head counts.
+Shapes: q (B, H, M, D); k (B, H_kv, N, D); v (B, H_kv, N, DV); out (B, H, M, DV); lse (B, H, M). Any
+strides. GQA by head counts.
 Limits: head dims that are no power of two are padded to one.
 """
 
@@ -24,6 +25,7 @@ from torch_fdattn.ops.attention.configs import (
 )
 from torch_fdattn.ops.launch import (
     contiguous_mask,
+    kernel_options,
     mask_flags,
     mask_numbers,
     on_device,
@@ -33,6 +35,8 @@ from torch_fdattn.ops.launch import (
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.score_tiles import add_sinks, head_options
+from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_bounds
 
 
@@ -48,12 +52,12 @@ from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_boun
 )
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, out_strides,
+    q_strides, k_strides, v_strides, out_strides, score_options,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
-    heads, group, head_dim: tl.constexpr,
+    heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
@@ -81,22 +85,27 @@ def _attention_forward_kernel(
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
     bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = attend_range(
         acc, row_max, row_sum, q, q_start + rows,
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
-        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys, scale * LOG2E, head_dim,
+        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys,
+        score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
+    if score_options[3] is not None:
+        sink = tl.load(score_options[3] + head64 * score_options[4])
+        out, lse = add_sinks(out, lse, sink.to(tl.float32))
 
     out_ptr += batch64 * out_strides[0] + head64 * out_strides[1]
     out_strides = (out_strides[2], out_strides[3])
-    out_ptrs = block_ptrs(out_ptr, block * BLOCK_M, out_strides, WIDE, BLOCK_M, BLOCK_D)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows_in & dims_in)
+    out_ptrs = block_ptrs(out_ptr, block * BLOCK_M, out_strides, WIDE, BLOCK_M, BLOCK_DV)
+    out_dims_in = tl.arange(0, BLOCK_DV)[None, :] < v_dim
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows_in & out_dims_in)
     tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
 
 
@@ -107,23 +116,26 @@ def has_borders(mask: Mask, kv_len: int) -> bool:
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
-    config: TileConfig | None = None,
+    scores: Scores = NO_SCORES, config: TileConfig | None = None,
 ) -> None:  # fmt: skip
-    """Writes attention of q, k, v into out (like q, any float dtype) and lse (fp32, contiguous)."""
+    """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous)."""
     batch, heads, q_len, head_dim = q.shape
     if q.numel() == 0:
         return
+    v_dim = v.shape[3]
     borders = has_borders(mask, k.shape[2])
-    config = config or forward_config(head_dim, q.dtype, device_capability(q.device), borders)
+    config = config or forward_config(
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, not scores.is_plain
+    )
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
         _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
             q, k, v, out, lse, *mask[:3],
-            q.stride(), k.stride(), v.stride(), out.stride(),
-            q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim,
+            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, batch),
+            q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
             **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            BLOCK_DV=padded(v_dim), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

@@ -1,11 +1,13 @@
 """The op `fdattn::attention`: raw forward and backward, and the differentiable composite over them.
 
-    attention_forward(q, k, v, mask…)                         -> (out, lse)
-    attention_backward(dout, dlse, q, k, v, out, lse, mask…)  -> (dq, dk, dv)
-    attention(q, k, v, …)                                     -> (out, lse), autograd and autocast
+    attention_forward(q, k, v, mask…, scores…)                             -> (out, lse)
+    attention_backward(dout, dlse, q, k, v, out, lse, mask…, scores…)      -> (dq, dk, dv)
+    attention_backward_all(dout, dlse, q, k, v, out, lse, mask…, scores…)  -> (dq, dk, dv, dslopes, dsinks)
+    attention(q, k, v, …)                            -> (out, lse), autograd and autocast
 
 The backward serves every op whose forward is attention over some keys, `decode` and the distributed
-ops included: it needs only the (global) out and lse.
+ops included: it needs only the (global) out and lse. attention_backward_all is the same with gradients of
+what modifies the scores, where they are wanted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
 from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
 MASK_SCHEMA = (
@@ -29,12 +32,16 @@ OPTIONS_SCHEMA = (
     "int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, "
     "float? scale=None"
 )
+#: The end of attention's schemas, in the order of `scores.Scores`.
+SCORES_SCHEMA = "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None"
+_MASKS = len(Mask._fields)
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, names: tuple[str, str, str]
-) -> None:
-    """What both attention and decode ask of their inputs; metadata only."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, names: tuple[str, str, str],
+    scores: Scores = NO_SCORES,
+) -> None:  # fmt: skip
+    """What attention asks of its inputs; metadata only."""
     checks.check_qkv(q, k, v, names)
     for name, tensor, what, most in (
         (names[0], q, "queries", FAR), (names[1], k, "keys", 2 * FAR),
@@ -47,40 +54,55 @@ def check_inputs(
             )
     checks.check_lengths("kv_lens", mask.kv_lens, q, bound=k.shape[2])
     checks.check_window(mask.window_left, mask.window_right)
-    masked = mask.window_left >= 0 or mask.window_right >= 0
+    masked = mask.window_left >= 0 or mask.window_right >= 0 or scores.alibi_slopes is not None
     checks.check_positions(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, k.shape[2], masked
     )
     checks.check_scale(scale)
+    checks.check_scores(scores, q)
 
 
-def empty_state(q: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Unwritten (out, lse): out in q's memory layout, lse contiguous; for kernels and fakes alike."""
+def empty_state(
+    q: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Unwritten (out, lse): out in q's order of memory, lse contiguous; for kernels and fakes alike."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q, dtype=out_dtype or q.dtype), q.new_empty(
-        q.shape[:-1], dtype=lse_dtype
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    v_dim = v.shape[3]
+    if v_dim == q.shape[3]:
+        return torch.empty_like(q, dtype=out_dtype or q.dtype), lse
+    order = sorted(range(3), key=lambda dim: -q.stride(dim))
+    out = torch.empty_permuted(
+        (*q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or q.dtype, device=q.device
     )
+    return out, lse
+
+
+def _options(rest: tuple) -> tuple[Mask, float, torch.dtype | None, Scores]:
+    """What follows the tensors in a raw op's arguments; those that are defaults at the end do not come."""
+    mask, scale, dtype = Mask(*rest[:_MASKS]), rest[_MASKS], rest[_MASKS + 1]
+    return mask, scale, dtype, Scores(*rest[_MASKS + 2 :])
 
 
 def _forward(q, k, v, *rest):
-    *mask, scale, out_dtype = rest
-    mask = Mask(*mask).clamped
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"))
-    out, lse = empty_state(q, out_dtype)
+    mask, scale, out_dtype, scores = _options(rest)
+    mask = mask.clamped
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    out, lse = empty_state(q, v, out_dtype)
     if library.use_triton(q):
         from torch_fdattn.ops.attention.forward import launch_forward
 
-        launch_forward(q, k, v, mask, scale, out, lse)
+        launch_forward(q, k, v, mask, scale, out, lse, scores)
     else:
         library.launches["attention_forward/reference"] += 1
-        copy_state(out, lse, attention_reference(q, k, v, mask, scale))
+        copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores))
     return out, lse
 
 
 def _forward_fake(q, k, v, *rest):
-    *mask, scale, out_dtype = rest
-    check_inputs(q, k, v, Mask(*mask), scale, ("q", "k", "v"))
-    return empty_state(q, out_dtype)
+    mask, scale, out_dtype, scores = _options(rest)
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    return empty_state(q, v, out_dtype)
 
 
 def copy_state(out: Tensor, lse: Tensor, state: tuple[Tensor, Tensor]) -> None:
@@ -92,12 +114,10 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | 
     return tuple(torch.empty_like(x, dtype=grad_dtype or x.dtype) for x in (q, k, v))
 
 
-def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale):
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"))
-    for name, tensor, shape in (
-        ("dout", dout, q.shape), ("out", out, q.shape),
-    ):  # fmt: skip
-        checks.expect_shape(name, tensor, shape, "q")
+def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores):
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    for name, tensor in (("dout", dout), ("out", out)):
+        checks.expect_shape(name, tensor, (*q.shape[:3], v.shape[3]), "q and v")
         checks.expect_device(name, tensor, q.device, "q")
     checks.expect_dtype("dout", dout, q.dtype, "q")
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -108,45 +128,89 @@ def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale):
             checks.expect_device(name, tensor, q.device, "q")
 
 
-def _backward(dout, dlse, q, k, v, out, lse, *rest):
-    *mask, scale, grad_dtype = rest
-    mask = Mask(*mask).clamped
-    _check_backward(dout, dlse, q, k, v, out, lse, mask, scale)
-    dq, dk, dv = _empty_gradients(q, k, v, grad_dtype)
+def _gradients(
+    dout, dlse, q, k, v, out, lse, rest, wanted: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); `wanted` holds the tensors for the other gradients, None where none is wanted."""
+    mask, scale, grad_dtype, scores = _options(rest)
+    mask = mask.clamped
+    _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores)
+    targets = _empty_gradients(q, k, v, grad_dtype)
     if library.use_triton(q):
         from torch_fdattn.ops.attention.backward import launch_backward
 
         dlse = dlse.contiguous() if dlse is not None else None
-        launch_backward(dout, dlse, q, k, v, out, lse.contiguous(), mask, scale, dq, dk, dv)
+        launch_backward(
+            dout, dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted
+        )
     else:
         library.launches["attention_backward/reference"] += 1
-        gradients = attention_backward_reference(dout, dlse, q, k, v, out, lse, mask, scale)
-        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
-            target.copy_(gradient)
-    return dq, dk, dv
+        *found, of_scores = attention_backward_reference(
+            dout, dlse, q, k, v, out, lse, mask, scale, scores
+        )
+        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
+            if target is not None:
+                target.copy_(gradient)
+    return targets
+
+
+def _backward(dout, dlse, q, k, v, out, lse, *rest):
+    return _gradients(dout, dlse, q, k, v, out, lse, rest, NO_SCORES)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):
-    *mask, scale, grad_dtype = rest
-    _check_backward(dout, dlse, q, k, v, out, lse, Mask(*mask), scale)
+    mask, scale, grad_dtype, scores = _options(rest)
+    _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores)
     return _empty_gradients(q, k, v, grad_dtype)
 
 
+def _wanted(scores: Scores, flags: tuple[bool, ...]) -> Scores:
+    """Unwritten gradients of the options' tensors, each in its tensor's shape and dtype."""
+    pairs = zip(scores[1:], flags, strict=True)
+    return Scores(
+        0.0, *(x.new_empty(x.shape) if flag and x is not None else None for x, flag in pairs)
+    )
+
+
+def _or_nothing(q: Tensor, wanted: Scores) -> list[Tensor]:
+    """Schemas know no optional results: what is not wanted is a tensor without elements."""
+    return [q.new_empty(0) if x is None else x for x in wanted[1:]]
+
+
+def _backward_all(dout, dlse, q, k, v, out, lse, *rest):
+    flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
+    wanted = _wanted(_options(rest)[3], flags)
+    return *_gradients(dout, dlse, q, k, v, out, lse, rest, wanted), *_or_nothing(q, wanted)
+
+
+def _backward_all_fake(dout, dlse, q, k, v, out, lse, *rest):
+    flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
+    wanted = _wanted(_options(rest)[3], flags)
+    return *_backward_fake(dout, dlse, q, k, v, out, lse, *rest), *_or_nothing(q, wanted)
+
+
+#: What attention_backward_all is told for each of the tensors in `Scores`.
+_GRADIENTS = tuple(f"bool {name}_gradient" for name in Scores._fields[1:])
+_STATE = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
 library.define_raw(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, ScalarType? out_dtype) "
-    "-> (Tensor, Tensor)",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, ScalarType? out_dtype, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
 library.define_raw(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {MASK_SCHEMA}, ScalarType? grad_dtype) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward({_STATE}, {MASK_SCHEMA}, ScalarType? grad_dtype, {SCORES_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
-
-
-_NO_GRADIENTS = (None,) * (len(Mask._fields) + 1)  # of the mask and the scale
+library.define_raw(
+    f"attention_backward_all({_STATE}, {', '.join(_GRADIENTS)}, {MASK_SCHEMA}, ScalarType? grad_dtype, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(_GRADIENTS)})",
+    _backward_all,
+    _backward_all_fake,
+)
 
 
 class _Attend(torch.autograd.Function):
@@ -156,10 +220,13 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, raw_forward, q, k, v, *mask_and_scale):
-        out, lse = raw_forward(q, k, v, *mask_and_scale, None)
-        ctx.save_for_backward(q, k, v, out, lse, *mask_and_scale[:3])
-        ctx.options = mask_and_scale[3:]
+    def forward(ctx, raw_forward, q, k, v, *rest):
+        """rest: the fields of a mask, the scale, the fields of scores."""
+        mask, scale, scores = Mask(*rest[:_MASKS]), rest[_MASKS], Scores(*rest[_MASKS + 1 :])
+        out, lse = raw_forward(q, k, v, *mask, scale, None, *scores)
+        ctx.save_for_backward(q, k, v, out, lse, *mask[:3], *scores[1:])
+        ctx.options = *mask[3:], scale
+        ctx.softcap = scores.softcap
         # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
         ctx.set_materialize_grads(False)
         return out, lse
@@ -167,23 +234,35 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("attention")
+        no_mask = (None,) * (_MASKS + 2)  # of the mask, the scale and the cap
+        no_scores = (None,) * (len(Scores._fields) - 1)
         if dout is None and dlse is None:
-            return None, None, None, None, *_NO_GRADIENTS
+            return None, None, None, None, *no_mask, *no_scores
         q, k, v, out, lse, *pointers = ctx.saved_tensors
+        mask_and_scale = *pointers[:3], *ctx.options
+        scores = ctx.softcap, *pointers[3:]
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = torch.ops.fdattn.attention_backward(
-            dout, dlse, q, k, v, out, lse, *pointers, *ctx.options, None
+        state = dout, dlse, q, k, v, out, lse
+        wanted = ctx.needs_input_grad[4 + len(no_mask) :]
+        if not any(wanted):
+            found = torch.ops.fdattn.attention_backward(*state, *mask_and_scale, None, *scores)
+            return None, *found, *no_mask, *no_scores
+        dq, dk, dv, *found = torch.ops.fdattn.attention_backward_all(
+            *state, *wanted, *mask_and_scale, None, *scores
         )
-        return None, dq, dk, dv, *_NO_GRADIENTS
+        found = [x if flag else None for x, flag in zip(found, wanted, strict=True)]
+        return None, dq, dk, dv, *no_mask, *found
 
 
-def attend(raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float):
+def attend(
+    raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES
+):  # fmt: skip
     """Calls a raw forward, through autograd only where a gradient is wanted."""
     library.meet(q)
-    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v)):
-        return _Attend.apply(raw_forward, q, k, v, *mask, scale)
-    return raw_forward(q, k, v, *mask, scale, None)
+    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
+        return _Attend.apply(raw_forward, q, k, v, *mask, scale, *scores)
+    return raw_forward(q, k, v, *mask, scale, None, *scores)
 
 
 def options_to_mask(
@@ -205,17 +284,20 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 
 def _attention(
     q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
-    window_right=-1, kv_block=0, kv_stride=0, scale=None,
+    window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
 ):  # fmt: skip
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
-    return attend(torch.ops.fdattn.attention_forward, q, k, v, mask, default_scale(q, scale))
+    scores = Scores(softcap, alibi_slopes, sinks)
+    return attend(
+        torch.ops.fdattn.attention_forward, q, k, v, mask, default_scale(q, scale), scores
+    )
 
 
 library.define_composite(
-    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA.format(causal='bool causal=False')}) "
-    "-> (Tensor out, Tensor lse)",
+    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA.format(causal='bool causal=False')}, "
+    f"{SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
     _attention,
     autocast_args=3,
 )

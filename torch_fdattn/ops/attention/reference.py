@@ -2,9 +2,11 @@
 
     S = scale · Q Kᵀ,  lse = log Σ_j exp(S_ij) over visible keys,  P = exp(S - lse),  O = P V
 
-and, with D = rowsum(dO ∘ O) - dlse,
+(with what `ops/scores.py` does to S) and, with D = rowsum(dO ∘ O) - dlse,
 
     dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q
+
+where S in dQ and dK is that before the cap, whose slope multiplies dS; -Σ dS ∘ distance for a slope of ALiBi.
 
 (FlashAttention-2, arXiv:2307.08691, section 3.1; the term dlse is d lse / d S = P). The backward takes
 P from the saved lse, so a partial key set with a global (out, lse) yields that part's exact gradients.
@@ -17,7 +19,14 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.positions import Mask, query_key_positions, visible
-from torch_fdattn.ops.scores import Scores, add_sinks, modify_scores
+from torch_fdattn.ops.scores import (
+    NO_SCORES,
+    Scores,
+    add_sinks,
+    cap_slope,
+    modify_scores,
+    sink_gradient,
+)
 
 QUERY_BLOCK = 512
 
@@ -30,7 +39,7 @@ def attention_reference(
 
     keys_in (B, N), boolean, takes further keys out.
     """
-    options = options or Scores()
+    options = options or NO_SCORES
     kv_heads, q_len, kv_len = k.shape[1], q.shape[2], k.shape[2]
     q, k, v = grouped(q, kv_heads), accumulated(_valid(k, mask)), accumulated(_valid(v, mask))
     seen = visible(mask, q_len, kv_len, q.device)
@@ -62,27 +71,44 @@ def attention_reference(
 
 def attention_backward_reference(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    mask: Mask, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) in the accumulation dtype."""
+    mask: Mask, scale: float, options: Scores | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
+    """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
+    options = options or NO_SCORES
     delta = (accumulated(dout) * accumulated(out)).sum(-1)
     if dlse is not None:
         # A row that sees no key has gradient 0, though a loss's gradient at lse = -inf may be NaN.
         delta = delta - dlse.masked_fill(lse == float("-inf"), 0.0)
+    dsinks = None if options.sinks is None else sink_gradient(options.sinks, lse, delta)
     kv_heads = k.shape[1]
     q, dout = grouped(q, kv_heads), grouped(dout, kv_heads)
     lse, delta = lse.unflatten(1, (kv_heads, -1)), delta.unflatten(1, (kv_heads, -1))
     k, v = accumulated(_valid(k, mask)), accumulated(_valid(v, mask))
     seen = visible(mask, q.shape[3], k.shape[2], q.device)[:, None, None]
-    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    blocks = (tensor.split(QUERY_BLOCK, 3) for tensor in (q, dout, lse, delta, seen))
-    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows in zip(*blocks, strict=True):
-        p = _probabilities(_scores(q_rows, k, seen_rows, scale), lse_rows)
+    q_pos, k_pos, _ = query_key_positions(mask, q.shape[3], k.shape[2], q.device)
+    distance = (k_pos[:, None, :] - q_pos[:, :, None])[:, None, None]
+    dq, dk, dv, dslopes = [], torch.zeros_like(k), torch.zeros_like(v), 0.0
+    blocks = (tensor.split(QUERY_BLOCK, 3) for tensor in (q, dout, lse, delta, seen, distance))
+    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows, away in zip(*blocks, strict=True):
+        products = scale * _by_group(q_rows, k.mT)
+        scores = products
+        if not options.is_plain:
+            scores = modify_scores(products.flatten(1, 2), away[:, 0, 0], options).view(
+                scores.shape
+            )
+        p = _probabilities(scores.masked_fill(~seen_rows, float("-inf")), lse_rows)
         ds = p * (_by_group(dout_rows, v.mT) - delta_rows[..., None])
+        if options.alibi_slopes is not None:
+            dslopes = dslopes - (ds * away.abs()).sum((3, 4)).flatten(1, 2)
+        ds = ds * cap_slope(products, options)
         dq.append(scale * _by_group(ds, k))
         dk += scale * (ds.flatten(2, 3).mT @ q_rows.flatten(2, 3))
         dv += p.flatten(2, 3).mT @ dout_rows.flatten(2, 3)
-    return torch.cat(dq, 3).flatten(1, 2), dk, dv
+    if options.alibi_slopes is None:
+        dslopes = None
+    elif options.alibi_slopes.dim() == 1:
+        dslopes = dslopes.sum(0)
+    return torch.cat(dq, 3).flatten(1, 2), dk, dv, Scores(0.0, dslopes, dsinks)
 
 
 def _valid(x: Tensor, mask: Mask) -> Tensor:
@@ -100,10 +126,6 @@ def accumulated(x: Tensor) -> Tensor:
 def grouped(x: Tensor, kv_heads: int) -> Tensor:
     """(B, H, S, D) to (B, H_kv, H / H_kv, S, D) in the accumulation dtype."""
     return accumulated(x).unflatten(1, (kv_heads, -1))
-
-
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    return (scale * _by_group(q, k.mT)).masked_fill(~seen, float("-inf"))
 
 
 def _by_group(x: Tensor, y: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def check_decode(
     )
     checks.expect_number("scale", scale)
     checks.check_scale(scale)
-    _check_scores(options, q)
+    checks.check_scores(options, q)
 
 
 def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
@@ -83,26 +83,6 @@ def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
     checks.expect_device("page_table", page_table, q.device, "q")
     if page < 1:
         raise ValueError(f"k_cache's pages must hold at least one token (dimension 2), got {page}")
-
-
-def _check_scores(options: Scores, q: Tensor) -> None:
-    checks.expect_number("softcap", options.softcap)
-    for name in ("alibi_slopes", "sinks"):
-        if getattr(options, name) is not None:
-            checks.expect_tensor(name, getattr(options, name))
-    if not 0.0 <= options.softcap <= 1e37:
-        raise ValueError(f"softcap must be positive, or 0 for none, got {options.softcap}")
-    batch, heads = q.shape[:2]
-    slopes, sinks = options.alibi_slopes, options.sinks
-    if slopes is not None:
-        shape = (heads,) if slopes.dim() == 1 else (batch, heads)
-        checks.expect_shape("alibi_slopes", slopes, shape, "q's heads")
-        checks.expect_float("alibi_slopes", slopes)
-        checks.expect_device("alibi_slopes", slopes, q.device, "q")
-    if sinks is not None:
-        checks.expect_shape("sinks", sinks, (heads,), "q's heads")
-        checks.expect_float("sinks", sinks)
-        checks.expect_device("sinks", sinks, q.device, "q")
 
 
 def expanded_scale(name: str, scale: Tensor | None, cache: Tensor, q: Tensor) -> Tensor | None:

@@ -131,7 +131,7 @@ def _decode_kernel(
             other=0.0,
         ).to(tl.float32)
     else:
-        slopes = 0.0
+        slopes = tl.zeros([BLOCK_M], tl.float32)
     head_scale = 1.0
     if K_SCALES == 1:
         head_scale = tl.load(
@@ -202,7 +202,7 @@ def _decode_kernel(
             units_of_score = LOG2E
             position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
             scores = modify_scores(
-                scores * scale, position[None, :] - q_pos[:, None], softcap, slopes, SOFTCAP, ALIBI
+                scores * scale, position[None, :] - q_pos[:, None], softcap, slopes[:, None], SOFTCAP, ALIBI
             )  # fmt: skip
         seen = inside[None, :]
         if HAS_LEFT or HAS_RIGHT:

@@ -83,20 +83,6 @@ class _Call:
         return None, None
 
 
-def empty_outputs(
-    q: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Unwritten (out, lse): out in q's order of memory, lse contiguous."""
-    v_dim = v.shape[3]
-    if v_dim == q.shape[3]:
-        return empty_state(q, out_dtype)
-    order = sorted(range(3), key=lambda dim: -q.stride(dim))
-    out = torch.empty_permuted(
-        (*q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or q.dtype, device=q.device
-    )
-    return out, empty_state(q, out_dtype)[1]
-
-
 #: Plans by the metadata of their calls: what is equal there needs no checks and no decisions again.
 _plans: dict[tuple, object] = {}
 _MAX_PLANS = 4096
@@ -140,7 +126,7 @@ def decode_eagerly(
             checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant), whole,
         )  # fmt: skip
         if given is None:
-            out, lse = empty_outputs(q, v, out_dtype)
+            out, lse = empty_state(q, v, out_dtype)
             plan, unmerged = call.run(out, lse, None, leave_parts)
         else:
             out, lse, workspace = given
@@ -203,7 +189,7 @@ def _raw(paged: bool):
     def fake(q, k, v, *rest):
         page_table, mask_and_scale, out_dtype, extras = _arguments(paged, rest, True)
         _Call(q, k, v, page_table, *mask_and_scale, *extras)
-        return empty_outputs(q, v, out_dtype)
+        return empty_state(q, v, out_dtype)
 
     return forward, fake
 
@@ -301,16 +287,28 @@ def decode(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     scale = default_scale(q, scale)
-    forward = torch.ops.fdattn.decode_forward
     if not torch.is_grad_enabled() or not any(
         library.requires_grad(x) for x in (q, k_cache, v_cache, *extras)
     ):
         library.meet(q)
-        return forward(q, k_cache, v_cache, *mask, scale, None, *extras)
-    _refuse_gradients(k_cache, v_cache, *extras[:-1])
-    if batch_invariant:
-        forward = functools.partial(forward, batch_invariant=True)
-    return attend(forward, q, k_cache, v_cache, mask, scale)
+        return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
+    _refuse_gradients(k_cache, k_scale, v_scale)
+    scores = Scores(softcap, alibi_slopes, sinks)
+    return attend(
+        functools.partial(_forward_of_scores, batch_invariant),
+        q,
+        k_cache,
+        v_cache,
+        mask,
+        scale,
+        scores,
+    )
+
+
+def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
+    """decode_forward of an unquantised cache by the arguments of attention_forward."""
+    options, scores = rest[: _MASKS + 2], rest[_MASKS + 2 :]
+    return torch.ops.fdattn.decode_forward(q, k, v, *options, None, None, *scores, batch_invariant)
 
 
 def paged_decode(
@@ -343,15 +341,11 @@ def _is_plain(others: tuple) -> bool:
     return not wanted and library.lie_in_memory(*others)
 
 
-def _refuse_gradients(k: Tensor, v: Tensor, k_scale, v_scale, softcap, slopes, sinks) -> None:
-    named = dict(k_scale=k_scale, v_scale=v_scale, alibi_slopes=slopes, sinks=sinks)
+def _refuse_gradients(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    named = dict(k_scale=k_scale, v_scale=v_scale)
     found = [name for name, tensor in named.items() if tensor is not None]
-    if softcap:
-        found.append("softcap")
     if k.dtype in QUANTISED:
         found.append("a quantised cache")
-    if k.dim() == 4 and v.dim() == 4 and k.shape[3] != v.shape[3]:
-        found.append("different head dims of k_cache and v_cache")
     if found:
         raise NotImplementedError(
             f"decode has no gradient with {', '.join(found)}: call it under torch.no_grad()"

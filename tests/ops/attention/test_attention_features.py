@@ -1,0 +1,250 @@
+"""What modifies scores, crossed: drawn cases against the fp64 oracle, gradients of parameters included."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.testing import (
+    assert_launched,
+    attention_oracle,
+    check_lse,
+    draw_features,
+    drawn_seeds,
+    expected_attention,
+    expected_path,
+    gradients,
+    make_tensor,
+)
+
+BOTH = pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+
+
+def run(op, case, device):
+    """(lse, other results by name) of a call and its backward."""
+    inputs = [x.requires_grad_() for x in case.inputs(device)]
+    parameters = {n: x.requires_grad_() for n, x in case.parameters(device).items()}
+    out, lse = op(*inputs, **case.options(device), **parameters)
+    leaves = [*inputs, *parameters.values()]
+    found = torch.autograd.grad([out, lse], leaves, case.output_gradients(device))
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in parameters))
+    return lse, {"out": out, **dict(zip(names, found, strict=True))}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", drawn_seeds(48, "FDATTN_DRAWN"))
+def test_drawn(seed, device, record_drawn):
+    case = draw_features(seed, device)
+    record_drawn("attention's features", case.features())
+    paths = [
+        expected_path(f"attention_{way}", device, case.dtype) for way in ("forward", "backward")
+    ]
+    with assert_launched(*paths):
+        lse, results = run(torch_fdattn.attention, case, device)
+    expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", drawn_seeds(16, "FDATTN_DRAWN"))
+def test_drawn_decode_gradients(seed, device, record_drawn):
+    case = draw_features(seed, device, decode=True)
+    record_drawn("decode's features with gradients", case.features())
+    paths = [
+        expected_path(path, device, case.dtype) for path in ("decode_forward", "attention_backward")
+    ]
+    with assert_launched(*paths):
+        lse, results = run(torch_fdattn.decode, case, device)
+    expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fp64_agrees_with_the_oracle(seed):
+    case = dataclasses.replace(draw_features(seed), dtype=torch.float64)
+    lse, results = run(torch_fdattn.attention, case, "cpu")
+    expected_attention(case, "cpu").check(lse, **results)
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    return dict(
+        alibi_slopes=torch.tensor([0.1, -0.2, 0.3, 0.0], device=device, dtype=dtype),
+        sinks=torch.tensor([0.5, -1.0, 0.0, 2.0], device=device, dtype=dtype),
+    )
+
+
+def qkv(device, *, q_len=5, kv_len=37, head_dim=32, v_dim=24, dtype=torch.float32):
+    shapes = (2, 4, q_len, head_dim), (2, 2, kv_len, head_dim), (2, 2, kv_len, v_dim)
+    return [make_tensor(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "all"])
+def test_gradcheck(op, name):
+    q, k, v = qkv("cpu", q_len=3, kv_len=7, head_dim=16, v_dim=24, dtype=torch.float64)
+    given = parameters(dtype=torch.float64) if name == "all" else {}
+    if name in parameters():
+        given = {name: parameters(dtype=torch.float64)[name]}
+    softcap = 2.0 if name in ("softcap", "all") else 0.0
+    leaves = [x.requires_grad_() for x in given.values()]
+
+    def call(q, k, v, *values):
+        named = dict(zip(given, values, strict=True))
+        return op(q, k, v, causal=True, softcap=softcap, **named)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, *leaves))
+
+
+@pytest.mark.interpreter
+@BOTH
+def test_rows_that_see_nothing_but_their_sink(op, device):
+    """out 0 and lse the sink; the sink's gradient there is lse's own, and nothing else has one."""
+    q, k, v = qkv(device)
+    start = torch.tensor([-3, -9], dtype=torch.int32, device=device)
+    given = {name: x.requires_grad_() for name, x in parameters(device).items()}
+    out, lse = op(q, k, v, causal=True, q_start=start, **given)
+    assert (out[1] == 0).all()
+    torch.testing.assert_close(lse[1], given["sinks"][:, None].expand(4, 5))
+    dlse = torch.zeros_like(lse)
+    dlse[1] = 1.0
+    found = torch.autograd.grad(
+        (out, lse), (q, k, v, *given.values()), (torch.zeros_like(out), dlse)
+    )
+    *others, dsinks = found
+    torch.testing.assert_close(dsinks, torch.full_like(dsinks, 5.0))
+    assert all((x == 0).all() for x in others)
+
+
+@pytest.mark.interpreter
+@BOTH
+def test_sinks_of_no_weight(op, device):
+    q, k, v = qkv(device)
+    nothing = torch.full((4,), float("-inf"), device=device, requires_grad=True)
+    lens = torch.tensor([0, 37], dtype=torch.int32, device=device)
+    found, expected = op(q, k, v, lens, sinks=nothing), op(q, k, v, lens)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    (dsinks,) = torch.autograd.grad(found[0].sum() + found[1][1].sum(), nothing)
+    assert (dsinks == 0).all()
+
+
+@pytest.mark.interpreter
+@BOTH
+def test_a_cap_far_exceeded(op, device):
+    """Scores of 1e4: tanh is 1, its slope 0, and nothing is NaN."""
+    q, k, v = qkv(device)
+    out, lse = op(q, k, v, scale=1e4, softcap=3.0)
+    dq, dk, dv = torch.autograd.grad(
+        (out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))
+    )
+    double = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    options = dict(causal=op is torch_fdattn.decode, scale=1e4, softcap=3.0)
+    exact = attention_oracle(*double, **options)
+    check_lse(lse.detach(), exact[1].detach(), torch.float32)
+    ones = [torch.ones_like(x) for x in exact]
+    for a, b in zip((dq, dk, dv), gradients(exact, double, ones), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.interpreter
+@BOTH
+def test_garbage_beyond_the_lengths(op, device):
+    q, k, v = (x.detach() for x in qkv(device))
+    lens = torch.tensor([11, 30], dtype=torch.int32, device=device)
+    results = []
+    for garbage in (0.0, float("nan")):
+        for x in (k, v):
+            x[0, :, 11:], x[1, :, 30:] = garbage, garbage
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *parameters(device).values())]
+        named = dict(zip(parameters(), leaves[3:], strict=True))
+        outputs = op(*leaves[:3], lens, softcap=4.0, **named)
+        results.append(
+            (*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), leaves))
+        )
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(512, 512), (264, 16), (16, 264), (320, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_head_dims_above_256(head_dim, v_dim, dtype, device):
+    case = dataclasses.replace(
+        draw_features(0, device), q_len=21, kv_len=37, head_dim=head_dim, v_dim=v_dim, dtype=dtype, batch=1,
+        heads=4, kv_heads=2, causal=True, kv_lens=None, q_start=None, kv_start=None, window=None, kv_block=0,
+        kv_stride=0, scale=None,
+    )  # fmt: skip
+    lse, results = run(torch_fdattn.attention, case, device)
+    expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.interpreter
+def test_strided_parameters(device):
+    """Columns of a table and expanded scalars are read by their strides."""
+    q, k, v = qkv(device)
+    table = torch.randn(4, 3, device=device) * 0.1
+    one = torch.tensor(0.3, device=device).expand(2, 4)
+    for given in (
+        dict(alibi_slopes=table[:, 1], sinks=table[:, 2]), dict(alibi_slopes=table.expand(2, 4, 3)[..., 0]),
+        dict(alibi_slopes=one, sinks=one[0]),
+    ):  # fmt: skip
+        dense = {name: x.clone() for name, x in given.items()}
+        pairs = zip(*(torch_fdattn.attention(q, k, v, **x) for x in (given, dense)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@BOTH
+def test_only_a_parameter_has_a_gradient(op, device):
+    """The others' gradients are not returned, and parameters keep their dtypes."""
+    q, k, v = (x.detach() for x in qkv(device))
+    given = {name: x.half() for name, x in parameters(device).items()}
+    given["sinks"].requires_grad_()
+    out, lse = op(q, k, v, **given)
+    (out.sum() + lse.sum()).backward()
+    assert given["sinks"].grad.dtype == torch.float16
+    assert given["alibi_slopes"].grad is None
+    assert q.grad is None
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_step(backend, device):
+    torch._dynamo.reset()
+    leaves = [*qkv(device), *(x.requires_grad_() for x in parameters(device).values())]
+
+    def step(q, k, v, slopes, sinks):
+        out, lse = torch_fdattn.attention(
+            q, k, v, causal=True, softcap=3.0, alibi_slopes=slopes, sinks=sinks
+        )
+        return out.square().sum() + lse.sum()
+
+    eager = torch.autograd.grad(step(*leaves), leaves)
+    compiled = torch.compile(step, backend=backend, fullgraph=True)(*leaves)
+    for a, b in zip(torch.autograd.grad(compiled, leaves), eager, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+WRONG = {
+    "negative softcap": (dict(softcap=-1.0), ValueError, "softcap must be positive, or 0 for none, got -1.0"),
+    "softcap NaN": (dict(softcap=float("nan")), ValueError, "softcap must be positive"),
+    "softcap a string": (dict(softcap="2"), TypeError, "softcap must be a number"),
+    "slopes of other heads": (dict(alibi_slopes=torch.ones(5)), ValueError, "alibi_slopes must have shape (4,) like q's heads, got (5,)"),
+    "slopes of other batch": (dict(alibi_slopes=torch.ones(3, 4)), ValueError, "alibi_slopes must have shape (2, 4)"),
+    "integer slopes": (dict(alibi_slopes=torch.ones(4).int()), TypeError, "alibi_slopes must be bfloat16"),
+    "slopes elsewhere": (dict(alibi_slopes=torch.ones(4, device="meta")), ValueError, "alibi_slopes must be on cpu like q, got meta"),
+    "slopes a list": (dict(alibi_slopes=[0.1] * 4), TypeError, "alibi_slopes must be a torch.Tensor, got list"),
+    "slopes without positions": (dict(alibi_slopes=torch.ones(4), kv_block=4, kv_stride=8), ValueError, "q_start must be given when kv_block is"),
+    "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, "sinks must have shape (4,) like q's heads, got (2,)"),
+    "integer sinks": (dict(sinks=torch.ones(4).int()), TypeError, "sinks must be bfloat16"),
+    "value head dim": (dict(v=torch.ones(2, 2, 37, 20)), ValueError, "v's head_dim must be a multiple of 8 from 16 to 512, got 20"),
+    "head dim": (dict(q=torch.ones(2, 4, 5, 520)), ValueError, "q's head_dim must be a multiple of 8 from 16 to 512, got 520"),
+    "fewer values": (dict(v=torch.ones(2, 2, 36, 24)), ValueError, "v must have shape (2, 2, 37, 24) like k, got (2, 2, 36, 24)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    changed, kind, message = WRONG[name]
+    call = dict(zip("qkv", qkv("cpu"), strict=True)) | changed
+    with pytest.raises(kind, match=re.escape(message)):
+        torch_fdattn.attention(**call)

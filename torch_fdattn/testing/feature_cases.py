@@ -1,0 +1,71 @@
+"""Drawn calls of attention, and of decode with gradients, with all that modifies scores crossed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.testing.cases import AttentionCase, draw_attention, draw_decode
+
+
+@dataclass(frozen=True)
+class FeatureCase(AttentionCase):
+    """A call whose parameters (slopes, sinks) have gradients too."""
+
+    v_dim: int = 0  # 0: head_dim
+    softcap: float = 0.0
+    alibi: str = ""  # "", "head" or "sequence"
+    sinks: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim or self.head_dim
+
+    @property
+    def error_factor(self) -> float:
+        """Of the error rule: softcap's tanh multiplies errors."""
+        return 3.0 if self.softcap else 2.0
+
+    def oracle_options(self) -> dict:
+        return super().oracle_options() | dict(softcap=self.softcap)
+
+    def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + 4)
+        found = {}
+        if self.alibi:
+            shape = (self.heads,) if self.alibi == "head" else (self.batch, self.heads)
+            found["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.1
+        if self.sinks:
+            found["sinks"] = torch.randn(self.heads, generator=generator)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return {name: x.to(device, wide) for name, x in found.items()}
+
+    def features(self) -> list[str]:
+        tests = {
+            "other value dim": self.value_dim != self.head_dim,
+            "softcap": self.softcap > 0,
+            "ALiBi": bool(self.alibi),
+            "sinks": self.sinks,
+        }
+        return super().features() + [name for name, holds in tests.items() if holds]
+
+
+def draw_features(
+    seed: int, device: torch.device | str = "cpu", *, decode: bool = False
+) -> FeatureCase:
+    """A drawn case of attention or decode with any of the features."""
+    rng = random.Random(f"features {seed}")
+    plain = (draw_decode if decode else draw_attention)(seed, device)
+    case = FeatureCase(
+        **{name: getattr(plain, name) for name in plain.__dataclass_fields__},
+        v_dim=rng.choice((16, 24, 48, 64)) if rng.random() < 0.3 else 0,
+        softcap=rng.choice((1.0, 5.0, 30.0)) if rng.random() < 0.4 else 0.0,
+        alibi=rng.choice(("head", "sequence")) if rng.random() < 0.4 else "",
+        sinks=rng.random() < 0.4,
+    )
+    if case.kv_block and case.q_start is None:  # positions would not follow from the length
+        case = replace(case, alibi="")
+    return case
