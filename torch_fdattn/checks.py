@@ -139,6 +139,28 @@ def check_scores(scores: Scores, q: Tensor) -> None:
         expect_device("sinks", sinks, q.device, "q")
 
 
+def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """An explicit mask of q (B, H, S, D) and k (B, H_kv, S_kv, D)."""
+    if attn_mask is None:
+        return
+    expect_tensor("attn_mask", attn_mask)
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        raise TypeError(
+            "attn_mask must be boolean, or bfloat16, float16, float32 (or float64 on CPU), "
+            f"got {attn_mask.dtype}"
+        )
+    if attn_mask.dtype == torch.float64 and q.is_cuda:
+        raise TypeError("attn_mask must not be float64 on CUDA, got torch.float64")
+    full = (*q.shape[:3], k.shape[2])
+    pairs = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.dim() > 4 or not all(size in (1, whole) for size, whole in pairs):
+        raise ValueError(
+            f"attn_mask must be broadcastable to {full} (batch, heads, queries, keys), "
+            f"got shape {_shape(attn_mask)}"
+        )
+    expect_device("attn_mask", attn_mask, q.device, "q")
+
+
 def check_window(window_left: int, window_right: int) -> None:
     if window_left < -1 or window_right < -1:
         raise ValueError(

@@ -20,6 +20,7 @@ def attention(
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention with its log-sum-exp: ``softmax(scale · q kᵀ + mask) v``.
 
@@ -43,12 +44,18 @@ def attention(
         alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
         sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
             returned includes it, so that ``exp(score - lse)`` are the weights.
+        attn_mask: as torch's SDPA, of any shape broadcastable to (B, H, S, S_kv) and any strides, read where it
+            is: boolean (True: visible), or of any float dtype, added to the scores after all else. It joins causal,
+            window and kv_lens; key j is its column j, wherever that key stands. -inf hides a key, and so do entries
+            below -1e38 (SDPA would weigh keys by them where a row has no others); +inf counts as 1e38, so that
+            such keys share the row between them. Its gradient is summed over the dims by which it is broadcast,
+            one program for each tile of the mask, which takes long for a mask of few elements.
 
     Returns:
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
         logarithm.
         A query that sees no key has out 0 and lse -inf (or its head's sink). Both are differentiable in q, k,
-        v, alibi_slopes and sinks.
+        v, alibi_slopes, sinks and a floating attn_mask.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -58,18 +65,14 @@ def attention(
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
-        tensors,
-        (kv_lens, q_start, kv_start),
-        scale,
-        softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        attn_mask=attn_mask,
+    )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
 
 

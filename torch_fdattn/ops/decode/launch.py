@@ -363,7 +363,8 @@ def launch_decode(
         q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
     )
     plan.launch(
-        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace
+        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.sinks,
+        workspace=workspace,
     )  # fmt: skip
     return plan
 
