@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch_fdattn.ops.scores import Scores
 
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
 #: Head dims of caches, and of attention over the keys of one call.
@@ -118,16 +114,15 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be a positive finite number, got {scale}")
 
 
-def check_scores(scores: Scores, q: Tensor) -> None:
-    """What happens to the scores of q (B, H, S, D), by the names of its fields."""
-    expect_number("softcap", scores.softcap)
-    for name in ("alibi_slopes", "sinks"):
-        if getattr(scores, name) is not None:
-            expect_tensor(name, getattr(scores, name))
-    if not 0.0 <= scores.softcap <= 1e37:
-        raise ValueError(f"softcap must be positive, or 0 for none, got {scores.softcap}")
+def check_scores(softcap: float, slopes: Tensor | None, sinks: Tensor | None, q: Tensor) -> None:
+    """What happens to the scores of q (B, H, S, D)."""
+    expect_number("softcap", softcap)
+    for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if tensor is not None:
+            expect_tensor(name, tensor)
+    if not 0.0 <= softcap <= 1e37:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
     batch, heads = q.shape[:2]
-    slopes, sinks = scores.alibi_slopes, scores.sinks
     if slopes is not None:
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         expect_shape("alibi_slopes", slopes, shape, "q's heads")
@@ -137,6 +132,28 @@ def check_scores(scores: Scores, q: Tensor) -> None:
         expect_shape("sinks", sinks, (heads,), "q's heads")
         expect_float("sinks", sinks)
         expect_device("sinks", sinks, q.device, "q")
+
+
+def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """An explicit mask of q (B, H, S, D) and k (B, H_kv, S_kv, D)."""
+    if attn_mask is None:
+        return
+    expect_tensor("attn_mask", attn_mask)
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        raise TypeError(
+            "attn_mask must be boolean, or bfloat16, float16, float32 (or float64 on CPU), "
+            f"got {attn_mask.dtype}"
+        )
+    if attn_mask.dtype == torch.float64 and q.is_cuda:
+        raise TypeError("attn_mask must not be float64 on CUDA, got torch.float64")
+    full = (*q.shape[:3], k.shape[2])
+    pairs = zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    if attn_mask.dim() > 4 or not all(size in (1, whole) for size, whole in pairs):
+        raise ValueError(
+            f"attn_mask must be broadcastable to {full} (batch, heads, queries, keys), "
+            f"got shape {_shape(attn_mask)}"
+        )
+    expect_device("attn_mask", attn_mask, q.device, "q")
 
 
 def check_window(window_left: int, window_right: int) -> None:

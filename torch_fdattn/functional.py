@@ -1,4 +1,8 @@
-"""The Python entries of the ops: keywords with defaults, one frame above `torch.ops.fdattn`."""
+"""The Python entries of the ops: keywords with defaults, one frame above `torch.ops.fdattn`.
+
+softcap's default is the int 0: of a float, torch.compile(dynamic=True) makes an input of the graph and traces
+the function twice.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ def attention(
     causal: bool = False, window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention with its log-sum-exp: ``softmax(scale · q kᵀ + mask) v``.
 
@@ -43,12 +48,18 @@ def attention(
         alibi_slopes: (H,) or (B, H): scores lose ``slope · |q_pos - k_pos|``, after the cap.
         sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
             returned includes it, so that ``exp(score - lse)`` are the weights.
+        attn_mask: as torch's SDPA, of any shape broadcastable to (B, H, S, S_kv) and any strides, read where it
+            is: boolean (True: visible), or of any float dtype, added to the scores after all else. It joins causal,
+            window and kv_lens; key j is its column j, wherever that key stands. -inf hides a key, and so do entries
+            below -1e38 (SDPA would weigh keys by them where a row has no others); +inf counts as 1e38, so that
+            such keys share the row between them. Its gradient is summed over the dims by which it is broadcast,
+            one program for each tile of the mask, which takes long for a mask of few elements.
 
     Returns:
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
         logarithm.
         A query that sees no key has out 0 and lse -inf (or its head's sink). Both are differentiable in q, k,
-        v, alibi_slopes and sinks.
+        v, alibi_slopes, sinks and a floating attn_mask.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -58,18 +69,14 @@ def attention(
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
-        tensors,
-        (kv_lens, q_start, kv_start),
-        scale,
-        softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        attn_mask=attn_mask,
+    )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
 
 
@@ -78,7 +85,7 @@ def decode(
     causal: bool = True, window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0.0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
     out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -138,7 +145,7 @@ def paged_decode(
     causal: bool = True, window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0.0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
     out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

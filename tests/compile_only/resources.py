@@ -98,6 +98,8 @@ SCORES = {
     "softcap": Scores(softcap=30.0),
     "alibi": Scores(alibi_slopes=torch.empty(32, device="meta")),
     "sinks": Scores(sinks=torch.empty(32, device="meta")),
+    "mask": Scores(attn_mask=torch.empty(2, 1, 4096, 4096, dtype=torch.bool, device="meta")),
+    "bias": Scores(attn_mask=torch.empty(32, 4096, 4096, dtype=torch.bfloat16, device="meta")),
     "scores": Scores(30.0, torch.empty(2, 32, device="meta"), torch.empty(32, device="meta")),
 }
 
@@ -236,16 +238,17 @@ def record(case: Case) -> list[Launch]:
                     dtype,
                     arch.capability,
                     has_borders(mask, k.shape[2]),
-                    not scores.is_plain,
+                    scores,
                 )
                 launch_forward(q, k, v, mask, scale, out, lse, scores, config)
             else:
-                config = backward_config(widest, dtype, arch.capability, not scores.is_plain)
+                config = backward_config(widest, dtype, arch.capability, scores)
                 if case.tile:
                     config = BackwardConfig(case.tile, case.tile)
-                wanted = Scores(
-                    0.0, *(None if x is None else torch.empty_like(x) for x in scores[1:])
-                )
+                trained = [
+                    x if x is not None and x.is_floating_point() else None for x in scores[1:]
+                ]
+                wanted = Scores(0.0, *(None if x is None else torch.empty_like(x) for x in trained))
                 launch_backward(
                     out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
                     torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, config,

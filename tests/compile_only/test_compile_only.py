@@ -48,6 +48,7 @@ SPILLS = {
     ("dq", "gfx942", "half"): (48, 0),
     ("dq", "gfx950", "half"): (48, 0),
     ("dkdv", "gfx942", "half above 256"): (480, 480),
+    ("dkdv", "gfx950", "half above 256"): (480, 480),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("row_terms", "sm_100", "half"): (32, 0),
     ("row_terms", "sm_100", "fp32"): (32, 0),
@@ -75,14 +76,18 @@ def score_cases():
     """What modifies scores, other value head dims, and head dims above 256."""
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, scores="scores")
+        yield Case(op, "sm_90", "bf16", dim, scores="bias")
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="scores")
+        yield Case(op, arch, "bf16", 128, "all", scores="mask")
         yield Case(op, arch, "fp16", 192, v_dim=128)
         yield Case(op, arch, "bf16", 512)
     for op, scores in itertools.product(CONFIGS, ("softcap", "alibi", "sinks")):
         yield Case(op, "sm_90", "bf16", 128, "full", scores=scores)
-    for op, dim in itertools.product(CONFIGS, (128, 512)):
-        yield Case(op, "sm_90", "fp32", dim, scores="scores")
+    for op, (dim, scores) in itertools.product(
+        CONFIGS, ((128, "scores"), (64, "bias"), (512, "scores"))
+    ):
+        yield Case(op, "sm_90", "fp32", dim, scores=scores)
 
 
 def decode_cases():
@@ -147,12 +152,8 @@ def merge_cases():
 def central(case: Case) -> bool:
     """What `make test` compiles: the commonest calls on each generation, more of them on sm_90."""
     if case.scores:
-        return (case.arch, case.dtype, case.head_dim, case.scores) == (
-            "sm_90",
-            "bf16",
-            128,
-            "scores",
-        )
+        usual = (case.arch, case.dtype, case.head_dim) == ("sm_90", "bf16", 128)
+        return usual and case.scores in ("scores", "bias")
     if case.dtype != "bf16" or case.head_dim > 256:
         return False
     if case.arch == "sm_90" and case.op in CONFIGS:

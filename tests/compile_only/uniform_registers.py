@@ -38,7 +38,8 @@ def read_before_written(sass: str) -> list[str]:
     for address, opcode, text in _LINE.findall(sass):
         operands = [operand.strip() for operand in text.split(",")]
         wide = 4 if ".128" in opcode else 2 if ".64" in opcode else 1
-        target = bool(_WRITES.match(opcode)) and operands[0].startswith("UR")
+        # What goes to URZ is written nowhere.
+        target = bool(_WRITES.match(opcode)) and bool(_REGISTER.match(operands[0]))
         needed: set[int] = set()
         for position, operand in enumerate(operands):
             for number in map(int, _REGISTER.findall(operand)):

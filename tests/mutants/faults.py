@@ -128,6 +128,15 @@ FAULTS = (
         "return -(weights * delta).sum((0, 2))", "return -(weights * delta).sum((0, 2)) * 0.5", ATTENTION,
     ),
     Fault(
+        "an explicit mask's rows from the first on", f"{_KERNELS}/score_tiles.py",
+        "mask_ptr += first_row.to(tl.int64) * strides[0] +", "mask_ptr += 0 * first_row.to(tl.int64) * strides[0] +",
+        ATTENTION,
+    ),
+    Fault(
+        "a mask's gradient from one head", f"{_KERNELS}/attention/backward.py",
+        "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
+    ),
+    Fault(
         "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",
         "step = pieces * BLOCK_N", "step = (pieces + (pieces > 1)) * BLOCK_N", DECODE,
     ),

@@ -23,7 +23,7 @@ def raw_calls():
         "attention_backward": (ops.attention_backward, [out, None, q, k, v, out, lse, *MASK, None]),
         "attention_backward_all": (
             ops.attention_backward_all,
-            [out, None, q, k, v, out, lse, False, True, *MASK, None],
+            [out, None, q, k, v, out, lse, False, True, False, *MASK, None],
         ),
         "decode_forward": (ops.decode_forward, [q, k, v, *MASK, None]),
         "merge_states_forward": (ops.merge_states_forward, [outs, lses, None]),

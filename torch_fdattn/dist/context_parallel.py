@@ -152,10 +152,10 @@ class _RingMode(TorchFunctionMode):
 
     def _attention(
         self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
-        window_right=-1, kv_block=0, kv_stride=0, scale=None,
+        window_right=-1, kv_block=0, kv_stride=0, scale=None, **options,
     ):  # fmt: skip
         _refuse("attention", kv_lens=kv_lens, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
-                kv_stride=kv_stride)  # fmt: skip
+                kv_stride=kv_stride, **options)  # fmt: skip
         window = (window_left, window_right)
         return ring_attention(q, k, v, causal=causal, window=window, scale=scale, **self._options)
 

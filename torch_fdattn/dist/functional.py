@@ -16,7 +16,7 @@ def decode(
     page_table: Tensor | None = None, q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int | None = None, causal: bool = True, window: tuple[int, int] | None = None,
     scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     batch_invariant: bool = False, strategy: str = "auto", head_sharded: bool = False,
     hierarchy: tuple[str, str] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -3,7 +3,7 @@
 Shapes: q (M, D) in registers or shared memory, K tiles loaded transposed (D, N), V tiles (N, DV),
 acc (M, DV) fp32. D and DV are the head dims padded to powers of two (BLOCK_D, BLOCK_DV). What speaks of the
 keys travels as one tuple, keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride); what
-happens to their scores, as the options and head of `score_tiles.score_tile`.
+happens to their scores, as the queries, options and head of `score_tiles.score_tile`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import triton.language as tl
 
 from torch_fdattn.ops.online_softmax import softmax_update
 from torch_fdattn.ops.score_tiles import score_tile
-from torch_fdattn.ops.tiles import tile_start, tile_steps, visible
+from torch_fdattn.ops.tiles import tile_offsets, tile_start, tile_steps, visible
 
 
 @triton.jit
 def attend_range(
-    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -31,7 +31,7 @@ def attend_range(
     """
     for interior in tl.static_range(0 if BORDERS else 1, 2):
         acc, row_max, row_sum = attend_tiles(
-            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys,
+            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys,
             options, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
             EVEN_D, PRECISION,
         )  # fmt: skip
@@ -40,7 +40,7 @@ def attend_range(
 
 @triton.jit
 def attend_tiles(
-    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,29 +63,28 @@ def attend_tiles(
         k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, k, input_precision=PRECISION)
         scores, unit, _ = score_tile(
-            products, q_pos[:, None], index[None, :], keys, options, head, scale_log2, STRIPED
+            products,
+            q_pos[:, None],
+            index[None, :],
+            start,
+            queries,
+            keys,
+            options,
+            head,
+            scale_log2,
+            STRIPED,
+            WIDE,
         )
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             scores = tl.where(seen, scores, float("-inf"))
-        p, row_max, row_sum, alpha = softmax_update(scores, row_max, row_sum, unit, MASKED)
+        p, row_max, row_sum, alpha = softmax_update(
+            scores, row_max, row_sum, unit, MASKED or options[5] is not None
+        )
         v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
         v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
-
-
-@triton.jit
-def tile_offsets(rows, d, strides, WIDE: tl.constexpr):
-    """Offsets within a tile; rows and d already broadcast against each other.
-
-    32-bit, since 64-bit offsets cost the backward its registers (632 bytes of spills against 360), but
-    64-bit (WIDE) where strides are so large that a tile can span 2**31 elements.
-    """
-    if WIDE:
-        rows = rows.to(tl.int64)
-        d = d.to(tl.int64)
-    return rows * strides[0] + d * strides[1]
 
 
 @triton.jit

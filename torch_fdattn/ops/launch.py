@@ -40,14 +40,22 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
     }
 
 
-def kernel_options(scores: Scores, batch: int) -> tuple:
+def kernel_options(scores: Scores, q: Tensor, k: Tensor) -> tuple:
     """What attention's kernels take of `scores`, None for what is absent: that costs them nothing."""
-    slopes, sinks = scores.alibi_slopes, scores.sinks
+    slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k)
     return (
         scores.softcap or None,
-        slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
+        slopes, None if slopes is None else slopes.expand(q.shape[0], -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
+        scores.attn_mask, mask[0].stride() if mask else None,
     )  # fmt: skip
+
+
+def broadcast_mask(scores: Scores, q: Tensor, k: Tensor) -> list[Tensor]:
+    """The explicit mask as a view (B, H, S, S_kv), where there is one."""
+    if scores.attn_mask is None:
+        return []
+    return [scores.attn_mask.expand(*q.shape[:3], k.shape[2])]
 
 
 def padded(size: int) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops import scores
 from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max
-from torch_fdattn.ops.tiles import key_position
+from torch_fdattn.ops.tiles import key_position, tile_offsets
+
+MASK_LIMIT = tl.constexpr(scores.MASK_LIMIT)
 
 
 @triton.jit
@@ -30,17 +33,21 @@ def modify_scores(scores, distance, softcap, slopes, SOFTCAP: tl.constexpr, ALIB
 
 
 @triton.jit
-def score_tile(products, q_pos, index, keys, options, head, scale_log2, STRIPED: tl.constexpr):
+def score_tile(
+    products, q_pos, index, first_key, queries, keys, options, head, scale_log2,
+    STRIPED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """(scores, their unit in log2, the cap's slope) of a tile of one head's q·k products.
 
-    q_pos and index are shaped to broadcast, in either order; keys as in `ops/attend.py`, options by
-    `launch.kernel_options`, head by `head_options`. Where nothing changes them, the products stay as they are
-    and the scale is left to the softmax.
+    q_pos and index are shaped to broadcast, in either order; first_key is the tile's, queries = (the tile's
+    first query, q_len, q_start), keys as in `ops/attend.py`, options by `launch.kernel_options`, head by
+    `head_options`. Where nothing changes them, the products stay as they are and the scale is left to the
+    softmax; keys that the explicit mask hides get -inf.
     """
-    scale, slope = head
+    scale, slope, mask_ptr = head
     unit = scale_log2
     cap_slope = 1.0
-    if options[0] is not None or options[1] is not None:
+    if options[0] is not None or options[1] is not None or options[5] is not None:
         products *= scale
         unit = LOG2E
     if options[0] is not None:
@@ -50,6 +57,20 @@ def score_tile(products, q_pos, index, keys, options, head, scale_log2, STRIPED:
     if options[1] is not None:
         distance = key_distance(q_pos, index, keys, STRIPED)
         products = modify_scores(products, distance, 0, slope, False, True)
+    if options[5] is not None:
+        first_row, q_len, q_start = queries
+        strides = (options[6][2], options[6][3])
+        row = q_pos - q_start
+        mask_ptr += first_row.to(tl.int64) * strides[0] + first_key.to(tl.int64) * strides[1]
+        offsets = tile_offsets(row - first_row, index - first_key, strides, WIDE)
+        inside = (row < q_len) & (index < keys[0])
+        entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
+        if options[5].dtype.element_ty == tl.int1:
+            products = tl.where(entries, products, float("-inf"))
+        else:
+            entries = entries.to(tl.float32)
+            most = tl.where(entries > MASK_LIMIT, MASK_LIMIT, entries)  # NaN stays
+            products = tl.where(entries < -MASK_LIMIT, float("-inf"), products + most)
     return products, unit, cap_slope
 
 
@@ -61,12 +82,15 @@ def key_distance(q_pos, index, keys, STRIPED: tl.constexpr):
 
 @triton.jit
 def head_options(options, scale, batch64, head64):
-    """(scale, slope) of one head."""
+    """(scale, slope, mask_ptr) of one head; zeros stand for what is absent."""
     slope = 0.0
+    mask_ptr = 0
     if options[1] is not None:
         slope = tl.load(options[1] + batch64 * options[2][0] + head64 * options[2][1])
         slope = slope.to(tl.float32)
-    return scale, slope
+    if options[5] is not None:
+        mask_ptr = options[5] + batch64 * options[6][0] + head64 * options[6][1]
+    return scale, slope, mask_ptr
 
 
 @triton.jit

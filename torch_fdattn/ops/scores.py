@@ -3,6 +3,7 @@
     s = scale · q·k                      (k times its scale where the cache is quantised)
     s = softcap · tanh(s / softcap)      where softcap > 0 (Gemma 2)
     s = s - slope · |q_pos - k_pos|      ALiBi, one slope a head (arXiv:2108.12409)
+    s = s + mask, or -inf where a boolean mask is False      an explicit mask, broadcast to the scores
     P = exp(s - lse),  lse = log(exp(sink) + Σ exp(s))     an attention sink takes part of the weight
                                                            and adds nothing to the output (gpt-oss)
 
@@ -23,25 +24,46 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    attn_mask: Tensor | None = None  # attention's only
 
     @property
     def is_plain(self) -> bool:
-        return self.softcap == 0.0 and self.alibi_slopes is None and self.sinks is None
+        return self.softcap == 0.0 and all(x is None for x in self[1:])
 
 
 #: What changes nothing.
 NO_SCORES = Scores()
+#: Entries of an additive mask are at most this, +inf included, and those below its negative hide their keys as
+#: -inf does: beyond it a score times log2(e) would leave fp32.
+MASK_LIMIT = 1e38
 
 
 def modify_scores(scores: Tensor, distance: Tensor, options: Scores) -> Tensor:
-    """Scores (B, H, M, N) with the cap and the bias; distance (B or 1, M, N) = k_pos - q_pos."""
+    """Scores (B, H, M, N) with all that changes them; distance (B or 1, M, N) = k_pos - q_pos.
+
+    The explicit mask is expected as broadcast to the scores.
+    """
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(scores.dtype)
         slopes = slopes.expand(scores.shape[0], -1) if slopes.dim() == 1 else slopes
         scores = scores - slopes[:, :, None, None] * distance.abs()[:, None]
-    return scores
+    entries = options.attn_mask
+    if entries is None:
+        return scores
+    if entries.dtype == torch.bool:
+        return scores.masked_fill(~entries, float("-inf"))
+    entries = entries.to(scores.dtype)
+    hidden = entries < -MASK_LIMIT
+    return (scores + entries.clamp(max=MASK_LIMIT)).masked_fill(hidden, float("-inf"))
+
+
+def sum_to(x: Tensor, shape: torch.Size) -> Tensor:
+    """The sum of x over the dims by which `shape` was broadcast to x's."""
+    padded = (1,) * (x.dim() - len(shape)) + tuple(shape)
+    over = [i for i, size in enumerate(padded) if size == 1]
+    return (x.sum(over, keepdim=True) if over else x).reshape(shape)
 
 
 def cap_slope(scores: Tensor, options: Scores) -> Tensor | float:

@@ -30,6 +30,19 @@ def program_coordinates(inner, middle):
 
 
 @triton.jit
+def tile_offsets(rows, d, strides, WIDE: tl.constexpr):
+    """Offsets within a tile; rows and d already broadcast against each other.
+
+    32-bit, since 64-bit offsets cost the backward its registers (632 bytes of spills against 360), but
+    64-bit (WIDE) where strides are so large that a tile can span 2**31 elements.
+    """
+    if WIDE:
+        rows = rows.to(tl.int64)
+        d = d.to(tl.int64)
+    return rows * strides[0] + d * strides[1]
+
+
+@triton.jit
 def key_position(index, kv_start, kv_block, kv_stride, STRIPED: tl.constexpr):
     if STRIPED:
         return kv_start + index // kv_block * kv_stride + index % kv_block

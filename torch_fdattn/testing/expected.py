@@ -44,11 +44,14 @@ def expected_attention(case: AttentionCase, device: str, *, backward: bool = Tru
 
     def run(case: AttentionCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
+        given = case.parameters(device)
         parameters = {
             name: x.to(dtype).requires_grad_(backward)
-            for name, x in case.parameters(device).items()
+            for name, x in given.items()
+            if x.is_floating_point()
         }
-        outputs = attention_oracle(*inputs, **case.oracle_options(), **parameters, way=way)
+        options = case.oracle_options() | given | parameters
+        outputs = attention_oracle(*inputs, **options, way=way)
         leaves = [*inputs, *parameters.values()]
         found = gradients(outputs, leaves, case.output_gradients(device)) if backward else ()
         names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))

@@ -19,6 +19,9 @@ class FeatureCase(AttentionCase):
     softcap: float = 0.0
     alibi: str = ""  # "", "head" or "sequence"
     sinks: bool = False
+    mask: str = ""  # "", "bool", "bias", or "bias with -inf"
+    mask_shape: tuple[int, ...] = ()
+    mask_transposed: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -41,7 +44,26 @@ class FeatureCase(AttentionCase):
         if self.sinks:
             found["sinks"] = torch.randn(self.heads, generator=generator)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return {name: x.to(device, wide) for name, x in found.items()}
+        found = {name: x.to(device, wide) for name, x in found.items()}
+        return found | ({"attn_mask": self._attn_mask(device)} if self.mask else {})
+
+    def _attn_mask(self, device: torch.device | str) -> Tensor:
+        """Hides a fifth of all pairs and everything from some rows; NaN beyond the lengths, where it can be."""
+        generator = torch.Generator().manual_seed(self.seed + 5)
+        hidden = torch.rand(self.mask_shape, generator=generator) < 0.2
+        if len(self.mask_shape) > 1 and self.mask_shape[-2] > 1:
+            hidden[..., ::7, :] = True
+        if self.mask == "bool":
+            return self._laid_out(~hidden.to(device))
+        bias = torch.randn(self.mask_shape, generator=generator)
+        if self.mask == "bias with -inf":
+            bias = bias.masked_fill(hidden, float("-inf"))
+        if self.kv_lens and self.mask_shape[-1] > 1:
+            bias[..., max(0, *self.kv_lens) :] = float("nan")
+        return self._laid_out(bias.to(device, self.dtype))
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.mT.contiguous().mT if self.mask_transposed and x.dim() > 1 else x
 
     def features(self) -> list[str]:
         tests = {
@@ -49,6 +71,12 @@ class FeatureCase(AttentionCase):
             "softcap": self.softcap > 0,
             "ALiBi": bool(self.alibi),
             "sinks": self.sinks,
+            "boolean mask": self.mask == "bool",
+            "additive mask": self.mask.startswith("bias"),
+            "mask broadcast over batch or heads": bool(self.mask)
+            and self.mask_shape != (self.batch, self.heads, self.q_len, self.kv_len),
+            "mask broadcast over queries or keys": bool(self.mask)
+            and self.mask_shape[-2:] != (self.q_len, self.kv_len),
         }
         return super().features() + [name for name, holds in tests.items() if holds]
 
@@ -66,6 +94,13 @@ def draw_features(
         alibi=rng.choice(("head", "sequence")) if rng.random() < 0.4 else "",
         sinks=rng.random() < 0.4,
     )
+    if not decode and rng.random() < 0.6:
+        full = (case.batch, case.heads, case.q_len, case.kv_len)
+        shape = tuple(x if rng.random() < 0.7 else 1 for x in full)[rng.choice((0, 0, 1, 2, 3)) :]
+        kind = rng.choice(("bool", "bias", "bias with -inf"))
+        case = replace(case, mask=kind, mask_shape=shape, mask_transposed=rng.random() < 0.3)
+    if case.dtype == torch.float32 and case.mask in ("bool", "bias with -inf"):
+        case = replace(case, dtype=torch.float16)  # rows may keep a single key: `cases.py`
     if case.kv_block and case.q_start is None:  # positions would not follow from the length
         case = replace(case, alibi="")
     return case

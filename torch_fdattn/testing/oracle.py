@@ -46,15 +46,16 @@ def attention_oracle(
     window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
     kv_block: int = 0, kv_stride: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, way: str = "textbook",
+    sinks: Tensor | None = None, attn_mask: Tensor | None = None, way: str = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints.
 
-    softcap, slopes (H,) or (B, H) and sinks (H,) go by the formulas of `ops/scores.py`, never fused.
+    softcap, slopes (H,) or (B, H), sinks (H,) and an explicit mask go by the formulas of `ops/scores.py`, never
+    fused.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    plain = not softcap and alibi_slopes is None and sinks is None
+    plain = not softcap and alibi_slopes is None and sinks is None and attn_mask is None
     scale = head_dim**-0.5 if scale is None else scale
     left, right = window or (-1, -1)
     group = heads // kv_heads
@@ -92,7 +93,19 @@ def attention_oracle(
                 slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
                 away = distances(q_len, kv_len, **positions).abs().to(q.device)[rows]
                 scores = scores - slopes.to(q)[:, None, None] * away
+            dead = None  # rows of single heads from which the explicit mask hides everything
+            if attn_mask is not None:
+                entries = attn_mask.expand(batch, heads, q_len, capacity)[b][:, rows, :kv_len]
+                hidden = ~entries if entries.dtype == torch.bool else entries == float("-inf")
+                seen = seen & ~hidden
+                dead = ~seen.any(-1, keepdim=True)
+                if entries.dtype != torch.bool:
+                    scores = scores + entries.to(q)
             scores = scores.masked_fill(~seen, float("-inf"))
+            if (
+                dead is not None and sinks is None
+            ):  # finite stand-ins: autograd knows no -inf minus -inf
+                scores = scores.masked_fill(dead, 0.0)
             if sinks is not None:  # one more key, whose value is zero
                 sink = sinks.to(q)[:, None, None].expand(heads, len(rows), 1)
                 scores = torch.cat([scores, sink], -1)
@@ -104,6 +117,8 @@ def attention_oracle(
                 )[0]
             else:
                 out = matmul(torch.softmax(scores, -1), values)
+            if dead is not None and sinks is None:
+                out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead[..., 0], float("-inf"))
         outs.append(q.new_zeros(heads, q_len, v_dim).index_copy(1, rows, out))
         nothing = q.new_full((heads, q_len), float("-inf"))
         if sinks is not None:

@@ -3,7 +3,9 @@
 Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sweeps):
 - per row: delta = rowsum(dO ∘ O) - dlse, and the lse in log2 units, both padded to whole tiles;
 - one program per block of keys: dK and dV, over the queries of all heads of its group, in fixed order;
-- one program per block of queries: dQ, over the keys, and each row's part of the slopes' gradient.
+- one program per block of queries: dQ, over the keys, and each row's part of the slopes' gradient;
+- where an additive mask has a gradient, one program per tile of the mask: dS summed, in fixed order, over all
+  that it is broadcast to. A mask of few elements has few programs: right, not fast.
 Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run.
 
 Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, dv (B, H_kv, N, DV); lse, dlse
@@ -13,19 +15,23 @@ they are.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.ops.attend import block_ptrs, load_tile, tile_offsets
+from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.configs import (
     BackwardConfig,
     backward_config,
     device_capability,
     dot_precision,
+    mask_gradient_config,
 )
 from torch_fdattn.ops.launch import (
+    broadcast_mask,
     contiguous_mask,
     kernel_options,
     mask_flags,
@@ -45,6 +51,7 @@ from torch_fdattn.ops.tiles import (
     program_coordinates,
     query_range,
     sequence_bounds,
+    tile_offsets,
     tile_start,
     tile_steps,
     visible,
@@ -99,7 +106,7 @@ def _row_terms_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
+    dk, dv, k, v, first_key, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
     q_start, q_len, keys, options, head, scale_log2, head_dim, v_dim,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -121,7 +128,17 @@ def _dkdv_tiles(
         products = tl.dot(k, qt, input_precision=PRECISION)
         q_pos = (q_start + rows)[None, :]
         scores, unit, cap_slope = score_tile(
-            products, q_pos, index[:, None], keys, options, head, scale_log2, STRIPED
+            products,
+            q_pos,
+            index[:, None],
+            first_key,
+            (start, q_len, q_start),
+            keys,
+            options,
+            head,
+            scale_log2,
+            STRIPED,
+            WIDE,
         )
         pt = tl.exp2(scores * unit - lse2[None, :])
         if MASKED:
@@ -186,7 +203,7 @@ def _dkdv_kernel(
         row_offset = (batch64 * heads + head64) * padded_len
         for interior in tl.static_range(2):
             dk, dv = _dkdv_tiles(
-                dk, dv, k, v, index,
+                dk, dv, k, v, first_key, index,
                 q_ptr + batch64 * q_strides[0] + head64 * q_strides[1],
                 dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1],
                 lse2_ptr + row_offset, delta_ptr + row_offset,
@@ -207,7 +224,7 @@ def _dkdv_kernel(
 
 @triton.jit
 def _dq_tiles(
-    dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, keys, options,
+    dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -229,7 +246,17 @@ def _dq_tiles(
         vt = load_tile(vt_ptrs, index[None, :] < keys[0], d_v[:, None] < v_dim, MASKED, EVEN_DV)
         products = tl.dot(q, kt, input_precision=PRECISION)
         scores, unit, cap_slope = score_tile(
-            products, q_pos[:, None], index[None, :], keys, options, head, scale_log2, STRIPED
+            products,
+            q_pos[:, None],
+            index[None, :],
+            start,
+            queries,
+            keys,
+            options,
+            head,
+            scale_log2,
+            STRIPED,
+            WIDE,
         )
         p = tl.exp2(scores * unit - lse2[:, None])
         if MASKED:
@@ -296,8 +323,8 @@ def _dq_kernel(
             k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
             v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
             (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]),
-            bounds, keys, score_options, head_options(score_options, scale, batch64, head64),
-            scale * LOG2E, head_dim, v_dim, dslopes_ptr is not None,
+            bounds, (first_row, q_len, q_start), keys, score_options,
+            head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim, dslopes_ptr is not None,
             HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
         )  # fmt: skip
 
@@ -306,6 +333,113 @@ def _dq_kernel(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
     if dslopes_ptr is not None:
         tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _dmask_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dmask_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
+    q_strides, k_strides, v_strides, dout_strides, dmask_strides, score_options,
+    q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
+    padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr, batches, mask_sizes,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BY_ROW: tl.constexpr, BY_KEY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """mask_sizes = (batch, heads, query tiles, key tiles) of the mask: 1 where it is broadcast."""
+    EVEN_D: tl.constexpr = head_dim == BLOCK_D
+    EVEN_DV: tl.constexpr = v_dim == BLOCK_DV
+    key_tile, row_tile, outer = program_coordinates(mask_sizes[3], mask_sizes[2])
+    own_head, own_batch = outer % mask_sizes[1], outer // mask_sizes[1]
+    # How many of each there are to sum over.
+    key_tiles = tl.cdiv(kv_capacity, BLOCK_N) // mask_sizes[3]
+    row_tiles = tl.cdiv(q_len, BLOCK_M) // mask_sizes[2]
+    head_count = heads // mask_sizes[1]
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    d_v = tl.arange(0, BLOCK_DV)
+    dims_in = d[None, :] < head_dim
+    v_dims_in = d_v[None, :] < v_dim
+    kt_offsets = tile_offsets(n[None, :], d[:, None], (k_strides[2], k_strides[3]), WIDE)
+    vt_offsets = tile_offsets(n[None, :], d_v[:, None], (v_strides[2], v_strides[3]), WIDE)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    count = batches // mask_sizes[0] * head_count * row_tiles * key_tiles
+    for step in tl.range(0, count, num_stages=1):
+        start = (key_tile + step % key_tiles) * BLOCK_N
+        first_row = (row_tile + step // key_tiles % row_tiles) * BLOCK_M
+        head = own_head + step // key_tiles // row_tiles % head_count
+        batch = own_batch + step // key_tiles // row_tiles // head_count
+        kv_len, q_start, kv_start = sequence_bounds(
+            batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
+        )
+        keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride)
+        last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
+        begin, _, _, end = key_range(
+            q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N
+        )
+        if (start < end) & (start + BLOCK_N > begin):
+            batch64 = batch.to(tl.int64)
+            head64 = head.to(tl.int64)
+            kv_head64 = (head // group).to(tl.int64)
+            rows = first_row + m
+            index = start + n
+            rows_in = rows[:, None] < q_len
+            keys_in = index[None, :] < kv_len
+            q_ptrs = block_ptrs(
+                q_ptr + batch64 * q_strides[0] + head64 * q_strides[1], first_row,
+                (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            dout_ptrs = block_ptrs(
+                dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1], first_row,
+                (dout_strides[2], dout_strides[3]), WIDE, BLOCK_M, BLOCK_DV,
+            )  # fmt: skip
+            k_base = (
+                batch64 * k_strides[0]
+                + kv_head64 * k_strides[1]
+                + start.to(tl.int64) * k_strides[2]
+            )
+            v_base = (
+                batch64 * v_strides[0]
+                + kv_head64 * v_strides[1]
+                + start.to(tl.int64) * v_strides[2]
+            )
+            q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
+            kt = load_tile(
+                k_ptr + k_base + kt_offsets, keys_in, d[:, None] < head_dim, True, EVEN_D
+            )
+            q_pos = (q_start + rows)[:, None]
+            scores, unit, _cap_slope = score_tile(
+                tl.dot(q, kt, input_precision=PRECISION), q_pos, index[None, :], start,
+                (first_row, q_len, q_start), keys, score_options,
+                head_options(score_options, scale, batch64, head64), scale * LOG2E, STRIPED, WIDE,
+            )  # fmt: skip
+            row_offset = (batch64 * heads + head) * padded_len
+            p = tl.exp2(scores * unit - tl.load(lse2_ptr + row_offset + rows)[:, None])
+            seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+            p = tl.where(seen, p, 0.0)
+            dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, EVEN_DV)
+            vt = load_tile(
+                v_ptr + v_base + vt_offsets, keys_in, d_v[:, None] < v_dim, True, EVEN_DV
+            )
+            dp = tl.dot(dout, vt, input_precision=PRECISION)
+            total += p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
+
+    row = (row_tile * BLOCK_M + m)[:, None]
+    key = (key_tile * BLOCK_N + n)[None, :]
+    inside = (row < q_len) & (key < kv_capacity)
+    if not BY_ROW:
+        total = tl.sum(total, 0, keep_dims=True)
+        row = tl.zeros([1, 1], tl.int32)
+        inside = key < kv_capacity
+    if not BY_KEY:
+        total = tl.sum(total, 1, keep_dims=True)
+        inside = row < q_len
+        key = tl.zeros([1, 1], tl.int32)
+    dmask_ptr += (
+        own_batch.to(tl.int64) * dmask_strides[0] + own_head.to(tl.int64) * dmask_strides[1]
+    )
+    ptrs = dmask_ptr + row.to(tl.int64) * dmask_strides[2] + key.to(tl.int64) * dmask_strides[3]
+    tl.store(ptrs, total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_backward(
@@ -321,7 +455,7 @@ def launch_backward(
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
     config = config or backward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), not scores.is_plain
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores
     )
     launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
@@ -342,8 +476,8 @@ def launch_backward(
     )
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
     switches |= {"BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_dim)}
-    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv)
-    options = kernel_options(scores, batch)
+    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k))
+    options = kernel_options(scores, q, k)
     with on_device(q):
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
@@ -367,6 +501,23 @@ def launch_backward(
                 *sizes, **switches, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
+        if wanted.attn_mask is not None:
+            dmask = wanted.attn_mask.zero_()
+            tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
+            sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
+            by_row, by_key = (x > 1 for x in sizes_of[2:])
+            mask_sizes = (
+                *sizes_of[:2], triton.cdiv(sizes_of[2], tile.block_m), triton.cdiv(sizes_of[3], tile.block_n)
+            )  # fmt: skip
+            if q.numel() and k.numel():
+                _dmask_kernel[(prod(mask_sizes),)](
+                    q, k, v, dout, lse2, delta, dmask, *mask[:3],
+                    q.stride(), k.stride(), v.stride(), dout.stride(),
+                    dmask.expand(*q.shape[:3], kv_capacity).stride(), options,
+                    *sizes, batch, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
+                    BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                    num_warps=tile.num_warps, num_stages=tile.num_stages,
+                )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
         wanted.alibi_slopes.copy_(slope_rows[:, :, :q_len].sum(over))

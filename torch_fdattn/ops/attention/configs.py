@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ _INTERPRETED = TileConfig(16, 16, 1, 1)
 
 def forward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True,
-    options: bool = False,
+    scores: Scores = NO_SCORES,
 ) -> TileConfig:  # fmt: skip
     """The forward's tile for a device of this compute capability and the larger head dim of K and V.
 
-    Without `borders`, no tile is masked; with `options`, scores are modified.
+    Without `borders`, no tile is masked; `scores` are what modifies them.
     """
     if INTERPRET:
         return _INTERPRETED
@@ -49,6 +50,10 @@ def forward_config(
         return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
+    if scores.attn_mask is not None:
+        # The pointers of a tile of the mask take registers: 128 x 64 spilled 512 bytes a thread and more on
+        # sm_90, these none there and on sm_80. Not measured.
+        return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)
     if capability[0] == 9:
         # Swept on one H100 (README.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
         # 16k causal. At hd128 the wider key tile wins 1 to 2 % where nothing is masked, else it loses 2 %.
@@ -64,17 +69,21 @@ def forward_config(
 
 
 def backward_config(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], options: bool = False
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES
 ) -> BackwardConfig:
     """The backward's tiles, as `forward_config`."""
     if INTERPRET:
         return BackwardConfig(_INTERPRETED, _INTERPRETED)
     if head_dim > 256:
-        tile = _largest_dims_tile(dtype, capability)
-        return BackwardConfig(tile, tile)
+        return BackwardConfig(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1))
     if dtype == torch.float32:
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
-    if capability[0] == 9 and options:
+    if scores.attn_mask is not None:
+        # As in the forward. Not measured.
+        small = TileConfig(32, 32, 8, 1)
+        dkdv = TileConfig(64, 64, 8, 2) if capability[0] == 9 and head_dim <= 64 else small
+        return BackwardConfig(dkdv, TileConfig(64, 64, 8, 2) if head_dim <= 128 else small)
+    if capability[0] == 9 and not scores.is_plain:
         # Not measured. Registers decide (`tests/compile_only/resources.py`, softcap and ALiBi together): the plain
         # tiles spill 136 and 288 bytes a thread at hd64, 440 in dK/dV at hd128 and 648 at hd256; these 0,
         # 0 and 104.
@@ -92,8 +101,23 @@ def backward_config(
             return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 2))
     if head_dim <= 128:
-        return BackwardConfig(TileConfig(32, 64, 4, 2), TileConfig(64, 32, 4, 2))
+        # With options 64 keys spilled 208 bytes a thread at hd128 on sm_80. Not measured.
+        dkdv = TileConfig(32, 64 if scores.is_plain else 32, 4, 2)
+        return BackwardConfig(dkdv, TileConfig(64, 32, 4, 2))
     return BackwardConfig(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1))
+
+
+def mask_gradient_config(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> TileConfig:
+    """The tile of a mask whose gradient one program sums. Not measured: what does not spill."""
+    if INTERPRET:
+        return _INTERPRETED
+    if head_dim > 256:
+        return _largest_dims_tile(dtype, capability)
+    if dtype == torch.float32:
+        return _fp32_tile(head_dim)
+    return TileConfig(64, 64 if head_dim <= 128 else 32, 8, 1)
 
 
 def _largest_dims_tile(dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:

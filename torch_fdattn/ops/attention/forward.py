@@ -24,6 +24,7 @@ from torch_fdattn.ops.attention.configs import (
     forward_config,
 )
 from torch_fdattn.ops.launch import (
+    broadcast_mask,
     contiguous_mask,
     kernel_options,
     mask_flags,
@@ -92,7 +93,8 @@ def _attention_forward_kernel(
         acc, row_max, row_sum, q, q_start + rows,
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
-        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds, keys,
+        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds,
+        (block * BLOCK_M, q_len, q_start), keys,
         score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
@@ -125,16 +127,16 @@ def launch_forward(
     v_dim = v.shape[3]
     borders = has_borders(mask, k.shape[2])
     config = config or forward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, not scores.is_plain
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores
     )
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
         _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
             q, k, v, out, lse, *mask[:3],
-            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, batch),
+            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, q, k),
             q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
-            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out),
+            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k)),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
             BLOCK_DV=padded(v_dim), num_warps=config.num_warps, num_stages=config.num_stages,

@@ -2,7 +2,7 @@
 
     attention_forward(q, k, v, mask…, scores…)                             -> (out, lse)
     attention_backward(dout, dlse, q, k, v, out, lse, mask…, scores…)      -> (dq, dk, dv)
-    attention_backward_all(dout, dlse, q, k, v, out, lse, mask…, scores…)  -> (dq, dk, dv, dslopes, dsinks)
+    attention_backward_all(dout, dlse, q, k, v, out, lse, mask…, scores…)  -> (dq, dk, dv, dslopes, dsinks, dmask)
     attention(q, k, v, …)                            -> (out, lse), autograd and autocast
 
 The backward serves every op whose forward is attention over some keys, `decode` and the distributed
@@ -33,7 +33,9 @@ OPTIONS_SCHEMA = (
     "float? scale=None"
 )
 #: The end of attention's schemas, in the order of `scores.Scores`.
-SCORES_SCHEMA = "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None"
+SCORES_SCHEMA = (
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None"
+)
 _MASKS = len(Mask._fields)
 
 
@@ -59,7 +61,8 @@ def check_inputs(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, k.shape[2], masked
     )
     checks.check_scale(scale)
-    checks.check_scores(scores, q)
+    checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q)
+    checks.check_attn_mask(scores.attn_mask, q, k)
 
 
 def empty_state(
@@ -285,11 +288,12 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 def _attention(
     q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
     window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
+    attn_mask=None,
 ):  # fmt: skip
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
-    scores = Scores(softcap, alibi_slopes, sinks)
+    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     return attend(
         torch.ops.fdattn.attention_forward, q, k, v, mask, default_scale(q, scale), scores
     )

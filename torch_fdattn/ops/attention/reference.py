@@ -15,6 +15,8 @@ Computes in fp32, or fp64 for fp64 inputs. Limit: materialises the scores of QUE
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from torch_fdattn.ops.scores import (
     cap_slope,
     modify_scores,
     sink_gradient,
+    sum_to,
 )
 
 QUERY_BLOCK = 512
@@ -52,12 +55,14 @@ def attention_reference(
     q_pos, k_pos, _ = query_key_positions(mask, q_len, kv_len, q.device)
     distance = k_pos[:, None, :] - q_pos[:, :, None]
     outs, lses = [], []
-    for rows, seen_rows, distance_rows in zip(
-        *(x.split(QUERY_BLOCK, dim) for x, dim in ((q, 3), (seen, 1), (distance, 1))), strict=True
-    ):
+    for rows, seen_rows, distance_rows, options_rows in zip(
+        *(x.split(QUERY_BLOCK, dim) for x, dim in ((q, 3), (seen, 1), (distance, 1))),
+        _by_rows(options, q_len, kv_len), strict=True,
+    ):  # fmt: skip
         scores = scale * _by_group(rows, k.mT)
         if not options.is_plain:
-            scores = modify_scores(scores.flatten(1, 2), distance_rows, options).view(scores.shape)
+            flat = modify_scores(scores.flatten(1, 2), distance_rows, options_rows)
+            scores = flat.view(scores.shape)
         scores = scores.masked_fill(~seen_rows[:, None, None], float("-inf"))
         lse = torch.logsumexp(scores, -1)
         # Not exp(scores - lse): lse is rounded, and softmax's own normaliser is not. A row that sees no
@@ -87,19 +92,22 @@ def attention_backward_reference(
     seen = visible(mask, q.shape[3], k.shape[2], q.device)[:, None, None]
     q_pos, k_pos, _ = query_key_positions(mask, q.shape[3], k.shape[2], q.device)
     distance = (k_pos[:, None, :] - q_pos[:, :, None])[:, None, None]
-    dq, dk, dv, dslopes = [], torch.zeros_like(k), torch.zeros_like(v), 0.0
+    dq, dk, dv, dslopes, dmask = [], torch.zeros_like(k), torch.zeros_like(v), 0.0, []
     blocks = (tensor.split(QUERY_BLOCK, 3) for tensor in (q, dout, lse, delta, seen, distance))
-    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows, away in zip(*blocks, strict=True):
+    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows, away, rows in zip(
+        *blocks, _by_rows(options, q.shape[3], k.shape[2]), strict=True
+    ):
         products = scale * _by_group(q_rows, k.mT)
         scores = products
         if not options.is_plain:
-            scores = modify_scores(products.flatten(1, 2), away[:, 0, 0], options).view(
-                scores.shape
-            )
+            flat = modify_scores(products.flatten(1, 2), away[:, 0, 0], rows)
+            scores = flat.view(scores.shape)
         p = _probabilities(scores.masked_fill(~seen_rows, float("-inf")), lse_rows)
         ds = p * (_by_group(dout_rows, v.mT) - delta_rows[..., None])
         if options.alibi_slopes is not None:
             dslopes = dslopes - (ds * away.abs()).sum((3, 4)).flatten(1, 2)
+        if rows.attn_mask is not None:
+            dmask.append(sum_to(ds.flatten(1, 2), rows.attn_mask.shape))
         ds = ds * cap_slope(products, options)
         dq.append(scale * _by_group(ds, k))
         dk += scale * (ds.flatten(2, 3).mT @ q_rows.flatten(2, 3))
@@ -108,7 +116,22 @@ def attention_backward_reference(
         dslopes = None
     elif options.alibi_slopes.dim() == 1:
         dslopes = dslopes.sum(0)
-    return torch.cat(dq, 3).flatten(1, 2), dk, dv, Scores(0.0, dslopes, dsinks)
+    if dmask:
+        by_row = options.attn_mask.dim() > 1 and options.attn_mask.shape[-2] > 1
+        dmask = torch.cat(dmask, -2) if by_row else sum(dmask)
+        dmask = dmask.reshape(options.attn_mask.shape)
+    gradients = Scores(0.0, dslopes, dsinks, None if options.attn_mask is None else dmask)
+    return torch.cat(dq, 3).flatten(1, 2), dk, dv, gradients
+
+
+def _by_rows(options: Scores, q_len: int, kv_len: int) -> Iterator[Scores]:
+    """The options of each block of queries: with the mask's own rows, (…, M or 1, N or 1)."""
+    entries = options.attn_mask
+    for start in range(0, max(q_len, 1), QUERY_BLOCK):
+        rows = entries
+        if entries is not None and entries.dim() > 1 and entries.shape[-2] > 1:
+            rows = entries[..., start : start + QUERY_BLOCK, :]
+        yield options._replace(attn_mask=rows)
 
 
 def _valid(x: Tensor, mask: Mask) -> Tensor:

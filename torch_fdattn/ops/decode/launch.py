@@ -406,8 +406,8 @@ def launch_decode(
         q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
     )
     unmerged = plan.launch(
-        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], *options[1:], workspace=workspace,
-        leave_parts=leave_parts,
+        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.sinks,
+        workspace=workspace, leave_parts=leave_parts,
     )  # fmt: skip
     return plan, unmerged
 

@@ -308,7 +308,9 @@ def decode(
 def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
     """decode_forward of an unquantised cache by the arguments of attention_forward."""
     options, scores = rest[: _MASKS + 2], rest[_MASKS + 2 :]
-    return torch.ops.fdattn.decode_forward(q, k, v, *options, None, None, *scores, batch_invariant)
+    return torch.ops.fdattn.decode_forward(
+        q, k, v, *options, None, None, *scores[:3], batch_invariant
+    )
 
 
 def paged_decode(
