@@ -225,6 +225,29 @@ def test_autocast_around_the_call():
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_inference_mode():
+    compiled = torch.compile(attend, backend=fdattn, options={"lower": "aot_eager"})
+    with torch.inference_mode():
+        agree(attend, compiled, qkv(grad=False))
+    assert launches["attention_forward/reference"] == 1
+
+
+def test_a_default_device_of_another_kind():
+    """Masks are looked at on the CPU, wherever new tensors go by default."""
+
+    def fn(q, k, v):
+        return sdpa(q, k, v, torch.ones(8, 8, device="cpu").tril() > 0)
+
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        compiled = torch.compile(
+            fn, backend=fdattn, options={"lower": "aot_eager", "require_all": True}
+        )
+        with torch.device("cpu"):
+            args = qkv()
+        agree(fn, compiled, args)
+
+
 def test_logs(caplog):
     with caplog.at_level(logging.DEBUG, logger="torch_fdattn"):
         torch.compile(layer, backend=fdattn, options={"lower": "eager"})(*inputs())
@@ -286,3 +309,54 @@ def test_torch_logs():
     assert "-> fdattn.attention" in err
     assert "left as it was, dropout: dropout_p is 0.5" in err
     assert "-> fdattn" not in python(code)[1]
+
+
+CACHED = """
+import torch
+from torch._dynamo.utils import counters
+from torch_fdattn.compile_backend import cache_key, fdattn
+{change}
+def attend(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+args = [torch.ones(2, 4, 8, 16, requires_grad=True) for _ in range(3)]
+torch.compile(attend, backend=fdattn, options={options})(*args).sum().backward()
+found = counters["aot_autograd"]
+print(*(found["autograd_cache_" + what] for what in ("hit", "miss", "bypass")))
+"""
+
+
+@pytest.mark.slow
+def test_the_caches_know_us(tmp_path):
+    """A second process finds what the first compiled; with other sources or options of ours it does not."""
+
+    def hits(change="", options="{}"):
+        code = CACHED.format(change=change, options=options)
+        out, _ = python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        return [int(x) for x in out.split()]
+
+    assert hits() == [0, 1, 0]
+    assert hits() == [1, 0, 0]
+    assert hits("cache_key.source_hash = lambda: 'other'") == [0, 1, 0]
+    assert hits(options="{'require_all': True}") == [0, 1, 0]
+
+
+def test_the_users_own_joint_pass_is_kept():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from torch_fdattn.compile_backend.cache_key import CacheKey
+
+    seen = []
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(len(graph.nodes))
+
+        def uuid(self):
+            return "own"
+
+    options = {"joint_custom_pre_pass": Own()}
+    agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24, dim=32))
+    assert seen
+    assert CacheKey({}, Own()).uuid()[-1] == "own"
+    assert CacheKey({}, lambda graph: None).uuid() is None  # what has no id cannot be cached

@@ -264,12 +264,75 @@ def test_an_interleaved_sequence_is_not_interleaved_heads():
     assert found.graph.count(".repeat_interleave(") == 2
 
 
-def test_k_repeated_in_another_way_than_v():
-    def fn(q, k, v):
-        return sdpa(q, k.repeat_interleave(2, 1), v)
+def test_only_k_is_repeated():
+    """Its copies are needed: v has as many heads as q."""
+    q, k, _ = qkv(kv_heads=2)
+    found = check(
+        lambda q, k, v: sdpa(q, k.repeat_interleave(2, 1), v), q, k, qkv()[2], lower="eager"
+    )
+    assert ops(found) == ["attention"]
+    assert found.graph.count(".repeat_interleave(") == 1
+    assert not found.report.sites[0].notes
 
-    found = left("heads", fn, *[qkv(kv_heads=2)[0], qkv(kv_heads=2)[1], qkv()[2]])
-    assert found.report.sites[0].detail
+
+def test_scores_without_gradients():
+    """q and k get none, and would from an attention."""
+
+    def fn(q, k, v):
+        with torch.no_grad():
+            w = weights(q, k)
+        return w @ v
+
+    left("gradient", fn, *qkv())
+
+
+def test_scores_without_gradients_and_values_that_want_none():
+    def fn(q, k, v):
+        with torch.no_grad():
+            w = weights(q, k)
+        return w @ v, q * 2
+
+    q, k, v = qkv()
+    left("gradient", fn, q, k, v.detach())
+
+
+def test_copies_without_gradients():
+    def fn(q, k, v):
+        with torch.no_grad():
+            keys = k.repeat_interleave(2, 1)
+        return sdpa(q, keys, v.repeat_interleave(2, 1))
+
+    left("gradient", fn, *qkv(kv_heads=2))
+
+
+def test_all_of_it_without_gradients():
+    def fn(q, k, v):
+        with torch.no_grad():
+            return weights(q, k) @ v
+
+    assert ops(check(fn, *qkv(24), lower="eager")) == ["attention"]
+
+
+def test_a_mask_in_float16():
+    """-3e4 is far from what every score in float16 is above."""
+
+    def fn(q, k, v, fill):
+        mask = torch.full((8, 8), fill, dtype=q.dtype).triu(1)
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    args = qkv(dtype=torch.float16, grad=False)
+    left("mask", lambda q, k, v: fn(q, k, v, -3e4), *args)
+    found = check(lambda q, k, v: fn(q, k, v, -65504.0), *args, lower="eager", rtol=2e-2, atol=2e-2)
+    assert ops(found) == ["attention"]
+
+
+def test_a_call_in_an_unknown_form():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(sdpa, (x, x, x), {"no_such": 1})
+    x.meta["example_value"] = out.meta["example_value"] = torch.empty(2)
+    graph.output(out)
+    assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["unexpected"]
 
 
 def test_a_cache_written_to_after_it_was_copied():

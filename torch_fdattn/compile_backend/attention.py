@@ -13,12 +13,13 @@ from torch.fx import Node
 
 from torch_fdattn.compile_backend.masks import Causal
 from torch_fdattn.compile_backend.mutations import written_between
-from torch_fdattn.compile_backend.nodes import described, known, tensor
+from torch_fdattn.compile_backend.nodes import described, is_tensor, known, tensor, value
 from torch_fdattn.compile_backend.operands import B, D, H, Operand, S, seen_through
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import REASONS, Left
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_CUT_OFF = REASONS["gradient"]
 
 
 @dataclass
@@ -108,6 +109,19 @@ def _check_writes(found: Attention) -> None:
         writer = written_between(first, found.result, watched)
         if writer is not None:
             raise Left("in-place", f"{described(writer)} may write in place between its parts")
+
+
+def check_gradients(found: Attention) -> None:
+    """Gradients flow as they did: nothing in between was cut off by torch.no_grad()."""
+    if not tensor(found.result).requires_grad:
+        # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
+        sources = [tensor(x.node) for x in (found.q, found.k, found.v)]
+        last = [x for x in found.result.all_input_nodes if tensor(x).requires_grad]
+        _leave_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
+        return
+    for node in found.between:
+        wanted = any(is_tensor(x) and value(x).requires_grad for x in node.all_input_nodes)
+        _leave_if(wanted and not tensor(node).requires_grad, "gradient", _CUT_OFF)
 
 
 def _leave_if(condition: bool, code: str, detail: str) -> None:

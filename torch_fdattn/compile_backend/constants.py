@@ -41,7 +41,10 @@ def constant(node: Node) -> tuple[Tensor, list[Node]] | None:
     """
     results: dict[Node, object] = {}
     try:
-        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            _disable_current_modes(), torch.device("cpu"), torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
             result = _evaluate(node, results)
     except (NotConstant, RuntimeError, TypeError, IndexError):
         return None

@@ -90,7 +90,9 @@ def _visible(term: MaskTerm, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_hides(fill: float, dtype: torch.dtype, code: str) -> None:
     """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
-    if not fill <= torch.finfo(dtype).min / 4:
+    least = torch.finfo(dtype).min
+    # float16 has no such room: scores of some ten thousand are possible.
+    if not fill <= (least if dtype == torch.float16 else least / 4):
         raise Left(code, f"scores are hidden by {fill:g}, which does not hide them for certain")
 
 

@@ -79,7 +79,7 @@ def arguments(node: Node, **defaults: Any) -> list[Any]:
     given = dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
     unknown = set(given) - set(defaults)
     if unknown or len(node.args) > len(defaults):
-        raise Left("metadata", f"{described(node)} was called with arguments that are not known")
+        raise Left("unexpected", f"{described(node)} was called with arguments that are not known")
     return [given.get(name, default) for name, default in defaults.items()]
 
 

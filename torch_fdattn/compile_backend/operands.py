@@ -105,7 +105,7 @@ def scaling(node: Node) -> tuple[Node, float] | None:
     if name == "mul" and not (is_tensor(x) and number(factor) is not None):
         x, factor = factor, x
     factor = number(factor)
-    if not is_tensor(x) or factor is None or (name == "div" and factor == 0):
+    if not is_tensor(x) or not is_tensor(node) or factor is None or (name == "div" and factor == 0):
         return None
     if not same_shape(value(x), value(node)):
         return None

@@ -16,6 +16,7 @@ REASONS = {
     "dtype": "the dtypes are not supported, or differ",
     "float64": "float64 is supported on the CPU alone",
     "functorch": "the graph holds a functorch transform or forward-mode AD",
+    "gradient": "a part of it is under torch.no_grad()",
     "head-dim": "the head dim is not known to be a multiple of 8 from 16 to 256",
     "heads": "the heads of q are not known to be a multiple of those of k and v",
     "in-place": "something is written in place between its parts",
@@ -32,6 +33,7 @@ REASONS = {
     "shape": "q, k and v have sizes that do not fit",
     "softmax-dim": "the softmax is not over the last dimension",
     "tensor-subclass": "a tensor subclass",
+    "unexpected": "a call in a form that is not known",
     "v-head-dim": "v has another head dim than q, which only decode takes",
     "weights-unknown": "an operation on the weights that attention does not have",
 }

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_fdattn.compile_backend import handwritten, sdpa
-from torch_fdattn.compile_backend.attention import Attention, choose
+from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
 from torch_fdattn.compile_backend.emit import emit
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.nodes import op_name
@@ -45,17 +45,26 @@ def _rewrite_one(gm: GraphModule, module: str, dryrun: bool) -> list[Site]:
 def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun: bool) -> Iterator:
     about = dict(form=form.FORM, node=node.name, stack_trace=stack_trace(node), module=module)
     try:
-        found: Attention | None = form.match(node, masks)
+        found = _matched(form, node, masks)
         if found is None:
             return []
         if transformed:
             raise Left("functorch")
         plan = choose(found)
+        check_gradients(found)
         if not dryrun:
             emit(found, plan)
     except Left as left:
         return [Site(op=None, reason=left.code, detail=left.detail, **about)]
     return [Site(op=plan.op, notes=tuple(found.notes), **about)]
+
+
+def _matched(form, node: Node, masks: Masks) -> Attention | None:
+    """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
+    try:
+        return form.match(node, masks)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise Left("unexpected", f"a call in a form that is not known ({error})") from error
 
 
 def _is_functorch(node: Node) -> bool:

@@ -60,7 +60,7 @@ def cast_of(node: Node) -> Node | None:
     name = op_name(node)
     if name == "contiguous" or name in _CASTS:
         source = node.args[0]
-        if is_tensor(source) and value(source).device == value(node).device:
+        if is_tensor(source) and is_tensor(node) and value(source).device == value(node).device:
             return source if value(node).is_floating_point() else None
     return None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.attention import Attention, unrepeated
 from torch_fdattn.compile_backend.masks import Masks, MaskTerm
-from torch_fdattn.compile_backend.nodes import arguments, is_tensor, op_name, tensor
-from torch_fdattn.compile_backend.operands import S, operand
+from torch_fdattn.compile_backend.nodes import arguments, is_tensor, known, op_name, tensor
+from torch_fdattn.compile_backend.operands import H, S, operand
 from torch_fdattn.compile_backend.report import Left
 
 FORM = "scaled_dot_product_attention"
@@ -48,5 +50,7 @@ def match(node: Node, masks: Masks) -> Attention | None:
     found.makers = recovered.nodes
     if terms:
         found.notes.append(f"mask recovered: {found.causal}")
+    with_copies = replace(found, between=[], notes=[*found.notes])
     found.k, found.v = (unrepeated(x, found) for x in (found.k, found.v))
-    return found
+    # Where only one of them was repeated, the copy is what makes their heads equally many.
+    return found if known(found.k.size(H) == found.v.size(H)) else with_copies
