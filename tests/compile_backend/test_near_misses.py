@@ -326,6 +326,19 @@ def test_a_mask_in_float16():
     assert ops(found) == ["attention"]
 
 
+def test_modules_of_torch_that_are_one_call():
+    """Dynamo does not open nn.MultiheadAttention."""
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    left("opaque", lambda x: layer(x, x, x, need_weights=False)[0], torch.randn(2, 8, 64))
+
+
+def test_flex_attention_is_reported():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found = check(lambda q, k, v: flex_attention(q, k, v), *qkv(128, grad=False), lower="eager")
+    assert found.report.reasons == ["opaque"]
+
+
 def test_a_call_in_an_unknown_form():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -25,6 +25,7 @@ REASONS = {
     "mask-value": "what hidden scores are filled with is too small to hide them for certain",
     "metadata": "the graph does not say what a tensor is",
     "nested": "a nested tensor",
+    "opaque": "one call that holds an attention inside, and is not opened",
     "product": "a matrix product that is not attention's",
     "rank": "tensors of other than 3 or 4 dimensions",
     "scale": "the scale is not a known positive number",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_fdattn.compile_backend import handwritten, sdpa
+from torch_fdattn.compile_backend import handwritten, opaque, sdpa
 from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
 from torch_fdattn.compile_backend.emit import emit
 from torch_fdattn.compile_backend.masks import Masks
@@ -33,7 +33,7 @@ def _rewrite_one(gm: GraphModule, module: str, dryrun: bool) -> list[Site]:
     masks, sites = Masks(), []
     transformed = any(_is_functorch(node) for node in gm.graph.nodes)
     for node in list(gm.graph.nodes):
-        form = _FORMS.get(op_name(node))
+        form = opaque if opaque.is_opaque(node) else _FORMS.get(op_name(node))
         if form is not None:
             sites += _site(form, node, masks, module, transformed, dryrun)
     if any(site.op for site in sites) and not dryrun:
