@@ -4,6 +4,7 @@ Importing registers the ops under ``torch.ops.fdattn``; it needs no GPU and comp
 """
 
 from torch_fdattn import dist, ops
+from torch_fdattn.compile_backend import explain
 from torch_fdattn.functional import (
     append_kv,
     attention,
@@ -22,6 +23,7 @@ __all__ = [
     "decode",
     "decode_workspace",
     "dist",
+    "explain",
     "merge_states",
     "ops",
     "paged_append_kv",

@@ -1,0 +1,362 @@
+"""The backend as a user has it: options, lowering, training, dynamic shapes, checkpoints, caches, its entry point."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from tests.compile_backend.harness import check, ops, qkv
+from torch_fdattn.compile_backend import fdattn
+from torch_fdattn.ops.library import launches
+
+ROOT = Path(__file__).parents[2]
+sdpa = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    launches.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def layer(x, w):
+    q, k, v = F.linear(x, w).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+    return sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def attend(q, k, v):
+    return sdpa(q, k, v, is_causal=True)
+
+
+def inputs(length=8, grad=True):
+    x, w = torch.randn(2, length, 32), torch.randn(96, 32) / 32**0.5
+    return x.requires_grad_(grad), w.requires_grad_(grad)
+
+
+def agree(fn, compiled, args):
+    expected, found = fn(*args), compiled(*args)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    if expected.requires_grad:
+        grads = [torch.autograd.grad(x.sin().sum(), args) for x in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fn", [attend, pytest.param(layer, marks=pytest.mark.slow)], ids=["attention", "layer"]
+)
+def test_inductor_trains(fn):
+    """(Inductor writes and builds no C++ for attention alone.)"""
+    args = qkv() if fn is attend else inputs()
+    agree(fn, torch.compile(fn, backend=fdattn, fullgraph=True), args)
+    assert launches["attention_forward/reference"] == 1
+    assert launches["attention_backward/reference"] == 1
+    assert counters["fdattn"] == {"op/attention": 1, "rewritten": 1, "left": 0}
+
+
+def test_inductor_with_mode_and_options():
+    args = qkv(grad=False)
+    for options in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_fusion_size": 3}}):
+        torch._dynamo.reset()
+        agree(attend, torch.compile(attend, backend=fdattn, **options), args)
+    assert counters["fdattn"]["rewritten"] == 2
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+def test_lower(lower):
+    compiled = torch.compile(layer, backend=fdattn, options={"lower": lower}, fullgraph=True)
+    agree(layer, compiled, inputs())
+    assert launches["attention_forward/reference"] == 1
+
+
+def test_dryrun_changes_nothing():
+    options = {"dryrun": True, "lower": "aot_eager"}
+    agree(layer, torch.compile(layer, backend=fdattn, options=options), inputs())
+    assert not launches
+    assert counters["fdattn"]["op/attention"] == 1  # what would have been
+
+
+def test_require_all():
+    def fn(q, k, v):
+        return sdpa(q, k, v, dropout_p=0.5)
+
+    options = {"require_all": True, "lower": "eager"}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="left as it was, dropout"):
+        torch.compile(fn, backend=fdattn, options=options)(*qkv())
+    torch.compile(layer, backend=fdattn, options=options)(*inputs())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lower": "tvm"}, r"options\[\"lower\"\] must be one of .*, got 'tvm'"),
+        ({"dryrun": 1}, r"options\[\"dryrun\"\] must be a bool, got 1"),
+        ({"no_such": 1}, "Unexpected optimization option no_such"),
+        ({"lower": "eager", "max_fusion_size": 1}, 'must be "inductor" where mode or Inductor\'s'),
+    ],
+)
+def test_bad_options(options, text):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text):
+        torch.compile(layer, backend=fdattn, options=options)(*inputs())
+
+
+def test_dynamic_lengths_do_not_recompile():
+    counter = CompileCounterWithBackend("eager")
+
+    def backend(gm, x):
+        counter.frame_count += 1
+        return fdattn(gm, x, options={"lower": "aot_eager"})
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (8, 9, 33, 100):
+            agree(layer, compiled, inputs(length))
+    assert counter.frame_count == 1
+    assert launches["attention_forward/reference"] == 4
+
+
+def test_dynamic_batches_and_both_lengths():
+    """Which of queries and keys are more is not known: top-left by q_start, of a symbolic batch."""
+
+    def fn(q, k, v):
+        return sdpa(q, k, v, is_causal=True)
+
+    compiled = torch.compile(fn, backend=fdattn, options={"lower": "aot_eager"})
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, q_len, kv_len in ((2, 8, 12), (3, 30, 20), (5, 20, 20)):
+            args = qkv(q_len, kv_len, batch=batch)
+            for x in args:
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.mark_dynamic(x, 2)
+            agree(fn, compiled, args)
+    assert launches["attention_forward/reference"] == 3
+
+
+def test_a_growing_cache_is_one_decode():
+    def fn(q, k, v):
+        return sdpa(q, k, v, enable_gqa=True)
+
+    compiled = torch.compile(fn, backend=fdattn, options={"lower": "aot_eager"})
+    frames = []
+    for length in (20, 21, 22, 50):
+        args = qkv(1, length, kv_heads=2, grad=False)
+        agree(fn, compiled, args)
+        frames.append(counters["fdattn"]["op/decode"])
+    assert frames == [1, 2, 2, 2]  # static, then dynamic
+    assert launches["decode_forward/reference"] == 4
+
+
+def test_no_guards_of_ours():
+    """Guards on sizes with the rewrite are those without it."""
+    assert ops(check(lambda q, k, v: sdpa(q, k, v, is_causal=True), *qkv(8, 12), dynamic=True))
+
+    def guards(backend):
+        found = []
+
+        def count(gm, x):
+            env = next(s.node.shape_env for s in x if isinstance(s, torch.SymInt))
+            out = backend(gm, x)
+            found.append(sorted(str(guard.expr) for guard in env.guards))
+            return out
+
+        torch._dynamo.reset()
+        fn = torch.compile(
+            lambda q, k, v: sdpa(q, k, v, is_causal=True), backend=count, dynamic=True
+        )
+        fn(*qkv(8, 12, grad=False))
+        return found
+
+    from torch._dynamo.backends.debugging import aot_eager
+
+    assert guards(lambda gm, x: fdattn(gm, x, options={"lower": "aot_eager"})) == guards(aot_eager)
+
+
+def test_activation_checkpointing():
+    """The attention stands in a child graph, and is computed again in the backward."""
+
+    def fn(x, w):
+        return checkpoint(layer, x, w, use_reentrant=False)
+
+    compiled = torch.compile(
+        fn, backend=fdattn, options={"lower": "aot_eager", "require_all": True}, fullgraph=True
+    )
+    agree(fn, compiled, inputs())
+    assert counters["fdattn"]["op/attention"] == 1
+    assert launches["attention_forward/reference"] >= 1
+
+
+@pytest.mark.slow
+def test_autocast_trains_through_inductor():
+    def fn(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x, w)
+
+    args = inputs()
+    expected = fn(*args)
+    found = torch.compile(fn, backend=fdattn, fullgraph=True)(*args)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    for loss in (found, expected):
+        loss.float().sin().sum().backward()
+    assert launches["attention_forward/reference"] == 1
+
+
+def test_autocast_around_the_call():
+    """Ambient autocast is in no graph; the metadata shows it."""
+    q, k, v = qkv()
+
+    def fn(q, k, v):
+        return sdpa(q, k, v)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled = torch.compile(fn, backend=fdattn, options={"lower": "aot_eager"})
+        found, expected = compiled(q, k, v), fn(q, k, v)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_inference_mode():
+    compiled = torch.compile(attend, backend=fdattn, options={"lower": "aot_eager"})
+    with torch.inference_mode():
+        agree(attend, compiled, qkv(grad=False))
+    assert launches["attention_forward/reference"] == 1
+
+
+def test_a_default_device_of_another_kind():
+    """Masks are looked at on the CPU, wherever new tensors go by default."""
+
+    def fn(q, k, v):
+        return sdpa(q, k, v, torch.ones(8, 8, device="cpu").tril() > 0)
+
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        compiled = torch.compile(
+            fn, backend=fdattn, options={"lower": "aot_eager", "require_all": True}
+        )
+        with torch.device("cpu"):
+            args = qkv()
+        agree(fn, compiled, args)
+
+
+def test_logs(caplog):
+    with caplog.at_level(logging.DEBUG, logger="torch_fdattn"):
+        torch.compile(layer, backend=fdattn, options={"lower": "eager"})(*inputs())
+    assert "scaled_dot_product_attention -> fdattn.attention" in caplog.text
+    assert "test_backend.py" in caplog.text
+
+
+def python(code, *paths, **environment):
+    path = os.pathsep.join([*map(str, paths), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def entry_points():
+    """What pyproject declares for the group, as entry_points.txt has it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split("[project.entry-points.torch_dynamo_backends]\n")[1].split("\n[")[0]
+    return section.replace('"', "").strip()
+
+
+def test_the_entry_point_is_declared_once():
+    assert entry_points() == "fdattn = torch_fdattn.compile_backend:fdattn"
+    sources = (ROOT / "torch_fdattn").rglob("*.py")
+    assert not [path for path in sources if "register_backend" in path.read_text()]
+
+
+def test_found_by_name_with_no_import(tmp_path):
+    """As installed: torch alone is imported, and the entry point names the backend."""
+    info = tmp_path / "torch_fdattn_test-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-fdattn-test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{entry_points()}\n")
+    code = (
+        "import torch, sys; assert 'torch_fdattn' not in sys.modules;"
+        "f = torch.nn.functional.scaled_dot_product_attention;"
+        "q = torch.randn(1, 2, 8, 16);"
+        "g = torch.compile(f, backend='fdattn', options={'lower': 'aot_eager', 'require_all': True});"
+        "torch.testing.assert_close(g(q, q, q), f(q, q, q));"
+        "print('fdattn' in torch._dynamo.list_backends(), 'torch_fdattn' in sys.modules)"
+    )
+    assert python(code, tmp_path)[0].split() == ["True", "True"]
+
+
+@pytest.mark.slow
+def test_torch_logs():
+    code = (
+        "import torch; from torch_fdattn.compile_backend import fdattn;"
+        "f = torch.nn.functional.scaled_dot_product_attention; q = torch.randn(1, 2, 8, 16);"
+        "g = torch.compile(lambda q: (f(q, q, q), f(q, q, q, dropout_p=0.5)), backend=fdattn,"
+        " options={'lower': 'eager'}); g(q)"
+    )
+    _, err = python(code, TORCH_LOGS="+torch_fdattn")
+    assert "-> fdattn.attention" in err
+    assert "left as it was, dropout: dropout_p is 0.5" in err
+    assert "-> fdattn" not in python(code)[1]
+
+
+CACHED = """
+import torch
+from torch._dynamo.utils import counters
+from torch_fdattn.compile_backend import cache_key, fdattn
+{change}
+def attend(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+args = [torch.ones(2, 4, 8, 16, requires_grad=True) for _ in range(3)]
+torch.compile(attend, backend=fdattn, options={options})(*args).sum().backward()
+found = counters["aot_autograd"]
+print(*(found["autograd_cache_" + what] for what in ("hit", "miss", "bypass")))
+"""
+
+
+@pytest.mark.slow
+def test_the_caches_know_us(tmp_path):
+    """A second process finds what the first compiled; with other sources or options of ours it does not."""
+
+    def hits(change="", options="{}"):
+        code = CACHED.format(change=change, options=options)
+        out, _ = python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        return [int(x) for x in out.split()]
+
+    assert hits() == [0, 1, 0]
+    assert hits() == [1, 0, 0]
+    assert hits("cache_key.source_hash = lambda: 'other'") == [0, 1, 0]
+    assert hits(options="{'require_all': True}") == [0, 1, 0]
+
+
+def test_the_users_own_joint_pass_is_kept():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from torch_fdattn.compile_backend.cache_key import CacheKey
+
+    seen = []
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(len(graph.nodes))
+
+        def uuid(self):
+            return "own"
+
+    options = {"joint_custom_pre_pass": Own()}
+    agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24, dim=32))
+    assert seen
+    assert CacheKey({}, Own()).uuid()[-1] == "own"
+    assert CacheKey({}, lambda graph: None).uuid() is None  # what has no id cannot be cached

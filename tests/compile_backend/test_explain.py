@@ -1,0 +1,77 @@
+"""The report, and `torch_fdattn.explain`."""
+
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+import torch_fdattn
+from tests.compile_backend.harness import qkv
+from torch_fdattn.compile_backend.report import REASONS, Left, Report, Site
+
+sdpa = F.scaled_dot_product_attention
+
+
+def two_sites(q, k, v):
+    first = sdpa(q, k, v, is_causal=True)
+    return (q @ k.mT).softmax(-2) @ first
+
+
+def test_explain():
+    report = torch_fdattn.explain(two_sites)(*qkv())
+    text = re.sub(r"\S*test_explain.py:\d+", "FILE:LINE", str(report))
+    assert_expected_inline(
+        text,
+        """\
+1 of 2 attention sites rewritten, in 1 graph
+  FILE:LINE: scaled_dot_product_attention -> fdattn.attention
+  FILE:LINE: matmul, softmax, matmul: left as it was, softmax-dim: the softmax is over dimension -2 of 4""",
+    )
+    first, second = report
+    source = Path(__file__).read_text().splitlines()
+    lines = [source[int(site.where.rsplit(":", 1)[1]) - 1] for site in (first, second)]
+    assert "sdpa(" in lines[0]
+    assert "softmax(-2)" in lines[1]
+    assert report.rewritten == [first]
+    assert report.left == [second]
+
+
+def test_graphs_are_counted_over_breaks():
+    def fn(q, k, v):
+        out = sdpa(q, k, v)
+        torch._dynamo.graph_break()
+        return sdpa(out, k, v)
+
+    report = torch_fdattn.explain(fn)(*qkv())
+    assert report.graphs == 2
+    assert [site.op for site in report] == ["attention", "attention"]
+
+
+def test_explain_leaves_nothing_compiled():
+    """Any number of times: what one call compiled counts against no limit of the next."""
+    fn = two_sites
+    for _ in range(10):
+        assert len(torch_fdattn.explain(fn)(*qkv())) == 2
+
+
+def test_a_function_without_attention():
+    report = torch_fdattn.explain(torch.sin)(torch.ones(3))
+    assert str(report) == "0 of 0 attention sites rewritten, in 1 graph"
+
+
+def test_every_reason_in_the_sources_is_listed():
+    """A code that the table lacks would be a KeyError where it is raised without a detail."""
+    root = Path(torch_fdattn.__file__).parent / "compile_backend"
+    text = "\n".join(path.read_text() for path in root.glob("*.py"))
+    raised = set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text))
+    raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
+    raised |= {"mask", "mask-value", "scores-used", "weights-unknown"}
+    assert raised == set(REASONS)
+
+
+def test_a_site_without_a_stack_trace():
+    site = Site(form="x", node="n", op=None, reason="mask", detail=Left("mask").detail)
+    assert str(site).startswith("node n: x: left as it was, mask: an explicit mask")
+    assert Report([site]).reasons == ["mask"]

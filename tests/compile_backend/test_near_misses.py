@@ -1,0 +1,464 @@
+"""Near-misses: they look like attention that we have, and are not. They stay as they are, for a named reason.
+
+Each is run against eager too, bit for bit: nothing of it may have been changed.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.compile_backend.harness import Recorder, check, ops, qkv
+from torch_fdattn.compile_backend.rewrite import rewrite
+
+sdpa = F.scaled_dot_product_attention
+
+
+def weights(q, k, scale=0.25):
+    return (q @ k.transpose(-2, -1) * scale).softmax(-1)
+
+
+def causal(size, fill=-math.inf):
+    return torch.full((size, size), fill).triu(1)
+
+
+def masked(q, k, v, mask):
+    return (q @ k.transpose(-2, -1) * 0.25 + mask).softmax(-1) @ v
+
+
+def left(reason, fn, *args, **options):
+    """fn has exactly one attention, and it is left for this reason."""
+    torch.manual_seed(0)
+    found = check(fn, *args, lower="eager", exact=True, **options)
+    assert found.report.reasons == [reason], str(found.report)
+    assert not found.report.rewritten
+    assert "fdattn" not in found.graph
+    return found
+
+
+def window(size):
+    row = torch.arange(size)
+    return (row[:, None] >= row) & (row[:, None] - row < 4)
+
+
+SDPA = {
+    "dropout": ("dropout", lambda q, k, v: sdpa(q, k, v, dropout_p=0.5)),
+    "bool mask": ("mask", lambda q, k, v: sdpa(q, k, v, attn_mask=q[0, 0, :, :8] > 0)),
+    "float mask": ("mask", lambda q, k, v: sdpa(q, k, v, q[0, 0, :, :8])),
+    "window": ("mask", lambda q, k, v: sdpa(q, k, v, window(8))),
+    "almost causal": (
+        "mask",
+        lambda q, k, v: sdpa(q, k, v, torch.ones(8, 8, dtype=torch.bool).tril(1)),
+    ),
+    "strictly causal but one": (
+        "mask",
+        lambda q, k, v: sdpa(q, k, v, torch.ones(8, 8).tril(-1).bool() | (torch.eye(8) > 0)[0]),
+    ),
+    "a causal bias of -1": ("mask", lambda q, k, v: sdpa(q, k, v, causal(8, -1.0))),
+    "a causal bias of -1e4": ("mask", lambda q, k, v: sdpa(q, k, v, causal(8, -1e4))),
+    "a mask for one head": (
+        "mask",
+        lambda q, k, v: sdpa(
+            q, k, v, (torch.arange(4) > 0)[None, :, None, None] | (torch.ones(8, 8).tril() > 0)
+        ),
+    ),
+    "a random mask": ("mask", lambda q, k, v: sdpa(q, k, v, torch.rand(8, 8) > 0)),
+}
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_sdpa(name):
+    reason, fn = SDPA[name]
+    left(reason, fn, *qkv())
+
+
+HANDWRITTEN = {
+    "softmax over queries": (
+        "softmax-dim",
+        lambda q, k, v: (q @ k.transpose(-2, -1)).softmax(-2) @ v,
+    ),
+    "weights returned": ("scores-used", lambda q, k, v: ((w := weights(q, k)) @ v, w)),
+    "scores returned": (
+        "scores-used",
+        lambda q, k, v: ((s := q @ k.transpose(-2, -1)).softmax(-1) @ v, s),
+    ),
+    "scores summed": (
+        "scores-used",
+        lambda q, k, v: (s := q @ k.transpose(-2, -1)).softmax(-1) @ v + s.sum(),
+    ),
+    "weights used twice": ("scores-used", lambda q, k, v: (w := weights(q, k)) @ v + w @ (2 * v)),
+    "dropout in training": (
+        "dropout",
+        lambda q, k, v: F.dropout(weights(q, k), 0.5, training=True) @ v,
+    ),
+    "a head mask": (
+        "weights-unknown",
+        lambda q, k, v: (weights(q, k) * torch.arange(4)[:, None, None]) @ v,
+    ),
+    "weights transposed": (
+        "weights-unknown",
+        lambda q, k, v: weights(q, k).transpose(-2, -1) @ v,
+    ),
+    "weights on the right": (
+        "product",
+        lambda q, k, v: v.transpose(-2, -1) @ weights(q, k),
+    ),
+    "softcap": (
+        "scores-unknown",
+        lambda q, k, v: (20 * torch.tanh(q @ k.transpose(-2, -1) / 20)).softmax(-1) @ v,
+    ),
+    "a negative scale": ("scale", lambda q, k, v: weights(q, k, -0.25) @ v),
+    "a scale from data": (
+        "scores-unknown",
+        lambda q, k, v: (q @ k.transpose(-2, -1) * q.sum()).softmax(-1) @ v,
+    ),
+    "a scale for each head": (
+        "scores-unknown",
+        lambda q, k, v: (
+            (q @ k.transpose(-2, -1) * torch.arange(4.0)[:, None, None]).softmax(-1) @ v
+        ),
+    ),
+    "a data-dependent mask": ("mask", lambda q, k, v: masked(q, k, v, q[:, :, :, :8])),
+    "a mask one off": (
+        "mask",
+        lambda q, k, v: masked(q, k, v, torch.full((8, 8), -math.inf).triu(2)),
+    ),
+    "filled with -100": (
+        "mask-value",
+        lambda q, k, v: (
+            (q @ k.transpose(-2, -1)).masked_fill(torch.ones(8, 8).triu(1) > 0, -100.0).softmax(-1)
+            @ v
+        ),
+    ),
+    "a mask that scaling weakens": (
+        "mask",
+        lambda q, k, v: (
+            ((q @ k.transpose(-2, -1) + causal(8, torch.finfo(torch.float32).min)) * 1e-38).softmax(
+                -1
+            )
+            @ v
+        ),
+    ),
+    "scores written in place": (
+        "in-place",
+        lambda q, k, v: (s := q @ k.transpose(-2, -1), s.mul_(2), s.softmax(-1) @ v)[2],
+    ),
+    "k broadcast over the batch": (
+        "batch-broadcast",
+        lambda q, k, v: weights(q, k[:1]) @ v,
+    ),
+    "v broadcast over the batch": (
+        "batch-broadcast",
+        lambda q, k, v: weights(q, k) @ v[:1],
+    ),
+    "q broadcast over the heads": ("batch-broadcast", lambda q, k, v: weights(q[:, :1], k) @ v),
+    "heads summed": (
+        "product",
+        lambda q, k, v: torch.einsum("bhqd,bgkd->bhqk", q, k).softmax(-1) @ v,
+    ),
+    "values summed over heads": (
+        "product",
+        lambda q, k, v: torch.einsum("bhqk,bhkd->bqd", weights(q, k), v),
+    ),
+    "a bias by baddbmm": (
+        "mask",
+        lambda q, k, v: torch.bmm(torch.baddbmm(q[0] @ k[0].mT, q[0], k[0].mT).softmax(-1), v[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDWRITTEN)
+def test_handwritten(name):
+    reason, fn = HANDWRITTEN[name]
+    left(reason, fn, *qkv())
+
+
+# Square tensors, so that the wrong product has a valid shape.
+_SQUARE = {
+    "k in place of kᵀ": lambda q, k, v: (q @ k).softmax(-1) @ v,
+    "weights times vᵀ": lambda q, k, v: weights(q, k) @ v.transpose(-2, -1),
+}
+
+
+@pytest.mark.parametrize("name", _SQUARE)
+def test_products_without_transposition_keep_their_meaning(name):
+    """(q k) is q times the transposed of kᵀ: another attention, over the columns of k, and still one of ours."""
+    found = check(_SQUARE[name], *qkv(16), lower="eager")
+    assert ops(found) == ["attention"]
+    assert "transpose" in found.graph
+
+
+NOT_ATTENTION = {
+    "a classifier": lambda x, w: F.softmax(F.linear(x, w), dim=-1),
+    "a router": lambda x, w: (x[:, 0, 0] @ w.T).softmax(-1),
+    "pooling by a parameter": lambda x, w: x.sum(-1).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ATTENTION)
+def test_other_softmaxes_are_no_sites(name):
+    x, w = torch.randn(2, 4, 8, 16), torch.randn(32, 16)
+    found = check(NOT_ATTENTION[name], x, w, lower="eager", exact=True)
+    assert len(found.report) == 0
+
+
+def test_a_function_of_the_users_named_softmax():
+    """Functions are known by identity."""
+
+    @torch._dynamo.allow_in_graph
+    def softmax(x, dim):
+        return x.relu()
+
+    left_over = check(
+        lambda q, k, v: softmax(q @ k.transpose(-2, -1), dim=-1) @ v,
+        *qkv(),
+        lower="eager",
+        exact=True,
+    )
+    assert len(left_over.report) == 0
+
+
+@pytest.mark.parametrize("dim", [8, 12, 20, 264])
+def test_head_dims(dim):
+    left("head-dim", lambda q, k, v: sdpa(q, k, v), *qkv(dim=dim))
+
+
+def test_value_head_dim_where_a_gradient_is_wanted():
+    q, k, _ = qkv()
+    left("v-head-dim", lambda q, k, v: sdpa(q, k, v), q, k, torch.randn(2, 4, 8, 24))
+
+
+def test_five_dimensions():
+    left("rank", lambda q, k, v: sdpa(q, k, v), *(torch.randn(1, 2, 4, 8, 16) for _ in range(3)))
+
+
+def test_batches_of_keys_that_are_broadcast():
+    q, k, v = qkv()
+    left("batch-broadcast", lambda q, k, v: sdpa(q, k[:1], v[:1]), q, k, v)
+
+
+def test_heads_that_repeat_in_another_order():
+    """k.repeat gives head h the source's head h % H_kv, and grouped heads h // n: the copies stay."""
+    found = check(
+        lambda q, k, v: sdpa(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)), *qkv(kv_heads=2)
+    )
+    assert ops(found) == ["attention"]
+    assert found.graph.count(".repeat(") == 2
+
+
+def test_heads_that_expand_in_another_order():
+    def tiled(x):
+        return x[:, None].expand(2, 2, 2, 8, 16).reshape(2, 4, 8, 16)
+
+    found = check(lambda q, k, v: sdpa(q, tiled(k), tiled(v)), *qkv(kv_heads=2))
+    assert ops(found) == ["attention"]
+    assert found.graph.count(".expand(") == 2
+
+
+def test_an_interleaved_sequence_is_not_interleaved_heads():
+    found = check(
+        lambda q, k, v: sdpa(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)), *qkv()
+    )
+    assert ops(found) == ["attention"]
+    assert found.graph.count(".repeat_interleave(") == 2
+
+
+def test_only_k_is_repeated():
+    """Its copies are needed: v has as many heads as q."""
+    q, k, _ = qkv(kv_heads=2)
+    found = check(
+        lambda q, k, v: sdpa(q, k.repeat_interleave(2, 1), v), q, k, qkv()[2], lower="eager"
+    )
+    assert ops(found) == ["attention"]
+    assert found.graph.count(".repeat_interleave(") == 1
+    assert not found.report.sites[0].notes
+
+
+def test_scores_without_gradients():
+    """q and k get none, and would from an attention."""
+
+    def fn(q, k, v):
+        with torch.no_grad():
+            w = weights(q, k)
+        return w @ v
+
+    left("gradient", fn, *qkv())
+
+
+def test_scores_without_gradients_and_values_that_want_none():
+    def fn(q, k, v):
+        with torch.no_grad():
+            w = weights(q, k)
+        return w @ v, q * 2
+
+    q, k, v = qkv()
+    left("gradient", fn, q, k, v.detach())
+
+
+def test_copies_without_gradients():
+    def fn(q, k, v):
+        with torch.no_grad():
+            keys = k.repeat_interleave(2, 1)
+        return sdpa(q, keys, v.repeat_interleave(2, 1))
+
+    left("gradient", fn, *qkv(kv_heads=2))
+
+
+def test_all_of_it_without_gradients():
+    def fn(q, k, v):
+        with torch.no_grad():
+            return weights(q, k) @ v
+
+    assert ops(check(fn, *qkv(24), lower="eager")) == ["attention"]
+
+
+def test_a_mask_in_float16():
+    """-3e4 is far from what every score in float16 is above."""
+
+    def fn(q, k, v, fill):
+        mask = torch.full((8, 8), fill, dtype=q.dtype).triu(1)
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    args = qkv(dtype=torch.float16, grad=False)
+    left("mask", lambda q, k, v: fn(q, k, v, -3e4), *args)
+    found = check(lambda q, k, v: fn(q, k, v, -65504.0), *args, lower="eager", rtol=2e-2, atol=2e-2)
+    assert ops(found) == ["attention"]
+
+
+def test_modules_of_torch_that_are_one_call():
+    """Dynamo does not open nn.MultiheadAttention."""
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    left("opaque", lambda x: layer(x, x, x, need_weights=False)[0], torch.randn(2, 8, 64))
+
+
+def test_flex_attention_is_reported():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found = check(lambda q, k, v: flex_attention(q, k, v), *qkv(128, grad=False), lower="eager")
+    assert found.report.reasons == ["opaque"]
+
+
+def test_a_call_in_an_unknown_form():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(sdpa, (x, x, x), {"no_such": 1})
+    x.meta["example_value"] = out.meta["example_value"] = torch.empty(2)
+    graph.output(out)
+    assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["unexpected"]
+
+
+def test_a_cache_written_to_after_it_was_copied():
+    """What the heads' copy holds is not what the cache holds when attention runs."""
+
+    def fn(q, k, v):
+        keys = k.repeat_interleave(2, 1)
+        k.mul_(0)
+        return sdpa(q, keys, v.repeat_interleave(2, 1))
+
+    q, k, v = qkv(kv_heads=2, grad=False)
+    torch._dynamo.reset()
+    backend = Recorder("eager")
+    found = torch.compile(fn, backend=backend, fullgraph=True)(q, k.clone(), v)
+    torch.testing.assert_close(found, fn(q, k.clone(), v), rtol=0, atol=0)
+    assert backend.found.report.reasons == ["in-place"]
+
+
+def test_a_mask_written_to_in_place():
+    def fn(q, k, v):
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        mask[0, 5] = True
+        return sdpa(q, k, v, mask)
+
+    left("mask", fn, *qkv())
+
+
+def test_a_view_of_a_mask_written_to_in_place():
+    def fn(q, k, v):
+        mask = torch.ones(8, 8).tril()
+        mask[3].zero_()
+        return sdpa(q, k, v, (mask > 0) | torch.eye(8, dtype=torch.bool))
+
+    left("mask", fn, *qkv())
+
+
+def test_a_buffer_may_change():
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    left("mask", lambda q, k, v, mask: sdpa(q, k, v, mask), *qkv(), mask)
+
+
+def test_bottom_right_with_fewer_keys_than_queries():
+    """Rows that see nothing: NaN there, 0 here."""
+
+    def fn(q, k, v):
+        s = q @ k.transpose(-2, -1)
+        s = s.masked_fill(torch.ones(12, 8).triu(-3) > 0, -math.inf)
+        return s.softmax(-1).nan_to_num() @ v
+
+    found = check(fn, *qkv(12, 8, grad=False), lower="eager")
+    assert found.report.reasons == ["weights-unknown"]
+
+    def plain(q, k, v):
+        s = q @ k.transpose(-2, -1)
+        mask = torch.ones(12, 8).triu(-3) > 0
+        return (s.masked_fill(mask, -math.inf).softmax(-1) @ v).isnan()
+
+    assert check(plain, *qkv(12, 8, grad=False), lower="eager").report.reasons == ["mask"]
+
+
+def test_symbolic_lengths_and_a_mask():
+    def fn(q, k, v):
+        size = q.shape[2]
+        return sdpa(q, k, v, torch.ones(size, size, dtype=torch.bool).tril())
+
+    left("mask", fn, *qkv(), dynamic=True)
+
+
+def test_mixed_dtypes_of_scores_and_values():
+    q, k, _ = qkv(dtype=torch.bfloat16, grad=False)
+    v = torch.randn(2, 4, 8, 16)
+    left("dtype", lambda q, k, v: weights(q, k).float() @ v, q, k, v)
+
+
+def test_functorch():
+    def fn(q, k, v):
+        return torch.func.vmap(lambda q, k, v: sdpa(q, k, v))(q[None], k[None], v[None])
+
+    found = check(fn, *qkv(grad=False), lower="eager", exact=True)
+    assert not found.report.rewritten
+    assert len(found.report.left) == 1
+
+
+def test_a_nested_tensor():
+    """By hand: Dynamo itself has none on the CPU."""
+    parts = [torch.randn(n, 4, 16) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(sdpa, (x, x, x))
+    x.meta["example_value"] = out.meta["example_value"] = nested
+    graph.output(out)
+    report = rewrite(torch.fx.GraphModule({}, graph))
+    assert report.reasons == ["nested"]
+
+
+def test_a_graph_without_metadata():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(sdpa, (x, x, x)))
+    gm = torch.fx.GraphModule({}, graph)
+    code = gm.code
+    assert rewrite(gm).reasons == ["metadata"]
+    assert gm.code == code
+
+
+def test_float64_on_a_gpu():
+    """By hand, with fake tensors."""
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2, 4, 8, 16, dtype=torch.float64, device="cuda")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(sdpa, (x, x, x))
+    x.meta["example_value"] = out.meta["example_value"] = fake
+    graph.output(out)
+    assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["float64"]

@@ -1,0 +1,78 @@
+"""The backend itself: rewrite, report, lower."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+from torch_fdattn.compile_backend.cache_key import CacheKey
+from torch_fdattn.compile_backend.report import Report
+from torch_fdattn.compile_backend.rewrite import rewrite
+
+log = logging.getLogger(__name__)
+
+_OWN = {"dryrun": False, "require_all": False, "lower": "inductor"}
+_LOWERINGS = ("inductor", "aot_eager", "eager")
+
+
+class AttentionLeft(RuntimeError):
+    """With ``options={"require_all": True}``: attention that was left as it was."""
+
+
+def compile_graph(gm: GraphModule, inputs: list, mode: str | None, options: dict | None) -> Any:
+    own, others = _split(options)
+    if own["lower"] != "inductor" and (mode not in (None, "default") or others):
+        raise ValueError(
+            f'options["lower"] must be "inductor" where mode or Inductor\'s options are given, got '
+            f'"{own["lower"]}" with mode={mode!r} and options {sorted(others)}'
+        )
+    report = rewrite(gm, dryrun=own["dryrun"])
+    record(report)
+    if own["require_all"] and report.left:
+        raise AttentionLeft(f'options["require_all"] is set, and {report}')
+    return _lower(gm, inputs, own, mode, others)
+
+
+def _split(options: dict | None) -> tuple[dict, dict]:
+    """(ours with defaults, Inductor's)."""
+    others = dict(options or {})
+    own = {name: others.pop(name, default) for name, default in _OWN.items()}
+    for name in ("dryrun", "require_all"):
+        if not isinstance(own[name], bool):
+            raise TypeError(f'options["{name}"] must be a bool, got {own[name]!r}')
+    if own["lower"] not in _LOWERINGS:
+        raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own["lower"]!r}')
+    return own, others
+
+
+def _lower(gm: GraphModule, inputs: list, own: dict, mode: str | None, others: dict) -> Any:
+    if own["lower"] != "inductor":
+        from torch._dynamo.backends import debugging
+
+        return getattr(debugging, own["lower"])(gm, inputs)
+    from torch._inductor.compile_fx import compile_fx
+
+    # torch's own reading of mode and options, with its errors for unknown names.
+    patches = torch._TorchCompileInductorWrapper(mode, others, None).config
+    patches = {**patches, **CacheKey.patch(patches, own)}
+    return compile_fx(gm, inputs, config_patches=patches)
+
+
+def record(report: Report) -> None:
+    """Where the user can see it: counters, logs (TORCH_LOGS="+torch_fdattn"), tlparse's artifacts."""
+    for site in report:
+        counters["fdattn"][f"op/{site.op}" if site.op else f"left/{site.reason}"] += 1
+        log.info("%s", site)
+        if site.op is None and site.stack_trace:
+            log.debug("left as it was:\n%s", site.stack_trace)
+    counters["fdattn"]["rewritten"] += len(report.rewritten)
+    counters["fdattn"]["left"] += len(report.left)
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "fdattn_attention", "encoding": "string"},
+        payload_fn=lambda: str(report),
+    )

@@ -1,0 +1,56 @@
+"""What we are, in the keys of Inductor's and AOTAutograd's caches.
+
+Those caches hold compiled forwards and backwards. They are found by the rewritten graph, which names our op
+alone: were the op's backward to change, the old gradient would be served on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import torch_fdattn
+from torch_fdattn.version import __version__
+
+
+class CacheKey(CustomGraphPass):
+    """A pass over the joint graph that does nothing (but run the user's own), and has an id."""
+
+    def __init__(self, own: dict[str, Any], users: object = None) -> None:
+        self.own = tuple(sorted(own.items()))
+        self.users = users
+
+    @classmethod
+    def patch(cls, patches: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+        return {"joint_custom_pre_pass": cls(own, users)}
+
+    def __call__(self, graph) -> None:
+        for each in self._users():
+            each(graph)
+
+    def uuid(self) -> Any:
+        ids = [each.uuid() if hasattr(each, "uuid") else None for each in self._users()]
+        # A pass without an id forbids caching, ours or not.
+        return None if None in ids else (source_hash(), __version__, self.own, *ids)
+
+    def _users(self) -> tuple:
+        if self.users is None:
+            return ()
+        return tuple(self.users) if isinstance(self.users, (list, tuple)) else (self.users,)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of every source that a compiled graph can have been made by."""
+    found = hashlib.sha256()
+    root = Path(torch_fdattn.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] in ("ops", "compile_backend", "checks.py"):
+            found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,66 @@
+"""Writes in place: a rewrite reads tensors later than the original did, which they may forbid.
+
+Fake tensors share storages as the real ones will, so that views are found whatever made them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_fdattn.compile_backend.nodes import value
+
+_OPERATORS = {"setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow",
+              "imatmul", "iand", "ior", "ixor", "ilshift", "irshift"}  # fmt: skip
+
+
+def storages(nodes: Iterable[object]) -> set[StorageWeakRef]:
+    found = set()
+    for node in nodes:
+        fake = value(node) if isinstance(node, Node) else None
+        for leaf in fake if isinstance(fake, (tuple, list)) else (fake,):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+                found.add(StorageWeakRef(leaf.untyped_storage()))
+    return found
+
+
+def writes(node: Node) -> bool:
+    """Whether a node may write into one of its arguments."""
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True  # its graphs may write
+    name = getattr(node.target, "__name__", "")
+    if name in _OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if getattr(node.target, "__module__", "") == "torch.nn.functional":
+        parameters = list(inspect.signature(node.target).parameters)
+        return "inplace" in parameters[: len(node.args)] and bool(
+            node.args[parameters.index("inplace")]
+        )
+    # operator.and_ and operator.or_ are named so for Python's keywords.
+    return name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
+
+
+def written_between(first: Node, last: Node, nodes: Iterable[Node]) -> Node | None:
+    """A node between these two that may write into what any of `nodes` yields."""
+    watched = storages(nodes)
+    node = first
+    while node is not last:
+        if writes(node) and watched & storages(_flat(node)):
+            return node
+        node = node.next
+    return None
+
+
+def _flat(node: Node) -> list[Node]:
+    return [*node.all_input_nodes, node]

@@ -1,0 +1,116 @@
+"""Reading nodes of a Dynamo graph: which torch operation a node is, its arguments, what it yields.
+
+Functions are known by identity, never by name: a user's own function named `softmax` is not torch's.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from torch_fdattn.compile_backend.report import Left
+
+#: One name for each operation, however it is spelled.
+_ALIASES = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+    "swapaxes": "transpose", "swapdims": "transpose", "and_": "bitwise_and", "or_": "bitwise_or",
+    "xor": "bitwise_xor", "inv": "bitwise_not", "invert": "bitwise_not", "negative": "neg",
+    "concat": "cat",
+}  # fmt: skip
+_NAMES = (
+    "abs", "add", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
+    "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "cumsum", "diff", "div",
+    "divide", "dropout", "einsum", "eq", "eye", "flatten", "full", "full_like", "ge", "getitem",
+    "gt", "inv", "invert", "le", "linear", "logical_and", "logical_not", "logical_or", "lt",
+    "masked_fill", "matmul", "mul", "multiply", "ne", "neg", "negative", "ones", "ones_like",
+    "or_", "outer", "permute", "pow", "repeat_interleave", "reshape", "rsqrt",
+    "scaled_dot_product_attention", "softmax", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
+    "swapdims", "tensor", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
+    "unsqueeze", "where", "xor", "zeros", "zeros_like",
+)  # fmt: skip
+_FUNCTIONS: dict[object, str] = {
+    getattr(module, name): _ALIASES.get(name, name)
+    for name in _NAMES
+    for module in (torch, F, operator)
+    if hasattr(module, name)
+}
+_aten = torch.ops.aten.scaled_dot_product_attention
+_FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = "scaled_dot_product_attention"
+
+
+def op_name(node: object) -> str:
+    """The operation's one name; "" for what is none, or is not known."""
+    if not isinstance(node, Node):
+        return ""
+    if node.op == "call_method":
+        return _ALIASES.get(node.target, node.target)
+    if node.op == "call_function":
+        if (
+            node.target is getattr
+            and len(node.args) == 2
+            and node.args[1] in ("mT", "mH", "T", "H")
+        ):
+            return node.args[1]
+        return _FUNCTIONS.get(node.target, "")
+    return ""
+
+
+def described(node: object) -> str:
+    """How a message calls a node's operation."""
+    if not isinstance(node, Node):
+        return repr(node)
+    if node.op in ("placeholder", "get_attr"):
+        return "an input"
+    return op_name(node) or getattr(node.target, "__name__", str(node.target))
+
+
+_MISSING = object()
+
+
+def arguments(node: Node, **defaults: Any) -> list[Any]:
+    """A call's arguments in the order of `defaults`, by position or by keyword."""
+    given = dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
+    unknown = set(given) - set(defaults)
+    if unknown or len(node.args) > len(defaults):
+        raise Left("unexpected", f"{described(node)} was called with arguments that are not known")
+    return [given.get(name, default) for name, default in defaults.items()]
+
+
+def value(node: Node) -> Any:
+    """What Dynamo found that a node yields: a fake tensor, a number, or None where it does not say."""
+    return node.meta.get("example_value")
+
+
+def tensor(node: object) -> Tensor:
+    """The fake tensor of a node, which is one of plain torch."""
+    fake = value(node) if isinstance(node, Node) else None
+    if not isinstance(fake, Tensor):
+        raise Left("metadata")
+    if fake.is_nested:
+        raise Left("nested")
+    if fake.layout != torch.strided:
+        raise Left("layout", f"a tensor is not strided, but {fake.layout}")
+    if type(fake) is not FakeTensor:
+        raise Left("tensor-subclass", f"a tensor is a {type(fake).__name__}")
+    return fake
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, Node) and isinstance(value(node), Tensor)
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition over sizes certainly holds. Never adds a guard."""
+    return statically_known_true(condition)
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    pairs = zip(a.shape, b.shape, strict=False)
+    return a.dim() == b.dim() and all(known(x == y) for x, y in pairs)

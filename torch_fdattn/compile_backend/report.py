@@ -1,0 +1,118 @@
+"""What a pass found: a `Site` for each attention, with the op that took its place or why none did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+#: Why attention is left as it was. Codes are stable: programs may compare them.
+REASONS = {
+    "batch-broadcast": "q, k and v have different batch sizes",
+    "device": "the tensors are not all on one CPU or CUDA device",
+    "dropout": "dropout is active",
+    "dtype": "the dtypes are not supported, or differ",
+    "float64": "float64 is supported on the CPU alone",
+    "functorch": "the graph holds a functorch transform or forward-mode AD",
+    "gradient": "a part of it is under torch.no_grad()",
+    "head-dim": "the head dim is not known to be a multiple of 8 from 16 to 256",
+    "heads": "the heads of q are not known to be a multiple of those of k and v",
+    "in-place": "something is written in place between its parts",
+    "layout": "a tensor is not strided, or the result's strides cannot be kept",
+    "mask": "an explicit mask (or bias) whose meaning is not proven to be causal or empty",
+    "mask-value": "what hidden scores are filled with is too small to hide them for certain",
+    "metadata": "the graph does not say what a tensor is",
+    "nested": "a nested tensor",
+    "opaque": "one call that holds an attention inside, and is not opened",
+    "product": "a matrix product that is not attention's",
+    "rank": "tensors of other than 3 or 4 dimensions",
+    "scale": "the scale is not a known positive number",
+    "scores-unknown": "an operation on the scores that attention does not have",
+    "scores-used": "scores or weights are used elsewhere, for example returned",
+    "shape": "q, k and v have sizes that do not fit",
+    "softmax-dim": "the softmax is not over the last dimension",
+    "tensor-subclass": "a tensor subclass",
+    "unexpected": "a call in a form that is not known",
+    "v-head-dim": "v has another head dim than q, which only decode takes",
+    "weights-unknown": "an operation on the weights that attention does not have",
+}
+
+
+class Left(Exception):
+    """Raised while an attention is looked at: it stays as it is, for this reason."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail or REASONS[code]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention of a graph."""
+
+    form: str  #: what it was written as
+    node: str  #: the name of its result in the graph
+    op: str | None  #: "attention" or "decode"; None where it is left as it was
+    reason: str | None = None  #: a key of `REASONS`, where it is left
+    detail: str = ""
+    notes: tuple[str, ...] = ()  #: what else was recognised, for example "causal mask"
+    stack_trace: str = ""
+    module: str = ""  #: the child GraphModule it stands in; "" for the graph itself
+
+    @property
+    def where(self) -> str:
+        """file:line of the innermost frame, or the node's name where the graph has no stack traces."""
+        frames = re.findall(r'File "([^"]+)", line (\d+)', self.stack_trace)
+        return ":".join(frames[-1]) if frames else f"node {self.node}"
+
+    def __str__(self) -> str:
+        if self.op is None:
+            return f"{self.where}: {self.form}: left as it was, {self.reason}: {self.detail}"
+        notes = f" ({', '.join(self.notes)})" if self.notes else ""
+        return f"{self.where}: {self.form} -> fdattn.{self.op}{notes}"
+
+
+@dataclass
+class Report:
+    """The sites of one or more graphs."""
+
+    sites: list[Site] = field(default_factory=list)
+    graphs: int = 1
+
+    @property
+    def rewritten(self) -> list[Site]:
+        return [site for site in self.sites if site.op is not None]
+
+    @property
+    def left(self) -> list[Site]:
+        return [site for site in self.sites if site.op is None]
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reason code of each site that is left."""
+        return [site.reason for site in self.left]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, "
+            f"in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        )
+        return "\n".join([head, *(f"  {site}" for site in self.sites)])
+
+
+def joined(reports: Iterable[Report]) -> Report:
+    reports = list(reports)
+    return Report([site for report in reports for site in report], sum(r.graphs for r in reports))
+
+
+def stack_trace(node: Node) -> str:
+    return node.meta.get("stack_trace") or ""

@@ -1,0 +1,81 @@
+"""The pass over a Dynamo graph: every attention that is provably ours is replaced, every other is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torch_fdattn.compile_backend import handwritten, opaque, sdpa
+from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
+from torch_fdattn.compile_backend.emit import emit
+from torch_fdattn.compile_backend.masks import Masks
+from torch_fdattn.compile_backend.nodes import op_name
+from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+
+_FORMS = {"scaled_dot_product_attention": sdpa, "softmax": handwritten}
+
+
+def rewrite(gm: GraphModule, *, dryrun: bool = False) -> Report:
+    """Replaces attention in a graph and in all graphs it calls (activation checkpointing, for example).
+
+    dryrun: only says what would be replaced.
+    """
+    report = Report()
+    for name, module in gm.named_modules():
+        if isinstance(module, GraphModule):
+            report.sites += _rewrite_one(module, name, dryrun)
+    return report
+
+
+def _rewrite_one(gm: GraphModule, module: str, dryrun: bool) -> list[Site]:
+    masks, sites = Masks(), []
+    transformed = any(_is_functorch(node) for node in gm.graph.nodes)
+    for node in list(gm.graph.nodes):
+        form = opaque if opaque.is_opaque(node) else _FORMS.get(op_name(node))
+        if form is not None:
+            sites += _site(form, node, masks, module, transformed, dryrun)
+    if any(site.op for site in sites) and not dryrun:
+        gm.graph.lint()
+        gm.recompile()
+    return sites
+
+
+def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun: bool) -> Iterator:
+    about = dict(form=form.FORM, node=node.name, stack_trace=stack_trace(node), module=module)
+    try:
+        found = _matched(form, node, masks)
+        if found is None:
+            return []
+        if transformed:
+            raise Left("functorch")
+        plan = choose(found)
+        check_gradients(found)
+        if not dryrun:
+            emit(found, plan)
+    except Left as left:
+        return [Site(op=None, reason=left.code, detail=left.detail, **about)]
+    return [Site(op=plan.op, notes=tuple(found.notes), **about)]
+
+
+def _matched(form, node: Node, masks: Masks) -> Attention | None:
+    """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
+    try:
+        return form.match(node, masks)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise Left("unexpected", f"a call in a form that is not known ({error})") from error
+
+
+def _is_functorch(node: Node) -> bool:
+    """vmap, grad and jvp inside of a graph: tensors there are not what their metadata says."""
+    if node.op != "call_function":
+        return False
+    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    return (
+        module.startswith(("torch._functorch", "torch._C._functorch"))
+        or name.endswith("_increment_nesting")
+        or node.target is torch.autograd.forward_ad.enter_dual_level
+        or name == "_enter_dual_level"
+    )

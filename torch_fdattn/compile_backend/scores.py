@@ -1,0 +1,115 @@
+"""From a softmax's input up to the product `q kᵀ`: scalings, casts and masks on the way.
+
+Walking up meets last what was done first: a scaling met before a mask multiplies what the mask wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from torch_fdattn.compile_backend.constants import number
+from torch_fdattn.compile_backend.masks import MaskTerm
+from torch_fdattn.compile_backend.nodes import (
+    arguments,
+    described,
+    is_tensor,
+    op_name,
+    same_shape,
+    tensor,
+    value,
+)
+from torch_fdattn.compile_backend.operands import scaling
+from torch_fdattn.compile_backend.products import Product, product
+from torch_fdattn.compile_backend.report import Left
+
+_CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
+
+
+@dataclass
+class Scores:
+    product: Product
+    factor: float = 1.0  #: of the product
+    masks: list[MaskTerm] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list)  #: the nodes between
+
+
+def follow(node: object, factor: float = 1.0) -> Scores:
+    """The scores that a node is, where `factor` is multiplied to it afterwards."""
+    tensor(node)
+    found = product(node)
+    if found is not None:
+        return Scores(found, factor * found.factor)
+    below = cast_of(node)
+    if below is not None:
+        return _passed(node, follow(below, factor))
+    scaled = scaling(node)
+    if scaled is not None:
+        return _passed(node, follow(scaled[0], factor * scaled[1]))
+    name = op_name(node)
+    if name == "add":
+        return _added(node, factor)
+    if name in ("masked_fill", "where"):
+        return _filled(node, name, factor)
+    raise Left("scores-unknown", f"the scores come from {described(node)}")
+
+
+def cast_of(node: Node) -> Node | None:
+    """x, where a node is x in another dtype, or x itself (`contiguous`)."""
+    name = op_name(node)
+    if name == "contiguous" or name in _CASTS:
+        source = node.args[0]
+        if is_tensor(source) and is_tensor(node) and value(source).device == value(node).device:
+            return source if value(node).is_floating_point() else None
+    return None
+
+
+def _passed(node: Node, found: Scores) -> Scores:
+    found.path.append(node)
+    return found
+
+
+def _added(node: Node, factor: float) -> Scores:
+    """scores + mask, in either order; the scores are what comes from a product."""
+    if len(node.args) != 2 or node.kwargs:
+        raise Left("scores-unknown", "add with alpha")
+    reason = None
+    for scores, mask in (node.args, node.args[::-1]):
+        if not is_tensor(scores) or not is_tensor(mask) or not _keeps_shape(scores, node):
+            continue
+        try:
+            found = follow(scores, factor)
+        except Left as left:
+            reason = reason or left
+            continue
+        found.masks.append(MaskTerm(mask, "added", factor=factor))
+        return _passed(node, found)
+    raise reason or Left("scores-unknown", "something that is no mask is added to the scores")
+
+
+def _filled(node: Node, name: str, factor: float) -> Scores:
+    kind = "hidden"
+    if name == "masked_fill":
+        scores, mask, fill = arguments(node, input=None, mask=None, value=None)
+    else:
+        names = ("input", "condition", "other") if node.op == "call_method" else (
+            "condition", "input", "other"
+        )  # fmt: skip
+        given = dict(zip(names, arguments(node, **dict.fromkeys(names)), strict=True))
+        mask, scores, fill = given["condition"], given["input"], given["other"]
+        kind = "visible"
+        if number(scores) is not None:
+            kind, scores, fill = "hidden", fill, scores
+    fill = number(fill)
+    if fill is None or not is_tensor(mask) or not is_tensor(scores):
+        raise Left("mask", f"{name} of the scores with something that is no known number")
+    if not _keeps_shape(scores, node):
+        raise Left("mask", "a mask that has more entries than the scores")
+    found = follow(scores, factor)
+    found.masks.append(MaskTerm(mask, kind, fill, factor))
+    return _passed(node, found)
+
+
+def _keeps_shape(scores: Node, node: Node) -> bool:
+    return same_shape(value(scores), value(node))
