@@ -14,7 +14,7 @@ from torch_fdattn.compile_backend.attention import Attention, Plan
 from torch_fdattn.compile_backend.nodes import known, op_name, tensor, value
 from torch_fdattn.compile_backend.operands import B, Operand
 from torch_fdattn.compile_backend.report import Left
-from torch_fdattn.ops.decode.op import empty_outputs
+from torch_fdattn.ops.attention.op import empty_state
 
 
 def emit(found: Attention, plan: Plan) -> None:
@@ -30,7 +30,7 @@ def emit(found: Attention, plan: Plan) -> None:
             q_start = add.call(torch.zeros, size, dtype=torch.int32, device=value(q).device)
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
-            pair = empty_outputs(value(q), value(v))
+            pair = empty_state(value(q), value(v))
         pair = add.new(
             op, (q, k, v, None, q_start), causal=plan.causal, scale=plan.scale, yields=pair
         )
