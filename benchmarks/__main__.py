@@ -12,6 +12,7 @@ from .cases import (
     ATTENTION_CASES,
     DECODE_CASES,
     DIST_DECODE_CASES,
+    FEATURE_CASES,
     GENERATE_CASES,
     SWEEPS,
     select,
@@ -70,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "attention":
             command.add_argument("--passes", default="forward,backward", metavar="A,B")
+            command.add_argument(
+                "--features",
+                action="store_true",
+                help="biases, windows, dropout … in place of the baseline cases, against flex,sdpa",
+            )
         else:
             _add_sweep(command)
             command.add_argument(
@@ -134,9 +140,13 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
         import site
 
         site.addsitedir(options.peers_dir)
-    from . import attention, decode, peers
+    from . import attention, decode, features, peers
 
-    run = _start(options, words, peers.chosen(options.vs))
+    vs = options.vs
+    if getattr(options, "features", False):
+        run = _start(options, words, features.chosen("all" if vs == _PEERS["attention"] else vs))
+    else:
+        run = _start(options, words, peers.chosen(vs))
     if options.name == "attention":
         passes = [word.strip() for word in options.passes.split(",")]
         if not set(passes) <= set(attention.PASSES):
@@ -201,6 +211,8 @@ def _select(options: argparse.Namespace) -> list:
 
 
 def _cases(options: argparse.Namespace, name: str) -> Sequence:
+    if getattr(options, "features", False):
+        return FEATURE_CASES
     axes = getattr(options, "sweep", None)
     if axes is None:
         return _CASES[name]
@@ -233,6 +245,7 @@ def _start(
     meta = collect_meta(words, device, world_size)
     # The README shows the newest file of each name: a sweep must not take the place of the baselines.
     name = f"{options.name}-sweep" if getattr(options, "sweep", None) else options.name
+    name = "attention-features" if getattr(options, "features", False) else name
     path = output_path(options.json, meta, name) if rank == 0 else None
     recorder = Recorder(Results(meta), path)
     return Run(Timer(device), recorder, implementations, options.repeats, Budget(options.budget_s))

@@ -1,6 +1,6 @@
 """Prefill and training attention: forward and backward TFLOP/s, and errors against fp64.
 
-FLOPs by the usual convention (cases.py). Forward runs without gradients, except for peers that
+FLOPs by the usual convention (cases.py); times alone where a case has a feature (features.py). Forward runs without gradients, except for peers that
 would compile a second time for it. Backward is timed alone: `torch.autograd.grad` on one saved
 graph. Both by event timing behind a flushed L2. Errors are of the last sequence's last KV head
 (exact.py).
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from . import features
 from .exact import Exact, HeadSlice, exact_attention, max_abs_err
 from .floors import record_matmul
 from .peers import Attention, Implementation
@@ -46,7 +47,9 @@ class _Measurement:
             for shape in (q_shape, q_shape, kv_shape, kv_shape)
         )
         self.slice = HeadSlice(case.heads // case.kv_heads)
-        self.exact = self._exact(*qkv)
+        self.extras = features.extras_of(case, self.device) if case.feature else None
+        self.trained = self.extras.trained if self.extras and self.backward else ()
+        self.exact = None if case.feature == "dropout" else self._exact(*qkv)
         self._inputs = {"BHSD": self._leaves(qkv)}
 
     def measure(self, implementations: Sequence[Implementation]) -> None:
@@ -56,14 +59,31 @@ class _Measurement:
                 call = impl.attention(self.case, self.device)
                 with self._forward_grad(impl):
                     out = call(*self.inputs(impl))
-                self._record_error(impl, "max_abs_err", [(self.slice.queries(out), self.exact.out)])
+                if self.exact is not None:
+                    pairs = [(self.slice.queries(out), self.exact.out)]
+                    self._record_error(impl, "max_abs_err", pairs)
+                self._record_peak(impl, call)
                 prepared.append((impl, call))
         if "forward" in self.passes:
             samplers = self._samplers("forward", prepared, self._forward_call)
-            self._rates("fwd_TFLOPs", self.case.forward_flops, samplers)
+            self._speeds("fwd", self.case.forward_flops, samplers)
         if self.backward:
             samplers = self._samplers("backward", prepared, self._backward_call)
-            self._rates("bwd_TFLOPs", self.case.backward_flops, samplers)
+            self._speeds("bwd", self.case.backward_flops, samplers)
+
+    def _record_peak(self, impl: Implementation, attention: Attention) -> None:
+        """What a call, with its backward where that is measured, allocates at most besides its inputs."""
+        if self.device.type != "cuda":
+            return
+        inputs, backward = self.inputs(impl), self.backward and impl.differentiable
+        with self._timed(impl, backward):
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            out = attention(*inputs)
+            if backward:
+                torch.autograd.grad(out, (*inputs, *self.trained), self.dout)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self.recorder.add(self.case.name, impl.name, "peak_MiB", peak / 2**20)
 
     def inputs(self, impl: Implementation) -> Inputs:
         """Leaves in the memory order that the implementation is meant for."""
@@ -83,7 +103,11 @@ class _Measurement:
         part = self.slice
         dout = part.queries(self.dout) if self.backward else None
         q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        return exact_attention(q, k, v, dout, causal=self.case.causal)
+        if self.extras is None:
+            return exact_attention(q, k, v, dout, causal=self.case.causal)
+        return exact_attention(
+            q, k, v, dout, **features.exact_options(self.case, self.extras, part.group)
+        )
 
     def _guard(self, impl: Implementation, step: str) -> contextlib.AbstractContextManager[None]:
         return self.recorder.guard(self.case.name, impl.name, step, self.run.timer.check_device)
@@ -138,9 +162,12 @@ class _Measurement:
             out = attention(*inputs)
 
             def call() -> tuple[Tensor, ...]:
-                return torch.autograd.grad(out, inputs, self.dout, retain_graph=True)
+                wanted = (*inputs, *self.trained)
+                return torch.autograd.grad(out, wanted, self.dout, retain_graph=True)
 
-            dq, dk, dv = call()
+            dq, dk, dv, *_ = call()
+        if self.exact is None:
+            return call, True
         exact, part = self.exact, self.slice
         pairs = [
             (part.queries(dq), exact.dq),
@@ -156,7 +183,8 @@ class _Measurement:
         error = max(max_abs_err(value.detach(), exact) for value, exact in pairs)
         self.recorder.add(self.case.name, impl.name, metric, error)
 
-    def _rates(self, metric: str, flops: float, samplers: dict[str, Callable[[], float]]) -> None:
+    def _speeds(self, way: str, flops: float, samplers: dict[str, Callable[[], float]]) -> None:
+        metric = f"{way}_us" if self.case.feature else f"{way}_TFLOPs"
         for name, sample in self.run.interleave(self.case.name, samplers, metric).items():
-            rate = flops / sample.median / 1e6
-            self.recorder.add_sample(self.case.name, name, metric, rate, sample.spread)
+            value = sample.median if self.case.feature else flops / sample.median / 1e6
+            self.recorder.add_sample(self.case.name, name, metric, value, sample.spread)

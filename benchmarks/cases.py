@@ -40,6 +40,30 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("tiny full", 1, 3, 1, 33, 16, False, "fp32", tiny=True),
 )
 
+#: Each feature of attention at 8k, beside plain causal attention; a window also at 32k. See features.py.
+FEATURES = (
+    "plain",
+    "bias",
+    "bias-grad",
+    "alibi",
+    "softcap",
+    "window1024",
+    "sinks",
+    "dropout",
+    "varlen",
+)
+FEATURE_CASES: tuple[AttentionCase, ...] = (
+    *(AttentionCase(f"8k {x}", 1, 16, 16, 8192, 128, True, feature=x) for x in FEATURES),
+    *(
+        AttentionCase(f"32k {x}", 1, 16, 16, 32768, 128, True, feature=x)
+        for x in ("plain", "window1024")
+    ),
+    *(
+        AttentionCase(f"tiny {x}", 1, 4, 2, 80, 16, True, "fp32", True, x)
+        for x in (*FEATURES, "window16")
+    ),
+)
+
 _TINY = DecodeCase(2, 4, 2, 64, 32, "fp32", tiny=True)
 
 #: The published tables of the baselines, contiguous first.

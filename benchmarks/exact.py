@@ -38,9 +38,13 @@ class Exact:
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, *, causal: bool = False
-) -> Exact:
-    """q, dout (group, S, D), k, v (S_kv, D), any float dtype; causal is bottom-right aligned."""
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, *, causal: bool = False,
+    added: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Exact:  # fmt: skip
+    """q, dout (group, S, D), k, v (S_kv, D), any float dtype; causal is bottom-right aligned.
+
+    added (group or 1, S, S_kv): to the scores, after the softcap; sinks (group,).
+    """
     queries, keys, scale = q.shape[1], k.shape[0], q.shape[2] ** -0.5
     k, v = k.double(), v.double()
     position = torch.arange(keys, device=k.device)
@@ -53,16 +57,27 @@ def exact_attention(
             rows = slice(begin, min(begin + block, queries))
             q_rows = q[head, rows].double()
             scores = (q_rows @ k.T).mul_(scale)
+            if softcap:
+                scores.div_(softcap).tanh_().mul_(softcap)
+                slope = 1 - (scores / softcap).square()
+            if added is not None:
+                scores += added[head % added.shape[0], rows]
             if causal:
                 last = position[rows.start : rows.stop, None] + (keys - queries)
                 scores.masked_fill_(position[None, :] > last, float("-inf"))
-            weights = scores.softmax(-1)
+            if sinks is not None:
+                sink = sinks[head].double().expand(scores.shape[0], 1)
+                weights = torch.cat([scores, sink], 1).softmax(-1)[:, :-1]
+            else:
+                weights = scores.softmax(-1)
             out[head, rows] = weights @ v
             if dout is not None:
                 dout_rows = dout[head, rows].double()
                 dv += weights.T @ dout_rows
                 delta = (dout_rows * out[head, rows]).sum(-1, keepdim=True)
                 dscores = (dout_rows @ v.T).sub_(delta).mul_(weights).mul_(scale)
+                if softcap:
+                    dscores *= slope
                 dq[head, rows] = dscores @ k
                 dk += dscores.T @ q_rows
     return Exact(out, dq, dk, dv)

@@ -32,6 +32,8 @@ class Metric:
 _SPEEDS = (
     Metric("fwd_TFLOPs", "TFLOP/s", "Forward, TFLOP/s", True),
     Metric("bwd_TFLOPs", "TFLOP/s", "Backward alone, TFLOP/s", True),
+    Metric("fwd_us", "us", "Forward, µs", False),
+    Metric("bwd_us", "us", "Backward alone, µs", False),
     Metric("TFLOPs_per_gpu", "TFLOP/s", "TFLOP/s per GPU", True),
     Metric("graph_us", "us", "Time in a CUDA graph, cold clean L2, µs", False),
     Metric("GBps", "GB/s", "K and V read, GB/s", True),

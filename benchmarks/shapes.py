@@ -47,7 +47,10 @@ def parse_name(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Prefill or training attention: as many queries as keys."""
+    """Prefill or training attention: as many queries as keys.
+
+    feature: what else is asked for (`features.py`); its cases have times in place of rates.
+    """
 
     label: str
     batch: int
@@ -58,10 +61,12 @@ class AttentionCase:
     causal: bool
     dtype: str = "bf16"
     tiny: bool = False
+    feature: str | None = None
 
     @property
     def name(self) -> str:
         tags = ("causal" if self.causal else "full", self.dtype)
+        tags += (self.feature,) if self.feature else ()
         return Shape(self.batch, self.heads, self.kv_heads, self.seq_len, self.head_dim, tags).name
 
     @property

@@ -1,0 +1,234 @@
+"""What attention does besides plain causal masks: every feature by the best way that an implementation has.
+
+`Featured` turns an implementation into one that is given the case's feature: ours through its keywords,
+FlexAttention through score and mask functions, `sdpa` through scaled_dot_product_attention with what the
+feature amounts to written out as one additive or boolean mask (dropout through its own argument).
+
+    plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout, varlen
+    (sequences of unequal lengths, packed)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .peers import OURS, Attention, Implementation
+from .peers.flex import Flex
+from .runner import DTYPES, generator
+from .shapes import AttentionCase
+
+DROPOUT, SOFTCAP = 0.1, 30.0
+#: A sequence's share of the packed tokens.
+SHARES = (1, 7, 2, 3, 0.5, 2.5)
+#: Keys that a written-out sink adds: SDPA wants masks whose rows are multiples of 16 bytes.
+SINK_KEYS = 8
+
+
+class Extras(NamedTuple):
+    """A case's tensors beside q, k, v; None where its feature has none."""
+
+    device: torch.device
+    bias: Tensor | None = None  # (1, H, S, S), of q's dtype
+    slopes: Tensor | None = None  # (H,) fp32
+    sinks: Tensor | None = None  # (H,) fp32
+    starts: Tensor | None = (
+        None  # (sequences + 1,) int32: where packed sequences begin, and the end
+    )
+    window: int | None = None
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """What wants a gradient besides q, k, v."""
+        return tuple(x for x in self[1:4] if x is not None and x.requires_grad)
+
+
+@functools.lru_cache(maxsize=1)  # every implementation of a case is given the same ones
+def extras_of(case: AttentionCase, device: torch.device) -> Extras:
+    made = generator(device, 1)
+    heads, length, feature = case.heads, case.seq_len, case.feature or ""
+    if feature.startswith("bias"):
+        bias = torch.empty(1, heads, length, length, dtype=DTYPES[case.dtype], device=device)
+        return Extras(device, bias.normal_(generator=made).requires_grad_(feature == "bias-grad"))
+    if feature == "alibi":
+        powers = torch.arange(1, heads + 1, device=device) / heads
+        return Extras(device, slopes=2.0 ** (-8 * powers))
+    if feature == "sinks":
+        return Extras(device, sinks=torch.randn(heads, generator=made, device=device))
+    if feature == "varlen":
+        ends = torch.tensor(SHARES).cumsum(0) / sum(SHARES) * length
+        return Extras(device, starts=F.pad(ends.round(), (1, 0)).to(device, torch.int32))
+    if feature.startswith("window"):
+        return Extras(device, window=int(feature.removeprefix("window")))
+    if feature not in ("plain", "softcap", "dropout"):
+        raise ValueError(f"feature must be one of those in cases.py, got {feature!r}")
+    return Extras(device)
+
+
+class Featured(Implementation):
+    """An implementation, asked for the cases' features."""
+
+    def __init__(self, impl: Implementation, call_of: Callable[..., Attention]) -> None:
+        self.name, self.forward_with_grad = impl.name, impl.forward_with_grad
+        self._impl, self._call_of = impl, call_of
+
+    def available(self, device: torch.device) -> str | None:
+        return self._impl.available(device)
+
+    def session(self) -> contextlib.AbstractContextManager:
+        return self._impl.session()
+
+    def attention(self, case: AttentionCase, device: torch.device) -> Attention:
+        return self._call_of(case, extras_of(case, device))
+
+
+class Sdpa(Implementation):
+    """scaled_dot_product_attention, its backend chosen by torch."""
+
+    name = "sdpa"
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+
+def chosen(names: str) -> tuple[Implementation, ...]:
+    """Ours and the comma-separated peers of flex, sdpa; `all` and `none` are understood."""
+    peers = {"flex": Featured(Flex(), with_flex), "sdpa": Featured(Sdpa(), with_sdpa)}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = {"all": list(peers), "none": []}.get(names.strip(), wanted)
+    unknown = [name for name in wanted if name not in peers]
+    if unknown:
+        raise ValueError(f"--vs must name peers of {sorted(peers)}, got {', '.join(unknown)}")
+    return (Featured(OURS, with_ours), *(peers[name] for name in dict.fromkeys(wanted)))
+
+
+def with_ours(case: AttentionCase, extras: Extras) -> Attention:
+    import torch_fdattn
+
+    if case.feature == "varlen":
+        starts = extras.starts
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            tokens = (x[0].transpose(0, 1) for x in (q, k, v))
+            out, _ = torch_fdattn.varlen_attention(*tokens, starts, starts, causal=True)
+            return out.transpose(0, 1)[None]
+
+        return packed
+    options: dict[str, object] = {}
+    if case.feature == "softcap":
+        options["softcap"] = SOFTCAP
+    elif case.feature == "dropout":
+        options["dropout_p"] = DROPOUT
+    elif extras.window is not None:
+        options["window"] = (extras.window - 1, 0)
+    named = dict(attn_mask=extras.bias, alibi_slopes=extras.slopes, sinks=extras.sinks)
+    options |= {name: x for name, x in named.items() if x is not None}
+    return lambda q, k, v: torch_fdattn.attention(q, k, v, causal=True, **options)[0]
+
+
+def with_flex(case: AttentionCase, extras: Extras) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if case.feature == "dropout":
+        raise NotImplementedError("flex has no dropout")
+    device, bias, slopes, sinks, starts, window = extras
+    length = case.seq_len
+
+    def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if bias is not None:
+            return score + bias[0, h, q, k]
+        if slopes is not None:
+            return score - slopes[h] * (q - k)
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    sequence = None
+    if starts is not None:
+        sequence = torch.searchsorted(starts, torch.arange(length, device=device), right=True)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        causal = q >= k
+        if window is not None:
+            return causal & (q - k < window)
+        return causal if sequence is None else causal & (sequence[q] == sequence[k])
+
+    mask = create_block_mask(seen, None, None, length, length, device=device)
+    modifies = bias is not None or slopes is not None or case.feature == "softcap"
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    common = dict(
+        score_mod=modified if modifies else None,
+        block_mask=mask,
+        enable_gqa=case.heads != case.kv_heads,
+    )
+    if sinks is None:
+        return lambda q, k, v: compiled(q, k, v, **common)
+
+    def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = compiled(q, k, v, return_lse=True, **common)
+        return out * torch.sigmoid(lse - sinks[:, None]).to(out.dtype)[..., None]
+
+    return with_sinks
+
+
+def with_sdpa(case: AttentionCase, extras: Extras) -> Attention:
+    gqa = case.heads != case.kv_heads
+    if case.feature == "softcap":
+        raise NotImplementedError("sdpa has no softcap")
+    if case.feature in ("plain", "dropout"):
+        dropout = DROPOUT if case.feature == "dropout" else 0.0
+        return functools.partial(
+            F.scaled_dot_product_attention, is_causal=True, enable_gqa=gqa, dropout_p=dropout
+        )
+    if extras.sinks is None:
+
+        def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # Of a trained bias the mask is a new sum in each call.
+            mask = written if not extras.trained else added(case, extras, q.dtype)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+        written = None if extras.trained else added(case, extras, DTYPES[case.dtype])
+        return masked
+
+    sink = torch.full((case.heads, case.seq_len, SINK_KEYS), float("-inf"), device=extras.device)
+    sink[..., 0] = extras.sinks[:, None]
+    causal = added(case, extras, torch.float32)[0].expand(case.heads, -1, -1)
+    mask = torch.cat([causal, sink], -1).to(DTYPES[case.dtype])[None]
+
+    def beside_a_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A key of zeros, whose score is the sink and whose value adds nothing."""
+        k, v = (F.pad(x, (0, 0, 0, SINK_KEYS)) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+    return beside_a_sink
+
+
+def added(case: AttentionCase, extras: Extras, dtype: torch.dtype) -> Tensor:
+    """What the feature adds to scores, masks included: (1, H or 1, S, S)."""
+    position = torch.arange(case.seq_len, device=extras.device)
+    distance = position[:, None] - position[None, :]
+    hidden = distance < 0
+    if extras.window is not None:
+        hidden |= distance >= extras.window
+    if extras.starts is not None:
+        sequence = torch.searchsorted(extras.starts, position, right=True)
+        hidden |= sequence[:, None] != sequence[None, :]
+    scores = torch.zeros(1, 1, 1, 1, dtype=dtype, device=extras.device)
+    if extras.bias is not None:
+        scores = extras.bias.to(dtype)
+    elif extras.slopes is not None:
+        scores = (-extras.slopes[:, None, None] * distance)[None].to(dtype)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def exact_options(case: AttentionCase, extras: Extras, group: int) -> dict[str, object]:
+    """Keywords of `exact_attention` for the last `group` heads."""
+    scores = added(case, extras, torch.float32).detach()[0, -group:]
+    sinks = None if extras.sinks is None else extras.sinks[-group:]
+    softcap = SOFTCAP if case.feature == "softcap" else 0.0
+    return dict(added=scores, softcap=softcap, sinks=sinks)
