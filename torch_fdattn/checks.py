@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch_fdattn.ops.scores import Scores
 
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
 #: Head dims of caches, and of attention over the keys of one call.
@@ -118,16 +114,18 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be a positive finite number, got {scale}")
 
 
-def check_scores(scores: Scores, q: Tensor) -> None:
-    """What happens to the scores of q (B, H, S, D), by the names of its fields."""
-    expect_number("softcap", scores.softcap)
-    for name in ("alibi_slopes", "sinks"):
-        if getattr(scores, name) is not None:
-            expect_tensor(name, getattr(scores, name))
-    if not 0.0 <= scores.softcap <= 1e37:
-        raise ValueError(f"softcap must be positive, or 0 for none, got {scores.softcap}")
+def check_scores(
+    softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, q: Tensor
+) -> None:
+    """What happens to the scores of q (B, H, S, D)."""
+    expect_number("softcap", softcap)
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if tensor is not None:
+            expect_tensor(name, tensor)
+    if not 0.0 <= softcap <= 1e37:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
     batch, heads = q.shape[:2]
-    slopes, sinks = scores.alibi_slopes, scores.sinks
+    slopes = alibi_slopes
     if slopes is not None:
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         expect_shape("alibi_slopes", slopes, shape, "q's heads")
@@ -159,6 +157,21 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
             f"got shape {_shape(attn_mask)}"
         )
     expect_device("attn_mask", attn_mask, q.device, "q")
+
+
+def check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:
+    expect_number("dropout_p", p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {p}")
+    if seed is None:
+        if p:
+            raise ValueError("dropout_seed must be given to a raw op where dropout_p is, got None")
+        return
+    expect_tensor("dropout_seed", seed)
+    if seed.dtype != torch.int64:
+        raise TypeError(f"dropout_seed must be int64, got {seed.dtype}")
+    expect_shape("dropout_seed", seed, (2,), "a seed and an offset")
+    expect_device("dropout_seed", seed, q.device, "q")
 
 
 def check_window(window_left: int, window_right: int) -> None:

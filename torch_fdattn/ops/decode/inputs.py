@@ -68,7 +68,7 @@ def check_decode(
     )
     checks.expect_number("scale", scale)
     checks.check_scale(scale)
-    checks.check_scores(options, q)
+    checks.check_scores(options.softcap, options.alibi_slopes, options.sinks, q)
 
 
 def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
