@@ -14,6 +14,7 @@ from torch_fdattn.functional import (
     paged_append_kv,
     paged_decode,
 )
+from torch_fdattn.ops.determinism import set_deterministic
 from torch_fdattn.version import __version__
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "ops",
     "paged_append_kv",
     "paged_decode",
+    "set_deterministic",
 ]

@@ -156,6 +156,21 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     expect_device("attn_mask", attn_mask, q.device, "q")
 
 
+def check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:
+    expect_number("dropout_p", p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p must be from 0 to 1, got {p}")
+    if seed is None:
+        if p:
+            raise ValueError("dropout_seed must be given to a raw op where dropout_p is, got None")
+        return
+    expect_tensor("dropout_seed", seed)
+    if seed.dtype != torch.int64:
+        raise TypeError(f"dropout_seed must be int64, got {seed.dtype}")
+    expect_shape("dropout_seed", seed, (2,), "a seed and an offset")
+    expect_device("dropout_seed", seed, q.device, "q")
+
+
 def check_window(window_left: int, window_right: int) -> None:
     if window_left < -1 or window_right < -1:
         raise ValueError(

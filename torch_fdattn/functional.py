@@ -1,7 +1,7 @@
 """The Python entries of the ops: keywords with defaults, one frame above `torch.ops.fdattn`.
 
-softcap's default is the int 0: of a float, torch.compile(dynamic=True) makes an input of the graph and traces
-the function twice.
+The defaults of softcap and dropout_p are the int 0: of a float, torch.compile(dynamic=True) makes an input of the
+graph and traces the function twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attention(
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention with its log-sum-exp: ``softmax(scale · q kᵀ + mask) v``.
 
@@ -54,6 +54,11 @@ def attention(
             below -1e38 (SDPA would weigh keys by them where a row has no others); +inf counts as 1e38, so that
             such keys share the row between them. Its gradient is summed over the dims by which it is broadcast,
             one program for each tile of the mask, which takes long for a mask of few elements.
+        dropout_p: each weight is dropped with this probability, rounded to a multiple of 2**-16, and the others
+            are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
+            positions alone, on every device the same (`ops/attention/dropout.py`).
+        dropout_seed: int64 (2,) on q's device: seed and offset. Default: drawn on the device from torch's
+            generator, or as `set_deterministic` says. Of DTensors it must be given.
 
     Returns:
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
@@ -70,13 +75,14 @@ def attention(
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        attn_mask=attn_mask,
+        attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
+    checks.expect_number("dropout_p", dropout_p)
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, attn_mask=attn_mask,
+        sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from torch_fdattn.ops.attention.configs import (
     backward_config,
     forward_config,
 )
+from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
@@ -128,12 +129,14 @@ class Case:
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
     batch: int = 2  # decode's: how many items a processor has
     scores: str = ""  # attention's: one of SCORES
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
         rows += f"-batch{self.batch}" if self.batch != 2 else ""
         rows += f"-v{self.v_dim}" if self.v_dim else ""
         rows += f"-{self.scores}" if self.scores else ""
+        rows += "-dropout" if self.dropout_p else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
@@ -227,6 +230,7 @@ def record(case: Case) -> list[Launch]:
         else:
             q, k = _meta(2, 32, 4096, dim, dtype=dtype), _meta(2, 8, 4096, dim, dtype=dtype)
             v_dim, scores = case.v_dim or dim, SCORES[case.scores]
+            dropout = Dropout(case.dropout_p, _meta(2, dtype=torch.int64))
             v, out = (
                 _meta(*k.shape[:3], v_dim, dtype=dtype),
                 _meta(*q.shape[:3], v_dim, dtype=dtype),
@@ -239,10 +243,11 @@ def record(case: Case) -> list[Launch]:
                     arch.capability,
                     has_borders(mask, k.shape[2]),
                     scores,
+                    dropout,
                 )
-                launch_forward(q, k, v, mask, scale, out, lse, scores, config)
+                launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config)
             else:
-                config = backward_config(widest, dtype, arch.capability, scores)
+                config = backward_config(widest, dtype, arch.capability, scores, dropout)
                 if case.tile:
                     config = BackwardConfig(case.tile, case.tile)
                 trained = [
@@ -251,7 +256,8 @@ def record(case: Case) -> list[Launch]:
                 wanted = Scores(0.0, *(None if x is None else torch.empty_like(x) for x in trained))
                 launch_backward(
                     out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
-                    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, config,
+                    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, dropout,
+                    config,
                 )  # fmt: skip
     return launches
 

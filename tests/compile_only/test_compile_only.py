@@ -82,6 +82,11 @@ def score_cases():
         yield Case(op, arch, "bf16", 128, "all", scores="mask")
         yield Case(op, arch, "fp16", 192, v_dim=128)
         yield Case(op, arch, "bf16", 512)
+    for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
+        yield Case(op, "sm_90", "bf16", dim, dropout_p=0.1)
+    for arch, op in itertools.product(ARCHS, CONFIGS):
+        yield Case(op, arch, "bf16", 128, "all", scores="bias", dropout_p=0.1)
+    yield Case("backward", "sm_90", "fp32", 64, dropout_p=0.1)
     for op, scores in itertools.product(CONFIGS, ("softcap", "alibi", "sinks")):
         yield Case(op, "sm_90", "bf16", 128, "full", scores=scores)
     for op, (dim, scores) in itertools.product(
@@ -151,6 +156,8 @@ def merge_cases():
 
 def central(case: Case) -> bool:
     """What `make test` compiles: the commonest calls on each generation, more of them on sm_90."""
+    if case.dropout_p:
+        return (case.arch, case.dtype, case.head_dim, case.scores) == ("sm_90", "bf16", 128, "")
     if case.scores:
         usual = (case.arch, case.dtype, case.head_dim) == ("sm_90", "bf16", 128)
         return usual and case.scores in ("scores", "bias")

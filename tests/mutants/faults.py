@@ -137,6 +137,18 @@ FAULTS = (
         "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
     ),
     Fault(
+        "dropout by tile", f"{_KERNELS}/attention/dropout_tiles.py",
+        "(first >> 3) + tl.arange(0, N // 8)", "tl.arange(0, N // 8)", ATTENTION,
+    ),
+    Fault(
+        "lanes of words swapped", f"{_KERNELS}/attention/dropout_tiles.py",
+        "even = tl.where(lane < 4, w0, w2)", "even = tl.where(lane < 4, w0, w1)", ATTENTION,
+    ),
+    Fault(
+        "dropped weights count in dS", f"{_KERNELS}/attention/backward.py",
+        "dpt = tl.where(kept, dpt * options[9], 0.0)", "dpt = dpt * options[9]", ATTENTION,
+    ),
+    Fault(
         "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",
         "step = pieces * BLOCK_N", "step = (pieces + (pieces > 1)) * BLOCK_N", DECODE,
     ),
@@ -239,7 +251,7 @@ FAULTS = (
     ),
     Fault(
         "reference: dS without delta", f"{_KERNELS}/attention/reference.py",
-        "ds = p * (_by_group(dout_rows, v.mT) - delta_rows[..., None])", "ds = p * _by_group(dout_rows, v.mT)",
+        "ds = p * (dp - delta_rows[..., None])", "ds = p * dp",
         REFERENCE,
     ),
     Fault(
@@ -248,7 +260,7 @@ FAULTS = (
     ),
     Fault(
         "fake outputs contiguous", f"{_KERNELS}/attention/op.py",
-        "scores)\n    return empty_state(q, v, out_dtype)", "scores)\n    return empty_state(q.contiguous(), v, out_dtype)",
+        "dropout)\n    return empty_state(q, v, out_dtype)", "dropout)\n    return empty_state(q.contiguous(), v, out_dtype)",
         FRAMEWORK,
     ),
     Fault(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops.attention.dropout_tiles import kept_tile
 from torch_fdattn.ops.online_softmax import softmax_update
 from torch_fdattn.ops.score_tiles import score_tile
 from torch_fdattn.ops.tiles import tile_offsets, tile_start, tile_steps, visible
@@ -81,6 +82,8 @@ def attend_tiles(
         p, row_max, row_sum, alpha = softmax_update(
             scores, row_max, row_sum, unit, MASKED or options[5] is not None
         )
+        if options[7] is not None:  # the sum of a row is that of all its weights
+            p = tl.where(kept_tile(options, head, q_pos, index, start, keys, STRIPED), p, 0.0)
         v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
         v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)

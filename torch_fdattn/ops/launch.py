@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -40,14 +41,17 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
     }
 
 
-def kernel_options(scores: Scores, q: Tensor, k: Tensor) -> tuple:
-    """What attention's kernels take of `scores`, None for what is absent: that costs them nothing."""
+def kernel_options(scores: Scores, q: Tensor, k: Tensor, dropout: Dropout) -> tuple:
+    """What attention's kernels take of `scores` and `dropout`, None for what is absent: that costs them nothing."""
     slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k)
+    drops = dropout.threshold > 0
     return (
         scores.softcap or None,
         slopes, None if slopes is None else slopes.expand(q.shape[0], -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
         scores.attn_mask, mask[0].stride() if mask else None,
+        dropout.seed.contiguous() if drops else None,
+        dropout.threshold if drops else None, dropout.factor if drops else None,
     )  # fmt: skip
 
 

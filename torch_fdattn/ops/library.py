@@ -101,14 +101,17 @@ def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
     return runs_directly(first, *[x for x in others if x is not None])
 
 
-def define_raw(schema: str, kernel: Callable, fake: Callable) -> None:
+def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = False) -> None:
     """Defines a raw op: one kernel for CPU and CUDA, its fake, and an Autograd kernel that refuses.
 
     Without the refusal autograd would differentiate straight through the CPU reference, and on CUDA
     return outputs silently cut off from the graph; forward mode would lose its tangents everywhere.
     """
     name = schema[: schema.index("(")]
-    library.define(schema, tags=_TAGS)
+    drawing = (
+        torch.Tag.nondeterministic_seeded,
+    ) * seeded  # compilers must neither merge nor repeat it
+    library.define(schema, tags=(*_TAGS, *drawing))
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     torch.library.register_fake(f"fdattn::{name}", fake, lib=library)

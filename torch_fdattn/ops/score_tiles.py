@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from torch_fdattn.ops import scores
+from torch_fdattn.ops.attention.dropout_tiles import dropout_key
 from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max
 from torch_fdattn.ops.tiles import key_position, tile_offsets
 
@@ -44,7 +45,7 @@ def score_tile(
     `head_options`. Where nothing changes them, the products stay as they are and the scale is left to the
     softmax; keys that the explicit mask hides get -inf.
     """
-    scale, slope, mask_ptr = head
+    scale, slope, mask_ptr = head[0], head[1], head[2]
     unit = scale_log2
     cap_slope = 1.0
     if options[0] is not None or options[1] is not None or options[5] is not None:
@@ -82,7 +83,7 @@ def key_distance(q_pos, index, keys, STRIPED: tl.constexpr):
 
 @triton.jit
 def head_options(options, scale, batch64, head64):
-    """(scale, slope, mask_ptr) of one head; zeros stand for what is absent."""
+    """(scale, slope, mask_ptr, dropout key, head, batch) of one head; zeros stand for what is absent."""
     slope = 0.0
     mask_ptr = 0
     if options[1] is not None:
@@ -90,7 +91,10 @@ def head_options(options, scale, batch64, head64):
         slope = slope.to(tl.float32)
     if options[5] is not None:
         mask_ptr = options[5] + batch64 * options[6][0] + head64 * options[6][1]
-    return scale, slope, mask_ptr
+    key = 0
+    if options[7] is not None:
+        key = dropout_key(options[7])
+    return scale, slope, mask_ptr, key, head64.to(tl.int32), batch64.to(tl.int32)
 
 
 @triton.jit

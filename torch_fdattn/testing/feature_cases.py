@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
+from torch_fdattn.ops.positions import Mask, query_key_positions
 from torch_fdattn.testing.cases import AttentionCase, draw_attention, draw_decode
 
 
@@ -22,6 +24,7 @@ class FeatureCase(AttentionCase):
     mask: str = ""  # "", "bool", "bias", or "bias with -inf"
     mask_shape: tuple[int, ...] = ()
     mask_transposed: bool = False
+    dropout_p: float = 0.0
 
     @property
     def value_dim(self) -> int:
@@ -33,7 +36,30 @@ class FeatureCase(AttentionCase):
         return 3.0 if self.softcap else 2.0
 
     def oracle_options(self) -> dict:
-        return super().oracle_options() | dict(softcap=self.softcap)
+        options = super().oracle_options() | dict(softcap=self.softcap)
+        if self.dropout_p:
+            dropout = Dropout(self.dropout_p, self._seed())
+            options["kept"] = dropout.factor * self.kept(dropout)
+        return options
+
+    def options(self, device: torch.device | str) -> dict:
+        options = super().options(device)
+        if options.pop("kept", None) is not None:
+            options |= dict(dropout_p=self.dropout_p, dropout_seed=self._seed().to(device))
+        return options
+
+    def _seed(self) -> Tensor:
+        return torch.tensor([self.seed * 2**40 - 1, self.seed])
+
+    def kept(self, dropout: Dropout) -> Tensor:
+        """Which weights dropout keeps, (B, H, S, S_kv), by its reference."""
+        bounds = (
+            None if x is None else torch.tensor(x)
+            for x in (self.kv_lens, self.q_start, self.kv_start)
+        )  # fmt: skip
+        mask = Mask(*bounds, kv_block=self.kv_block, kv_stride=self.kv_stride)
+        q_pos, k_pos, _ = query_key_positions(mask, self.q_len, self.kv_len, torch.device("cpu"))
+        return kept_weights(dropout, q_pos, k_pos, self.batch, self.heads)
 
     def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 4)
@@ -71,6 +97,7 @@ class FeatureCase(AttentionCase):
             "softcap": self.softcap > 0,
             "ALiBi": bool(self.alibi),
             "sinks": self.sinks,
+            "dropout": self.dropout_p > 0,
             "boolean mask": self.mask == "bool",
             "additive mask": self.mask.startswith("bias"),
             "mask broadcast over batch or heads": bool(self.mask)
@@ -94,6 +121,8 @@ def draw_features(
         alibi=rng.choice(("head", "sequence")) if rng.random() < 0.4 else "",
         sinks=rng.random() < 0.4,
     )
+    if not decode and rng.random() < 0.3:
+        case = replace(case, dropout_p=rng.choice((0.1, 0.5)))
     if not decode and rng.random() < 0.6:
         full = (case.batch, case.heads, case.q_len, case.kv_len)
         shape = tuple(x if rng.random() < 0.7 else 1 for x in full)[rng.choice((0, 0, 1, 2, 3)) :]

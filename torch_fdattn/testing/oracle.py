@@ -46,16 +46,22 @@ def attention_oracle(
     window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
     kv_block: int = 0, kv_stride: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, attn_mask: Tensor | None = None, way: str = "textbook",
+    sinks: Tensor | None = None, attn_mask: Tensor | None = None, kept: Tensor | None = None, way: str = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints.
 
     softcap, slopes (H,) or (B, H), sinks (H,) and an explicit mask go by the formulas of `ops/scores.py`, never
-    fused.
+    fused. kept (B, H, S, S_kv), dropout's, multiplies the weights.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    plain = not softcap and alibi_slopes is None and sinks is None and attn_mask is None
+    plain = (
+        not softcap
+        and alibi_slopes is None
+        and sinks is None
+        and attn_mask is None
+        and kept is None
+    )
     scale = head_dim**-0.5 if scale is None else scale
     left, right = window or (-1, -1)
     group = heads // kv_heads
@@ -116,7 +122,12 @@ def attention_oracle(
                     queries[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
                 )[0]
             else:
-                out = matmul(torch.softmax(scores, -1), values)
+                weights = torch.softmax(scores, -1)
+                if kept is not None:
+                    factors = kept[b][:, rows, :kv_len].to(q)
+                    weights = weights[..., :kv_len] * factors  # a sink has no value to drop
+                    values = values[:, :kv_len]
+                out = matmul(weights, values)
             if dead is not None and sinks is None:
                 out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead[..., 0], float("-inf"))
         outs.append(q.new_zeros(heads, q_len, v_dim).index_copy(1, rows, out))

@@ -30,6 +30,8 @@ from torch_fdattn.ops.attention.configs import (
     dot_precision,
     mask_gradient_config,
 )
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.attention.dropout_tiles import kept_tile
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     contiguous_mask,
@@ -146,8 +148,15 @@ def _dkdv_tiles(
             pt = tl.where(seen, pt, 0.0)
         dout_ptrs = dout_ptr + start.to(tl.int64) * dout_strides[0] + dout_offsets
         dout = load_tile(dout_ptrs, rows[:, None] < q_len, d_v[None, :] < v_dim, MASKED, EVEN_DV)
-        dv = tl.dot(pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        kept_pt = pt
+        if options[7] is not None:
+            kept = kept_tile(options, head, q_start + rows, index, first_key, keys, STRIPED)
+            kept = tl.trans(kept)
+            kept_pt = tl.where(kept, pt * options[9], 0.0)
+        dv = tl.dot(kept_pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        if options[7] is not None:
+            dpt = tl.where(kept, dpt * options[9], 0.0)
         delta = tl.load(delta_ptr + rows)
         dst = pt * (dpt - delta[None, :]) * cap_slope
         dk = tl.dot(dst.to(qt.dtype), tl.trans(qt), dk, input_precision=PRECISION)
@@ -263,6 +272,9 @@ def _dq_tiles(
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(dout, vt, input_precision=PRECISION)
+        if options[7] is not None:
+            kept = kept_tile(options, head, q_pos, index, start, keys, STRIPED)
+            dp = tl.where(kept, dp * options[9], 0.0)
         ds = p * (dp - delta[:, None])
         if SLOPES:
             distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)
@@ -408,10 +420,11 @@ def _dmask_kernel(
                 k_ptr + k_base + kt_offsets, keys_in, d[:, None] < head_dim, True, EVEN_D
             )
             q_pos = (q_start + rows)[:, None]
+            one_head = head_options(score_options, scale, batch64, head64)
             scores, unit, _cap_slope = score_tile(
                 tl.dot(q, kt, input_precision=PRECISION), q_pos, index[None, :], start,
-                (first_row, q_len, q_start), keys, score_options,
-                head_options(score_options, scale, batch64, head64), scale * LOG2E, STRIPED, WIDE,
+                (first_row, q_len, q_start), keys, score_options, one_head,
+                scale * LOG2E, STRIPED, WIDE,
             )  # fmt: skip
             row_offset = (batch64 * heads + head) * padded_len
             p = tl.exp2(scores * unit - tl.load(lse2_ptr + row_offset + rows)[:, None])
@@ -422,6 +435,11 @@ def _dmask_kernel(
                 v_ptr + v_base + vt_offsets, keys_in, d_v[:, None] < v_dim, True, EVEN_DV
             )
             dp = tl.dot(dout, vt, input_precision=PRECISION)
+            if score_options[7] is not None:
+                kept = kept_tile(
+                    score_options, one_head, q_start + rows, index, start, keys, STRIPED
+                )
+                dp = tl.where(kept, dp * score_options[9], 0.0)
             total += p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
 
     row = (row_tile * BLOCK_M + m)[:, None]
@@ -445,7 +463,7 @@ def _dmask_kernel(
 def launch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
-    wanted: Scores = NO_SCORES, config: BackwardConfig | None = None,
+    wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
 ) -> None:  # fmt: skip
     """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
@@ -455,7 +473,7 @@ def launch_backward(
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
     config = config or backward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
     )
     launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
@@ -477,7 +495,7 @@ def launch_backward(
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
     switches |= {"BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_dim)}
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k))
-    options = kernel_options(scores, q, k)
+    options = kernel_options(scores, q, k, dropout)
     with on_device(q):
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16

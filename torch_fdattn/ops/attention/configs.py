@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -38,11 +39,12 @@ _INTERPRETED = TileConfig(16, 16, 1, 1)
 
 def forward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True,
-    scores: Scores = NO_SCORES,
+    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
 ) -> TileConfig:  # fmt: skip
     """The forward's tile for a device of this compute capability and the larger head dim of K and V.
 
-    Without `borders`, no tile is masked; `scores` are what modifies them.
+    Without `borders`, no tile is masked; `scores` are what modifies them; dropout's bits take the registers of
+    an explicit mask.
     """
     if INTERPRET:
         return _INTERPRETED
@@ -50,7 +52,7 @@ def forward_config(
         return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
-    if scores.attn_mask is not None:
+    if scores.attn_mask is not None or dropout.p:
         # The pointers of a tile of the mask take registers: 128 x 64 spilled 512 bytes a thread and more on
         # sm_90, these none there and on sm_80. Not measured.
         return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)
@@ -69,8 +71,9 @@ def forward_config(
 
 
 def backward_config(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES
-) -> BackwardConfig:
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES,
+    dropout: Dropout = NO_DROPOUT,
+) -> BackwardConfig:  # fmt: skip
     """The backward's tiles, as `forward_config`."""
     if INTERPRET:
         return BackwardConfig(_INTERPRETED, _INTERPRETED)
@@ -78,11 +81,12 @@ def backward_config(
         return BackwardConfig(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1))
     if dtype == torch.float32:
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
-    if scores.attn_mask is not None:
+    if scores.attn_mask is not None or dropout.p:
         # As in the forward. Not measured.
         small = TileConfig(32, 32, 8, 1)
         dkdv = TileConfig(64, 64, 8, 2) if capability[0] == 9 and head_dim <= 64 else small
-        return BackwardConfig(dkdv, TileConfig(64, 64, 8, 2) if head_dim <= 128 else small)
+        wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
+        return BackwardConfig(dkdv, TileConfig(64, 64, 8, 2) if wide else small)
     if capability[0] == 9 and not scores.is_plain:
         # Not measured. Registers decide (`tests/compile_only/resources.py`, softcap and ALiBi together): the plain
         # tiles spill 136 and 288 bytes a thread at hd64, 440 in dK/dV at hd128 and 648 at hd256; these 0,

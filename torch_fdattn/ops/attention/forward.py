@@ -23,6 +23,7 @@ from torch_fdattn.ops.attention.configs import (
     dot_precision,
     forward_config,
 )
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     contiguous_mask,
@@ -99,6 +100,8 @@ def _attention_forward_kernel(
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
+    if score_options[7] is not None:
+        out *= score_options[9]
     if score_options[3] is not None:
         sink = tl.load(score_options[3] + head64 * score_options[4])
         out, lse = add_sinks(out, lse, sink.to(tl.float32))
@@ -118,7 +121,8 @@ def has_borders(mask: Mask, kv_len: int) -> bool:
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
-    scores: Scores = NO_SCORES, config: TileConfig | None = None,
+    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
+    config: TileConfig | None = None,
 ) -> None:  # fmt: skip
     """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous)."""
     batch, heads, q_len, head_dim = q.shape
@@ -127,14 +131,14 @@ def launch_forward(
     v_dim = v.shape[3]
     borders = has_borders(mask, k.shape[2])
     config = config or forward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
     )
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
         _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
             q, k, v, out, lse, *mask[:3],
-            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, q, k),
+            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, q, k, dropout),
             q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
             **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k)),
             PRECISION=dot_precision(q.dtype),

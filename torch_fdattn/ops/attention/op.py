@@ -12,12 +12,16 @@ what modifies the scores, where they are wanted.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
+from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -32,16 +36,17 @@ OPTIONS_SCHEMA = (
     "int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, "
     "float? scale=None"
 )
-#: The end of attention's schemas, in the order of `scores.Scores`.
+#: The end of attention's schemas, in the order of `scores.Scores` and then `dropout.Dropout`.
 SCORES_SCHEMA = (
-    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None"
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, "
+    "float dropout_p=0.0, Tensor? dropout_seed=None"
 )
-_MASKS = len(Mask._fields)
+_MASKS, _SCORES = len(Mask._fields), len(Scores._fields)
 
 
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, names: tuple[str, str, str],
-    scores: Scores = NO_SCORES,
+    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
 ) -> None:  # fmt: skip
     """What attention asks of its inputs; metadata only."""
     checks.check_qkv(q, k, v, names)
@@ -56,13 +61,15 @@ def check_inputs(
             )
     checks.check_lengths("kv_lens", mask.kv_lens, q, bound=k.shape[2])
     checks.check_window(mask.window_left, mask.window_right)
-    masked = mask.window_left >= 0 or mask.window_right >= 0 or scores.alibi_slopes is not None
+    positions = mask.window_left >= 0 or mask.window_right >= 0 or scores.alibi_slopes is not None
+    masked = positions or dropout.p > 0
     checks.check_positions(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, k.shape[2], masked
     )
     checks.check_scale(scale)
     checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q)
     checks.check_attn_mask(scores.attn_mask, q, k)
+    checks.check_dropout(dropout.p, dropout.seed, q)
 
 
 def empty_state(
@@ -81,30 +88,42 @@ def empty_state(
     return out, lse
 
 
-def _options(rest: tuple) -> tuple[Mask, float, torch.dtype | None, Scores]:
-    """What follows the tensors in a raw op's arguments; those that are defaults at the end do not come."""
-    mask, scale, dtype = Mask(*rest[:_MASKS]), rest[_MASKS], rest[_MASKS + 1]
-    return mask, scale, dtype, Scores(*rest[_MASKS + 2 :])
+class _Call(NamedTuple):
+    """What follows the tensors in a raw op's arguments."""
+
+    mask: Mask
+    scale: float
+    dtype: torch.dtype | None
+    scores: Scores
+    dropout: Dropout
+
+
+def _call(rest: tuple) -> _Call:
+    """Of positional arguments; those that are defaults at the end do not come."""
+    scores = rest[_MASKS + 2 :]
+    dropout = Dropout(*scores[_SCORES:])
+    mask = Mask(*rest[:_MASKS])
+    return _Call(mask, rest[_MASKS], rest[_MASKS + 1], Scores(*scores[:_SCORES]), dropout)
 
 
 def _forward(q, k, v, *rest):
-    mask, scale, out_dtype, scores = _options(rest)
+    mask, scale, out_dtype, scores, dropout = _call(rest)
     mask = mask.clamped
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     out, lse = empty_state(q, v, out_dtype)
     if library.use_triton(q):
         from torch_fdattn.ops.attention.forward import launch_forward
 
-        launch_forward(q, k, v, mask, scale, out, lse, scores)
+        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout)
     else:
         library.launches["attention_forward/reference"] += 1
-        copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores))
+        copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
     return out, lse
 
 
 def _forward_fake(q, k, v, *rest):
-    mask, scale, out_dtype, scores = _options(rest)
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    mask, scale, out_dtype, scores, dropout = _call(rest)
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     return empty_state(q, v, out_dtype)
 
 
@@ -117,8 +136,9 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | 
     return tuple(torch.empty_like(x, dtype=grad_dtype or x.dtype) for x in (q, k, v))
 
 
-def _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores):
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+def _check_backward(dout, dlse, q, k, v, out, lse, call: _Call):
+    names = ("q", "k", "v")
+    check_inputs(q, k, v, call.mask, call.scale, names, call.scores, call.dropout)
     for name, tensor in (("dout", dout), ("out", out)):
         checks.expect_shape(name, tensor, (*q.shape[:3], v.shape[3]), "q and v")
         checks.expect_device(name, tensor, q.device, "q")
@@ -135,21 +155,22 @@ def _gradients(
     dout, dlse, q, k, v, out, lse, rest, wanted: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); `wanted` holds the tensors for the other gradients, None where none is wanted."""
-    mask, scale, grad_dtype, scores = _options(rest)
-    mask = mask.clamped
-    _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores)
+    call = _call(rest)
+    call = call._replace(mask=call.mask.clamped)
+    _check_backward(dout, dlse, q, k, v, out, lse, call)
+    mask, scale, grad_dtype, scores, dropout = call
     targets = _empty_gradients(q, k, v, grad_dtype)
     if library.use_triton(q):
         from torch_fdattn.ops.attention.backward import launch_backward
 
         dlse = dlse.contiguous() if dlse is not None else None
         launch_backward(
-            dout, dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted
-        )
+            dout, dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted, dropout
+        )  # fmt: skip
     else:
         library.launches["attention_backward/reference"] += 1
         *found, of_scores = attention_backward_reference(
-            dout, dlse, q, k, v, out, lse, mask, scale, scores
+            dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout
         )
         for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
             if target is not None:
@@ -162,9 +183,9 @@ def _backward(dout, dlse, q, k, v, out, lse, *rest):
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):
-    mask, scale, grad_dtype, scores = _options(rest)
-    _check_backward(dout, dlse, q, k, v, out, lse, mask, scale, scores)
-    return _empty_gradients(q, k, v, grad_dtype)
+    call = _call(rest)
+    _check_backward(dout, dlse, q, k, v, out, lse, call)
+    return _empty_gradients(q, k, v, call.dtype)
 
 
 def _wanted(scores: Scores, flags: tuple[bool, ...]) -> Scores:
@@ -182,13 +203,13 @@ def _or_nothing(q: Tensor, wanted: Scores) -> list[Tensor]:
 
 def _backward_all(dout, dlse, q, k, v, out, lse, *rest):
     flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
-    wanted = _wanted(_options(rest)[3], flags)
+    wanted = _wanted(_call(rest).scores, flags)
     return *_gradients(dout, dlse, q, k, v, out, lse, rest, wanted), *_or_nothing(q, wanted)
 
 
 def _backward_all_fake(dout, dlse, q, k, v, out, lse, *rest):
     flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
-    wanted = _wanted(_options(rest)[3], flags)
+    wanted = _wanted(_call(rest).scores, flags)
     return *_backward_fake(dout, dlse, q, k, v, out, lse, *rest), *_or_nothing(q, wanted)
 
 
@@ -224,12 +245,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, raw_forward, q, k, v, *rest):
-        """rest: the fields of a mask, the scale, the fields of scores."""
-        mask, scale, scores = Mask(*rest[:_MASKS]), rest[_MASKS], Scores(*rest[_MASKS + 1 :])
-        out, lse = raw_forward(q, k, v, *mask, scale, None, *scores)
-        ctx.save_for_backward(q, k, v, out, lse, *mask[:3], *scores[1:])
+        """rest: the fields of a mask, the scale, the fields of scores and of dropout."""
+        mask, scale, options = rest[:_MASKS], rest[_MASKS], rest[_MASKS + 1 :]
+        out, lse = raw_forward(q, k, v, *mask, scale, None, *options)
+        softcap, *tensors, dropout_p, dropout_seed = options
+        ctx.save_for_backward(q, k, v, out, lse, *mask[:3], *tensors, dropout_seed)
         ctx.options = *mask[3:], scale
-        ctx.softcap = scores.softcap
+        ctx.softcap, ctx.dropout_p = softcap, dropout_p
         # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
         ctx.set_materialize_grads(False)
         return out, lse
@@ -238,34 +260,36 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("attention")
         no_mask = (None,) * (_MASKS + 2)  # of the mask, the scale and the cap
-        no_scores = (None,) * (len(Scores._fields) - 1)
+        no_scores = (None,) * (_SCORES - 1)
+        no_dropout = None, None
         if dout is None and dlse is None:
-            return None, None, None, None, *no_mask, *no_scores
+            return None, None, None, None, *no_mask, *no_scores, *no_dropout
         q, k, v, out, lse, *pointers = ctx.saved_tensors
         mask_and_scale = *pointers[:3], *ctx.options
-        scores = ctx.softcap, *pointers[3:]
+        options = ctx.softcap, *pointers[3:-1], ctx.dropout_p, pointers[-1]
         if dout is None:
             dout = torch.zeros_like(out)
         state = dout, dlse, q, k, v, out, lse
-        wanted = ctx.needs_input_grad[4 + len(no_mask) :]
+        wanted = ctx.needs_input_grad[4 + len(no_mask) : -2]
         if not any(wanted):
-            found = torch.ops.fdattn.attention_backward(*state, *mask_and_scale, None, *scores)
-            return None, *found, *no_mask, *no_scores
+            found = torch.ops.fdattn.attention_backward(*state, *mask_and_scale, None, *options)
+            return None, *found, *no_mask, *no_scores, *no_dropout
         dq, dk, dv, *found = torch.ops.fdattn.attention_backward_all(
-            *state, *wanted, *mask_and_scale, None, *scores
+            *state, *wanted, *mask_and_scale, None, *options
         )
         found = [x if flag else None for x, flag in zip(found, wanted, strict=True)]
-        return None, dq, dk, dv, *no_mask, *found
+        return None, dq, dk, dv, *no_mask, *found, *no_dropout
 
 
 def attend(
-    raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES
+    raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES,
+    dropout: Dropout = NO_DROPOUT,
 ):  # fmt: skip
     """Calls a raw forward, through autograd only where a gradient is wanted."""
     library.meet(q)
     if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
-        return _Attend.apply(raw_forward, q, k, v, *mask, scale, *scores)
-    return raw_forward(q, k, v, *mask, scale, None, *scores)
+        return _Attend.apply(raw_forward, q, k, v, *mask, scale, *scores, *dropout)
+    return raw_forward(q, k, v, *mask, scale, None, *scores, *dropout)
 
 
 def options_to_mask(
@@ -288,15 +312,32 @@ def default_scale(q: Tensor, scale: float | None) -> float:
 def _attention(
     q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
     window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
-    attn_mask=None,
+    attn_mask=None, dropout_p=0.0, dropout_seed=None,
 ):  # fmt: skip
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
-    return attend(
-        torch.ops.fdattn.attention_forward, q, k, v, mask, default_scale(q, scale), scores
-    )
+    scale = default_scale(q, scale)
+    if dropout_p and dropout_seed is None:
+        dropout_seed = torch.ops.fdattn.dropout_seed(q.detach())
+    dropout = Dropout(dropout_p, dropout_seed)
+    return attend(torch.ops.fdattn.attention_forward, q, k, v, mask, scale, scores, dropout)
+
+
+def _dropout_seed(like: Tensor) -> Tensor:
+    generator = seed_generator(like.device)
+    limits = -(2**63), 2**63 - 1
+    return torch.randint(*limits, (2,), device=like.device, dtype=torch.int64, generator=generator)
+
+
+# An op of its own: what it draws from is known only when it runs, not when a graph is traced.
+library.define_raw(
+    "dropout_seed(Tensor like) -> Tensor",
+    _dropout_seed,
+    lambda like: like.new_empty(2, dtype=torch.int64),
+    seeded=True,
+)
 
 
 library.define_composite(

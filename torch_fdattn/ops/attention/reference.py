@@ -2,7 +2,7 @@
 
     S = scale · Q Kᵀ,  lse = log Σ_j exp(S_ij) over visible keys,  P = exp(S - lse),  O = P V
 
-(with what `ops/scores.py` does to S) and, with D = rowsum(dO ∘ O) - dlse,
+(with what `ops/scores.py` does to S, and `dropout.py` to P in P V and to dO Vᵀ) and, with D = rowsum(dO ∘ O) - dlse,
 
     dV = Pᵀ dO,  dS = P ∘ (dO Vᵀ - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout, kept_weights
 from torch_fdattn.ops.positions import Mask, query_key_positions, visible
 from torch_fdattn.ops.scores import (
     NO_SCORES,
@@ -36,7 +37,7 @@ QUERY_BLOCK = 512
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, options: Scores | None = None,
-    keys_in: Tensor | None = None,
+    keys_in: Tensor | None = None, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (B, H, S, DV), lse (B, H, S)) in the accumulation dtype.
 
@@ -55,9 +56,10 @@ def attention_reference(
     q_pos, k_pos, _ = query_key_positions(mask, q_len, kv_len, q.device)
     distance = k_pos[:, None, :] - q_pos[:, :, None]
     outs, lses = [], []
-    for rows, seen_rows, distance_rows, options_rows in zip(
+    positions = q_pos.split(QUERY_BLOCK, 1)
+    for rows, seen_rows, distance_rows, options_rows, pos in zip(
         *(x.split(QUERY_BLOCK, dim) for x, dim in ((q, 3), (seen, 1), (distance, 1))),
-        _by_rows(options, q_len, kv_len), strict=True,
+        _by_rows(options, q_len), positions, strict=True,
     ):  # fmt: skip
         scores = scale * _by_group(rows, k.mT)
         if not options.is_plain:
@@ -68,7 +70,7 @@ def attention_reference(
         # Not exp(scores - lse): lse is rounded, and softmax's own normaliser is not. A row that sees no
         # key has no softmax; its probabilities are zero.
         p = torch.softmax(scores, -1).masked_fill((lse == float("-inf"))[..., None], 0.0)
-        outs.append(_by_group(p, v))
+        outs.append(_by_group(_kept(p, dropout, pos, k_pos), v))
         lses.append(lse)
     out, lse = torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 3).flatten(1, 2)
     return add_sinks(out, lse, options.sinks)
@@ -76,7 +78,7 @@ def attention_reference(
 
 def attention_backward_reference(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    mask: Mask, scale: float, options: Scores | None = None,
+    mask: Mask, scale: float, options: Scores | None = None, dropout: Dropout = NO_DROPOUT,
 ) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
     """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
     options = options or NO_SCORES
@@ -94,8 +96,9 @@ def attention_backward_reference(
     distance = (k_pos[:, None, :] - q_pos[:, :, None])[:, None, None]
     dq, dk, dv, dslopes, dmask = [], torch.zeros_like(k), torch.zeros_like(v), 0.0, []
     blocks = (tensor.split(QUERY_BLOCK, 3) for tensor in (q, dout, lse, delta, seen, distance))
-    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows, away, rows in zip(
-        *blocks, _by_rows(options, q.shape[3], k.shape[2]), strict=True
+    positions = q_pos.split(QUERY_BLOCK, 1)
+    for q_rows, dout_rows, lse_rows, delta_rows, seen_rows, away, rows, pos in zip(
+        *blocks, _by_rows(options, q.shape[3]), positions, strict=True
     ):
         products = scale * _by_group(q_rows, k.mT)
         scores = products
@@ -103,7 +106,8 @@ def attention_backward_reference(
             flat = modify_scores(products.flatten(1, 2), away[:, 0, 0], rows)
             scores = flat.view(scores.shape)
         p = _probabilities(scores.masked_fill(~seen_rows, float("-inf")), lse_rows)
-        ds = p * (_by_group(dout_rows, v.mT) - delta_rows[..., None])
+        dp = _kept(_by_group(dout_rows, v.mT), dropout, pos, k_pos)
+        ds = p * (dp - delta_rows[..., None])
         if options.alibi_slopes is not None:
             dslopes = dslopes - (ds * away.abs()).sum((3, 4)).flatten(1, 2)
         if rows.attn_mask is not None:
@@ -111,6 +115,7 @@ def attention_backward_reference(
         ds = ds * cap_slope(products, options)
         dq.append(scale * _by_group(ds, k))
         dk += scale * (ds.flatten(2, 3).mT @ q_rows.flatten(2, 3))
+        p = _kept(p, dropout, pos, k_pos)
         dv += p.flatten(2, 3).mT @ dout_rows.flatten(2, 3)
     if options.alibi_slopes is None:
         dslopes = None
@@ -124,7 +129,15 @@ def attention_backward_reference(
     return torch.cat(dq, 3).flatten(1, 2), dk, dv, gradients
 
 
-def _by_rows(options: Scores, q_len: int, kv_len: int) -> Iterator[Scores]:
+def _kept(x: Tensor, dropout: Dropout, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """x (B, H_kv, G, M, N) with zeros where weights are dropped, the others times 1 / (1 - p)."""
+    if not dropout.threshold:
+        return x
+    kept = kept_weights(dropout, q_pos, k_pos, x.shape[0], x.shape[1] * x.shape[2])
+    return (x * dropout.factor).masked_fill(~kept.view(x.shape), 0.0)
+
+
+def _by_rows(options: Scores, q_len: int) -> Iterator[Scores]:
     """The options of each block of queries: with the mask's own rows, (…, M or 1, N or 1)."""
     entries = options.attn_mask
     for start in range(0, max(q_len, 1), QUERY_BLOCK):

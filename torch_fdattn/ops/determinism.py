@@ -1,0 +1,42 @@
+"""`set_deterministic`: where the seeds come from that dropout draws when it is given none."""
+
+from __future__ import annotations
+
+import torch
+
+#: (enabled, seed), and the generators made for it, by device.
+_setting: tuple[bool, int | None] = (False, None)
+_generators: dict[torch.device, torch.Generator] = {}
+
+
+def set_deterministic(enabled: bool, seed: int | None = None) -> None:
+    """The same bits on every run.
+
+    Every forward and backward is deterministic whatever is set here: no kernel uses atomics, and sums have one
+    order. What is left to chance are the seeds that dropout draws where it is given none. By default they
+    come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
+    from a generator of their own, which each such call of `set_deterministic` starts anew and which no other
+    consumer of random numbers advances. It is read when a call runs: compiled graphs follow it. (Under CUDA
+    graph capture give `dropout_seed` instead: a capture knows torch's generators alone.)
+
+    Args:
+        enabled: False goes back to torch's generator.
+        seed: of the seeds; None: torch's generator.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled must be a bool, got {enabled!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int or None, got {seed!r}")
+    global _setting
+    _setting = (enabled, seed)
+    _generators.clear()
+
+
+def seed_generator(device: torch.device) -> torch.Generator | None:
+    """The generator for a device's seeds; None stands for torch's own."""
+    enabled, seed = _setting
+    if not enabled or seed is None:
+        return None
+    if device not in _generators:
+        _generators[device] = torch.Generator(device).manual_seed(seed)
+    return _generators[device]
