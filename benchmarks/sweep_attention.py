@@ -112,7 +112,7 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def launch_forward(config: TileConfig) -> None:
-        forward.launch_forward(q, k, v, mask, scale, out, lse, config)
+        forward.launch_forward(q, k, v, mask, scale, out, lse, config=config)
 
     if kernel == "forward":
         default = configs.forward_config(*like, forward.has_borders(mask, case.seq_len))
@@ -125,7 +125,9 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
 
     def launch_backward(config: TileConfig) -> None:
         chosen = dataclasses.replace(both, **{kernel: config})
-        backward.launch_backward(dout, None, q, k, v, out, lse, mask, scale, dq, dk, dv, chosen)
+        backward.launch_backward(
+            dout, None, q, k, v, out, lse, mask, scale, dq, dk, dv, config=chosen
+        )
 
     default = getattr(both, kernel)
     with _left_out(backward, "_dq_kernel", "_dkdv_kernel"):
