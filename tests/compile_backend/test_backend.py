@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,22 @@ def test_the_entry_point_is_declared_once():
     assert not [path for path in sources if "register_backend" in path.read_text()]
 
 
+def test_the_entry_point_works_by_name(monkeypatch):
+    """As torch reads it; which distribution brought it does not matter."""
+    from torch._dynamo.backends import registry
+
+    registry.list_backends()  # what is installed is read once, before
+    name, target = entry_points().split(" = ")
+    point = EntryPoint(name, target, "torch_dynamo_backends")
+    monkeypatch.setitem(registry._BACKENDS, name, point)
+    monkeypatch.delitem(registry._COMPILER_FNS, name, raising=False)
+    compiled = torch.compile(attend, backend="fdattn", options={"lower": "aot_eager"})
+    agree(attend, compiled, qkv(24))
+    assert launches["attention_forward/reference"] == 1
+    assert registry._COMPILER_FNS.pop(name) is fdattn
+
+
+@pytest.mark.slow
 def test_found_by_name_with_no_import(tmp_path):
     """As installed: torch alone is imported, and the entry point names the backend."""
     info = tmp_path / "torch_fdattn_test-0.dist-info"
@@ -356,7 +373,8 @@ def test_the_users_own_joint_pass_is_kept():
             return "own"
 
     options = {"joint_custom_pre_pass": Own()}
-    agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24, dim=32))
+    with torch._inductor.config.patch(force_disable_caches=True):  # a hit would run no pass
+        agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24, dim=32))
     assert seen
     assert CacheKey({}, Own()).uuid()[-1] == "own"
     assert CacheKey({}, lambda graph: None).uuid() is None  # what has no id cannot be cached

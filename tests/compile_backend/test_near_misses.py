@@ -332,6 +332,7 @@ def test_modules_of_torch_that_are_one_call():
     left("opaque", lambda x: layer(x, x, x, need_weights=False)[0], torch.randn(2, 8, 64))
 
 
+@pytest.mark.slow
 def test_flex_attention_is_reported():
     from torch.nn.attention.flex_attention import flex_attention
 
