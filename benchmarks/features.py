@@ -4,8 +4,7 @@
 FlexAttention through score and mask functions, `sdpa` through scaled_dot_product_attention with what the
 feature amounts to written out as one additive or boolean mask (dropout through its own argument).
 
-    plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout, varlen
-    (sequences of unequal lengths, packed)
+    plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from .runner import DTYPES, generator
 from .shapes import AttentionCase
 
 DROPOUT, SOFTCAP = 0.1, 30.0
-#: A sequence's share of the packed tokens.
-SHARES = (1, 7, 2, 3, 0.5, 2.5)
 #: Keys that a written-out sink adds: SDPA wants masks whose rows are multiples of 16 bytes.
 SINK_KEYS = 8
 
@@ -38,9 +35,6 @@ class Extras(NamedTuple):
     bias: Tensor | None = None  # (1, H, S, S), of q's dtype
     slopes: Tensor | None = None  # (H,) fp32
     sinks: Tensor | None = None  # (H,) fp32
-    starts: Tensor | None = (
-        None  # (sequences + 1,) int32: where packed sequences begin, and the end
-    )
     window: int | None = None
 
     @property
@@ -61,9 +55,6 @@ def extras_of(case: AttentionCase, device: torch.device) -> Extras:
         return Extras(device, slopes=2.0 ** (-8 * powers))
     if feature == "sinks":
         return Extras(device, sinks=torch.randn(heads, generator=made, device=device))
-    if feature == "varlen":
-        ends = torch.tensor(SHARES).cumsum(0) / sum(SHARES) * length
-        return Extras(device, starts=F.pad(ends.round(), (1, 0)).to(device, torch.int32))
     if feature.startswith("window"):
         return Extras(device, window=int(feature.removeprefix("window")))
     if feature not in ("plain", "softcap", "dropout"):
@@ -111,15 +102,6 @@ def chosen(names: str) -> tuple[Implementation, ...]:
 def with_ours(case: AttentionCase, extras: Extras) -> Attention:
     import torch_fdattn
 
-    if case.feature == "varlen":
-        starts = extras.starts
-
-        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            tokens = (x[0].transpose(0, 1) for x in (q, k, v))
-            out, _ = torch_fdattn.varlen_attention(*tokens, starts, starts, causal=True)
-            return out.transpose(0, 1)[None]
-
-        return packed
     options: dict[str, object] = {}
     if case.feature == "softcap":
         options["softcap"] = SOFTCAP
@@ -137,7 +119,7 @@ def with_flex(case: AttentionCase, extras: Extras) -> Attention:
 
     if case.feature == "dropout":
         raise NotImplementedError("flex has no dropout")
-    device, bias, slopes, sinks, starts, window = extras
+    device, bias, slopes, sinks, window = extras
     length = case.seq_len
 
     def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -147,15 +129,8 @@ def with_flex(case: AttentionCase, extras: Extras) -> Attention:
             return score - slopes[h] * (q - k)
         return SOFTCAP * torch.tanh(score / SOFTCAP)
 
-    sequence = None
-    if starts is not None:
-        sequence = torch.searchsorted(starts, torch.arange(length, device=device), right=True)
-
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        causal = q >= k
-        if window is not None:
-            return causal & (q - k < window)
-        return causal if sequence is None else causal & (sequence[q] == sequence[k])
+        return (q >= k) if window is None else (q >= k) & (q - k < window)
 
     mask = create_block_mask(seen, None, None, length, length, device=device)
     modifies = bias is not None or slopes is not None or case.feature == "softcap"
@@ -215,9 +190,6 @@ def added(case: AttentionCase, extras: Extras, dtype: torch.dtype) -> Tensor:
     hidden = distance < 0
     if extras.window is not None:
         hidden |= distance >= extras.window
-    if extras.starts is not None:
-        sequence = torch.searchsorted(extras.starts, position, right=True)
-        hidden |= sequence[:, None] != sequence[None, :]
     scores = torch.zeros(1, 1, 1, 1, dtype=dtype, device=extras.device)
     if extras.bias is not None:
         scores = extras.bias.to(dtype)

@@ -39,7 +39,7 @@ class FeatureCase(AttentionCase):
         options = super().oracle_options() | dict(softcap=self.softcap)
         if self.dropout_p:
             dropout = Dropout(self.dropout_p, self._seed())
-            options["kept"] = dropout.factor * self.kept(dropout)
+            options["kept"] = dropout.factor * self.kept(dropout).double()
         return options
 
     def options(self, device: torch.device | str) -> dict:
