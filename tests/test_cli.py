@@ -218,9 +218,10 @@ def test_ranks_that_share_positions_may_page_and_quantise_them(tiny):
     ("options", "message"),
     [
         (("--strategy", "fused"), "--strategy fused needs ranks that map each other's memory"),
-        (
+        pytest.param(
             ("--strategy", "hierarchical", "--tensor-parallel", "2"),
             "--strategy hierarchical needs --tensor-parallel 1, got 2",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -335,7 +336,6 @@ def test_a_full_disk_is_one_line(tiny):
         "torch_fdattn doctor --json",
         "torch_fdattn",
         "torch_fdattn.doctor",
-        "torch_fdattn.doctor --json",
     ],
 )
 def test_a_full_disk_is_one_line_in_every_command(command):
@@ -345,7 +345,9 @@ def test_a_full_disk_is_one_line_in_every_command(command):
     assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"
 
 
-@pytest.mark.parametrize(("kv_block", "held"), [("0", [8, 8]), ("5", [10, 6])])
+@pytest.mark.parametrize(
+    ("kv_block", "held"), [pytest.param("0", [8, 8], marks=pytest.mark.slow), ("5", [10, 6])]
+)
 def test_kv_block_decides_what_each_rank_holds(kv_block, held, tiny):
     """8 prompt tokens and 8 new ones: two halves, or blocks of 5 dealt in turn (5 + 5, 5 + 1)."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"

@@ -42,7 +42,7 @@ def start(command: list[str], **variables: object) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks_per_agent", [1, 2])
+@pytest.mark.parametrize("ranks_per_agent", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_agents(ranks_per_agent: int) -> None:
     """Two torchrun agents, as on two nodes."""
     port = free_port()

@@ -62,15 +62,20 @@ def check(launches, arch: str) -> None:
 MERGES = [
     (fused, 1, 4, 128, False, "sm_90"),
     (fused, 16, 8, 64, True, "sm_90"),
-    (fused, 2, 2, 256, False, "sm_80"),
-    (two_shot, 1, 4, 128, False, "sm_90"),
     (two_shot, 64, 4, 128, False, "sm_90"),
-    (two_shot, 16, 8, 64, False, "sm_80"),
     (push, 16, 8, 64, False, "sm_90"),
-    (push, 2, 2, 256, True, "sm_80"),
     (push_tiled, 64, 4, 128, False, "sm_90"),
-    (push_tiled, 16, 8, 64, True, "sm_90"),
-    (push_tiled, 2, 2, 256, False, "sm_80"),
+    *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in (
+            (fused, 2, 2, 256, False, "sm_80"),
+            (two_shot, 1, 4, 128, False, "sm_90"),
+            (two_shot, 16, 8, 64, False, "sm_80"),
+            (push, 2, 2, 256, True, "sm_80"),
+            (push_tiled, 16, 8, 64, True, "sm_90"),
+            (push_tiled, 2, 2, 256, False, "sm_80"),
+        )
+    ),
 ]
 
 

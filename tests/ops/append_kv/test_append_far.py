@@ -45,7 +45,10 @@ def rows(*shape, device):
     return torch.randint(1, 128, (*shape, DIM), device=device).float()
 
 
-@pytest.mark.parametrize("far", VIEWS)
+@pytest.mark.parametrize(
+    "far",
+    ["positions", *(pytest.param(x, marks=pytest.mark.slow) for x in VIEWS if x != "positions")],
+)
 def test_contiguous(far, zeros, device):
     (batch, heads, capacity, _), strides = VIEWS[far]
     cache = zeros.as_strided((batch, heads, capacity, DIM), strides)

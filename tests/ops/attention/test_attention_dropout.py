@@ -185,7 +185,7 @@ def test_seeds_of_torch_and_of_our_own(device):
     repeats(lambda: torch.manual_seed(3), lambda: None)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_graph_follows_the_setting(backend, device):
     """One seed a call, the same in forward and backward, and never one from the time of tracing."""
     torch._dynamo.reset()
