@@ -232,6 +232,7 @@ def test_strategies_that_these_ranks_do_not_have(options, message, tiny):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_split_the_model_may_page_the_cache(tiny):
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     options = tiny_options(tiny, "--tensor-parallel", "2", "--kv-cache", "paged")
@@ -357,6 +358,7 @@ def test_kv_block_decides_what_each_rank_holds(kv_block, held, tiny):
     assert cache_bytes(result.stderr) == [positions * POSITION for positions in held]
 
 
+@pytest.mark.slow
 def test_ranks_may_split_the_model(tiny):
     """Two ranks with a head each, of which each holds all positions."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"

@@ -39,7 +39,11 @@ def one_rank(rank: int, folder: Path, shape: tuple[int, int], strategy: str) -> 
 
 @pytest.mark.parametrize(
     ("shape", "strategy"),
-    [((3, 1), "all_reduce"), ((1, 3), "all_reduce"), ((2, 2), "ag_rs")],
+    [
+        pytest.param((3, 1), "all_reduce", marks=pytest.mark.slow),
+        ((1, 3), "all_reduce"),
+        ((2, 2), "ag_rs"),
+    ],
 )
 def test_ranks_agree_and_write_what_one_process_writes(shape, strategy, tmp_path):
     size = shape[0] * shape[1]

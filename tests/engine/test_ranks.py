@@ -136,7 +136,7 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tm
     ("ranks", "tensor_parallel", "strategy", "kv_block"),
     [
         pytest.param(2, 2, "all_reduce", None, marks=pytest.mark.slow),
-        (3, 3, "ag_rs", None),
+        pytest.param(3, 3, "ag_rs", None, marks=pytest.mark.slow),
         (4, 2, "ag_rs", 5),
         pytest.param(4, 1, "all_reduce", None, marks=pytest.mark.slow),
     ],

@@ -19,7 +19,8 @@ LAYOUTS = [
 KINDS = pytest.mark.parametrize(
     ("layouts", "dtype"),
     [
-        *((layouts, torch.float32) for layouts in LAYOUTS),
+        *((layouts, torch.float32) for layouts in LAYOUTS[:3]),
+        *(pytest.param(x, torch.float32, marks=pytest.mark.slow) for x in LAYOUTS[3:]),
         (PLAIN, torch.bfloat16),
         (PLAIN, torch.float64),
     ],

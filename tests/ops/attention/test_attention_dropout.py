@@ -80,7 +80,16 @@ def test_the_references_mask(bits, device):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bits", [bits_of_forward, bits_of_backward])
-@pytest.mark.parametrize("kind", ["shifted by 3", "before 0", "striped", "striped as contiguous"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "striped",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("shifted by 3", "before 0", "striped as contiguous")
+        ),
+    ],
+)
 def test_every_path_to_a_position(bits, kind, device):
     """Groups of eight keys where tiles begin with one, else key by key: the same bits for a position."""
     starts = dict(q_start=int32(5, 5, device=device))

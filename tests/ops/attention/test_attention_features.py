@@ -169,7 +169,14 @@ def test_garbage_beyond_the_lengths(op, device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("head_dim", "v_dim"), [(512, 512), (264, 16), (16, 264), (320, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "v_dim"),
+    [
+        (512, 512),
+        (264, 16),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, 264), (320, 128))),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_head_dims_above_256(head_dim, v_dim, dtype, device):
     case = dataclasses.replace(

@@ -31,13 +31,13 @@ def compare(inputs, bias, rtol, **options):
 
 SHAPES = [
     (37,),
+    (4, 21, 1),
+    (2, 1, 21, 37),
     (21, 1),
     (1, 1),
     (2, 1, 1, 37),
-    (4, 21, 1),
     (2, 4, 21, 37),
     (1, 4, 1, 37),
-    (2, 1, 21, 37),
 ]
 
 
@@ -61,7 +61,11 @@ def test_gradcheck(shape, causal):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*SHAPES[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in SHAPES[3:])],
+    ids=str,
+)
 def test_gradient_by_what_is_broadcast(shape, device):
     bias = torch.randn(shape, device=device, requires_grad=True)
     compare(qkv(device), bias, 2e-5, causal=True)
@@ -165,7 +169,11 @@ def test_nan_in_a_mask_is_seen(device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_any_strides(dtype, device):
     """Read where it is: transposed, every other column, expanded, as a window of a larger table."""
     q, k, v = (x.detach() for x in qkv(device))

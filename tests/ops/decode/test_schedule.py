@@ -148,7 +148,11 @@ def test_too_many_keys_are_refused(kernel_device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("tile", [TileConfig(16, 128, 1, 1), TileConfig(16, 64, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [TileConfig(16, 128, 1, 1), pytest.param(TileConfig(16, 64, 1, 1), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("wanted", [3, 60])  # the last more than there are tiles
 @pytest.mark.parametrize("lens", [None, (700, 700), (1000, 1, 0), (129, 640, 64)], ids=str)
 def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):

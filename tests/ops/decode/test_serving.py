@@ -123,7 +123,7 @@ def test_given_outputs_and_workspace(paged, invariant, device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_workspace_for_calls_of_several_sizes(invariant, device):
     """Made for the largest, used by small ones in between."""
     lens = tuple(1100 if b % 5 == 0 else 30 - b for b in range(6))
