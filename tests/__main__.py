@@ -103,9 +103,7 @@ def layers(kind: str) -> list[Layer]:
                 3,
                 "ring_attention",
                 "decode",
-                "tp_layers",
                 "tp_linear",
-                "parallelize",
                 "kv_cache",
                 "agreement",
                 only=f"not ({COMPILED})",
@@ -120,7 +118,7 @@ def layers(kind: str) -> list[Layer]:
                 "engine",
                 only=f"not ({COMPILED})",
             ),
-            distributed(1, "ring_attention", "tp_layers", "tp_linear", only=f"not ({COMPILED})"),
+            distributed(1, "ring_attention", only=f"not ({COMPILED})"),
             one_sided(2, "one_sided", "strategies", "signals", "fused_parts"),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
@@ -138,6 +136,8 @@ def layers(kind: str) -> list[Layer]:
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
+            distributed(3, "tp_layers", "parallelize"),
+            distributed(1, "tp_layers", "tp_linear", "parallelize"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

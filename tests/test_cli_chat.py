@@ -132,7 +132,12 @@ def test_who_waits_hears_that_nothing_came_yet(monkeypatch):
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, ["--kv-block", "3"]), (2, ["--tensor-parallel", "2", "--tp-strategy", "ag_rs"])],
+    [
+        (2, ["--kv-block", "3"]),
+        pytest.param(
+            2, ["--tensor-parallel", "2", "--tp-strategy", "ag_rs"], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_ranks_follow_the_lines_of_the_first(tiny, ranks, options):
     lines = "aaaa\naaaa\n/reset\naaaa\naaaa\naaaa\n"

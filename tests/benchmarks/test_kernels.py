@@ -108,6 +108,7 @@ def test_sweep_ranks_checks_and_explains() -> None:
     assert rejected[default] == "not measured: budget of 0 s was spent"
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sweep_calls_the_real_kernels(kernel_device: str, kernel: str) -> None:

@@ -77,6 +77,7 @@ def test_the_perplexity_stays(smollm2, unquantised, kv_dtype):
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_pages_change_nothing(smollm2):
     """But the order of sums, which turns some keys of later layers to the other neighbour in float8."""
     loss, likeliest = teacher_forced(smollm2, "paged", "fp8_e4m3")

@@ -394,6 +394,7 @@ def test_a_plan_serves_calls_of_equal_metadata(device):
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_a_plan_for_each_set_of_options(device, monkeypatch):
     """Calls that differ in one option alone, one after the other, and each without plans of others."""
