@@ -116,7 +116,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_layers",
                 "kv_cache",
                 "engine",
-                only=f"not ({COMPILED})",
+                only=f"not ({COMPILED} or test_drawn)",
             ),
             distributed(1, "ring_attention", only=f"not ({COMPILED})"),
             one_sided(2, "one_sided", "strategies", "signals", "fused_parts"),
@@ -136,6 +136,7 @@ def layers(kind: str) -> list[Layer]:
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
+            distributed(4, "ring_attention", only="test_drawn"),
             distributed(3, "tp_layers", "parallelize"),
             distributed(1, "tp_layers", "tp_linear", "parallelize"),
         ]

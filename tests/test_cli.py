@@ -375,6 +375,7 @@ def test_a_model_is_split_over_a_part_of_the_ranks_or_all(tiny):
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_two_processes_share_the_cache():
     """The command of the README, on CPU so that it runs wherever the tests do."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"

@@ -125,6 +125,7 @@ def test_a_rank_launched_alone_by_hand_ends_within_the_bound(rank, message):
     assert message in shown
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_silent_ends_the_all_reduce_within_the_bound():
     port = free_port()
     silent = launched_by_hand(SILENT, 1, port)

@@ -12,7 +12,7 @@ import torch
 
 WORKER = Path(__file__).parent / "fault_worker.py"
 CASES = [
-    ("kill", "fused"),
+    pytest.param("kill", "fused", marks=pytest.mark.slow),
     ("stop", "push_tiled"),
     ("kill_in_calls", "two_shot"),
     pytest.param("kill_in_calls", "push", marks=pytest.mark.slow),

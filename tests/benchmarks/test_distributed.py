@@ -80,7 +80,7 @@ def test_every_system_is_run() -> None:
 
 
 #: Each starts ranks anew; the others' systems are among FORMS, too.
-QUICK = ("ring", "e2e")
+QUICK = ("ring",)
 
 
 @pytest.mark.parametrize(

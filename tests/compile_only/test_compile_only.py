@@ -164,6 +164,8 @@ def central(case: Case) -> bool:
         return case.mask == "causal" and option in ("scores", "bias", "dropout")
     if case.arch == "sm_90" and (case.mask, case.cache) == ("padded", "same-paged"):
         return True
+    if case.op == "backward" and case.arch not in ("sm_90", "gfx942"):
+        return False
     return plain and (case.mask, case.cache) in (("causal", "same"), ("full", "same"))
 
 

@@ -137,7 +137,7 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tm
     [
         pytest.param(2, 2, "all_reduce", None, marks=pytest.mark.slow),
         pytest.param(3, 3, "ag_rs", None, marks=pytest.mark.slow),
-        (4, 2, "ag_rs", 5),
+        pytest.param(4, 2, "ag_rs", 5, marks=pytest.mark.slow),
         pytest.param(4, 1, "all_reduce", None, marks=pytest.mark.slow),
     ],
 )
