@@ -62,10 +62,10 @@ _PROCESSES = (
 COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
 
 
-def distributed(ranks: int, *names: str, only: str = "") -> Layer:
-    """The distributed tests, or the files of these names alone; `only` is pytest's -k."""
+def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
+    """The distributed tests, or the files of these names alone; `only` is pytest's -k, `marked` its -m."""
     files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
-    chosen = ("-k", only) if only else ()
+    chosen = (*(("-k", only) if only else ()), *(("-m", marked) if marked else ()))
     return Layer(f"distributed, {ranks} ranks", (*files, *chosen), ranks)
 
 
@@ -97,7 +97,7 @@ def layers(kind: str) -> list[Layer]:
                 0,
                 INTERPRET,
             ),
-            distributed(2),
+            distributed(2, marked="not slow"),
             # What does not divide by three: heads, rows, positions.
             distributed(
                 3,
@@ -107,6 +107,7 @@ def layers(kind: str) -> list[Layer]:
                 "kv_cache",
                 "agreement",
                 only=f"not ({COMPILED})",
+                marked="not slow",
             ),
             # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
             distributed(
@@ -134,6 +135,7 @@ def layers(kind: str) -> list[Layer]:
         return [
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+            distributed(2, marked="slow"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
             distributed(4, "ring_attention", only="test_drawn"),

@@ -102,7 +102,7 @@ def test_no_key_anywhere(group, rank_device) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("new", [3, 20])
+@pytest.mark.parametrize("new", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["out", "lse", "both"])
 def test_gradients(group, rank_device, new: int, which: str, compiled: bool) -> None:
     torch._dynamo.reset()

@@ -25,8 +25,10 @@ def full(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("which", ["out", "lse", "both"])
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("which", ["out", pytest.param("lse", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param(Replicate(), marks=pytest.mark.slow), Shard(0), Shard(1)], ids=str
+)
 def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool) -> None:
     torch._dynamo.reset()
     world = dist.get_world_size()

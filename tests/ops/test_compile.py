@@ -38,7 +38,11 @@ def loss_of(out, lse, use):
     return sum(parts[name] for name in use)
 
 
-USES = pytest.mark.parametrize("use", [("out",), ("lse",), ("out", "lse")], ids="+".join)
+USES = pytest.mark.parametrize(
+    "use",
+    [("out",), pytest.param(("lse",), marks=pytest.mark.slow), ("out", "lse")],
+    ids="+".join,
+)
 
 
 @BACKENDS
