@@ -48,7 +48,9 @@ def decode_names(paged):
     return [*decode_call(paged, "cpu")]
 
 
-@pytest.mark.parametrize("entry", ["python", pytest.param("op", marks=pytest.mark.slow), "out"])
+@pytest.mark.parametrize(
+    "entry", ["python", *(pytest.param(x, marks=pytest.mark.slow) for x in ("op", "out"))]
+)
 @pytest.mark.parametrize(
     ("paged", "name"), [(paged, name) for paged in (False, True) for name in decode_names(paged)]
 )

@@ -72,7 +72,9 @@ def bits_of_backward(q_len, kv_len, device, **options):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("bits", [bits_of_forward, bits_of_backward])
+@pytest.mark.parametrize(
+    "bits", [bits_of_forward, pytest.param(bits_of_backward, marks=pytest.mark.slow)]
+)
 def test_the_references_mask(bits, device):
     q_pos, k_pos = torch.arange(37 - 21, 37), torch.arange(37)
     assert torch.equal(bits(21, 37, device), expected(0.3, q_pos, k_pos))

@@ -48,7 +48,13 @@ def test_drawn(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", drawn_seeds(16, "FDATTN_DRAWN"))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(x, marks=[] if x < 6 else pytest.mark.slow)
+        for x in drawn_seeds(16, "FDATTN_DRAWN")
+    ],
+)
 def test_drawn_decode_gradients(seed, device, record_drawn):
     case = draw_features(seed, device, decode=True)
     record_drawn("decode's features with gradients", case.features())

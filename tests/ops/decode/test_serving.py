@@ -122,8 +122,9 @@ def test_given_outputs_and_workspace(paged, invariant, device):
     assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("invariant", [False, True])
 def test_a_workspace_for_calls_of_several_sizes(invariant, device):
     """Made for the largest, used by small ones in between."""
     lens = tuple(1100 if b % 5 == 0 else 30 - b for b in range(6))
@@ -343,7 +344,7 @@ def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_workspace_holds_does_not_matter(invariant, kernel_device):
     q, k, v, lens = caches(kernel_device, lens=(2500, 64, 0, 513), capacity=2600)
     expected = torch_fdattn.decode(q, k, v, lens, batch_invariant=invariant)
