@@ -64,18 +64,8 @@ def attend_tiles(
         k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, k, input_precision=PRECISION)
         scores, unit, _ = score_tile(
-            products,
-            q_pos[:, None],
-            index[None, :],
-            start,
-            queries,
-            keys,
-            options,
-            head,
-            scale_log2,
-            STRIPED,
-            WIDE,
-        )
+            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
+        )  # fmt: skip
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             scores = tl.where(seen, scores, float("-inf"))

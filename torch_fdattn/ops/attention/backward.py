@@ -130,18 +130,9 @@ def _dkdv_tiles(
         products = tl.dot(k, qt, input_precision=PRECISION)
         q_pos = (q_start + rows)[None, :]
         scores, unit, cap_slope = score_tile(
-            products,
-            q_pos,
-            index[:, None],
-            first_key,
-            (start, q_len, q_start),
-            keys,
-            options,
-            head,
-            scale_log2,
-            STRIPED,
-            WIDE,
-        )
+            products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head, scale_log2,
+            STRIPED, WIDE,
+        )  # fmt: skip
         pt = tl.exp2(scores * unit - lse2[None, :])
         if MASKED:
             seen = visible(q_pos, index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
@@ -255,18 +246,8 @@ def _dq_tiles(
         vt = load_tile(vt_ptrs, index[None, :] < keys[0], d_v[:, None] < v_dim, MASKED, EVEN_DV)
         products = tl.dot(q, kt, input_precision=PRECISION)
         scores, unit, cap_slope = score_tile(
-            products,
-            q_pos[:, None],
-            index[None, :],
-            start,
-            queries,
-            keys,
-            options,
-            head,
-            scale_log2,
-            STRIPED,
-            WIDE,
-        )
+            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
+        )  # fmt: skip
         p = tl.exp2(scores * unit - lse2[:, None])
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
