@@ -26,7 +26,7 @@ CONFIGS = {"forward": forward_config, "backward": backward_config}
 #: other generations nothing has been measured yet.
 SPILLS = {
     ("attention_forward", "sm_80", "half"): (48, 48),
-    ("attention_forward", "sm_90", "half"): (48, 48),
+    ("attention_forward", "sm_90", "half"): (56, 48),
     ("attention_forward", "sm_100", "half"): (48, 0),
     ("decode", "sm_80", "half"): (200, 32),
     ("decode", "sm_80", "fp32"): (32, 32),
@@ -43,11 +43,12 @@ SPILLS = {
     ("dkdv", "gfx942", "fp32"): (1000, 800),
     ("dkdv", "gfx950", "fp32"): (1000, 800),
     ("dq", "sm_80", "half"): (200, 64),
-    ("dq", "sm_90", "half"): (200, 200),
+    ("dq", "sm_90", "half"): (216, 200),
+    ("dq", "sm_90", "fp32"): (16, 0),
     ("dq", "sm_100", "half"): (256, 256),
     ("dq", "gfx942", "half"): (48, 0),
     ("dq", "gfx950", "half"): (48, 0),
-    ("dkdv", "gfx942", "half above 256"): (480, 480),
+    ("dkdv", "gfx942", "half above 256"): (488, 480),
     ("dkdv", "gfx950", "half above 256"): (480, 480),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("row_terms", "sm_100", "half"): (32, 0),

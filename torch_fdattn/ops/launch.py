@@ -52,6 +52,9 @@ def kernel_options(scores: Scores, q: Tensor, k: Tensor, dropout: Dropout) -> tu
         scores.attn_mask, mask[0].stride() if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
+        # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
+        # tuple of which no later member is one (the stale type of `set_iterable_path`).
+        None,
     )  # fmt: skip
 
 
