@@ -44,13 +44,15 @@ def kernel_arguments(packed: Packed | None, k: Tensor) -> dict[str, object]:
     """What kernels take of it: nothing where sequences are not packed, which costs them nothing."""
     if packed is None:
         return {}
-    cu_seqlens_q = packed.cu_seqlens_q.contiguous()
-    arguments: dict[str, object] = {"sequences": packed.sequences}
+    arguments: dict[str, object] = {
+        "sequences": packed.sequences,
+        "cu_seqlens_q_ptr": packed.cu_seqlens_q.contiguous(),
+    }
     table = packed.page_table
-    if table is not None:
-        return arguments | {
-            "cu_seqlens": (cu_seqlens_q, None), "page_table_ptr": table, "table_stride": table.stride(0),
-            "table_step": table.stride(1), "page_count": k.shape[0], "PAGE": k.shape[2],
-        }  # fmt: skip
-    cu_seqlens_k = cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k.contiguous()
-    return arguments | {"cu_seqlens": (cu_seqlens_q, cu_seqlens_k)}
+    if table is None:
+        begins = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+        return arguments | {"cu_seqlens_k_ptr": begins.contiguous()}
+    return arguments | {
+        "page_table_ptr": table, "table_stride": table.stride(0), "table_step": table.stride(1),
+        "page_count": k.shape[0], "PAGE": k.shape[2],
+    }  # fmt: skip

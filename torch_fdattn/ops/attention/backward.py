@@ -80,9 +80,9 @@ _LENGTHS = [
 def _row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
     q_len, padded_len, heads, v_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-    sequences=None, cu_seqlens=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
-    PACKED: tl.constexpr = cu_seqlens is not None
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
     batch64 = batch.to(tl.int64)
     first = block * BLOCK_M
@@ -90,7 +90,7 @@ def _row_terms_kernel(
         # Rows of blocks that no sequence fills are written, too: whoever sums over all rows adds zeros.
         tokens, place = q_len, first
         _, whole, first_token, q_len, _, _ = packed_block(
-            place // PADDING, cu_seqlens[0], None, sequences, tokens, 0, PADDING
+            place // PADDING, cu_seqlens_q_ptr, None, sequences, tokens, 0, PADDING
         )
         first = whole * PADDING + place % PADDING
         out_ptr += first_token.to(tl.int64) * out_strides[2]
@@ -182,17 +182,17 @@ def _dkdv_kernel(
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    sequences=None, cu_seqlens=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
-    if cu_seqlens is not None:
+    if cu_seqlens_q_ptr is not None:
         kv_blocks = tl.num_programs(0) // (heads // group)
     block, kv_head, batch = program_coordinates(kv_blocks, heads // group)
-    if cu_seqlens is not None:
+    if cu_seqlens_q_ptr is not None:
         # All pointers to the sequence's first token, and the batch strides are 0: below, nothing differs.
         sequence, block, first_token, kv_capacity, first_query, q_len = packed_block(
-            block, cu_seqlens[1], cu_seqlens[0], sequences, kv_capacity, q_len, BLOCK_N
+            block, cu_seqlens_k_ptr, cu_seqlens_q_ptr, sequences, kv_capacity, q_len, BLOCK_N
         )
         if block * BLOCK_N >= kv_capacity:
             return
@@ -316,18 +316,18 @@ def _dq_kernel(
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    sequences=None, cu_seqlens=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
-    if cu_seqlens is not None:
+    if cu_seqlens_q_ptr is not None:
         row_blocks = tl.num_programs(0) // heads
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
-    if cu_seqlens is not None:  # as in _dkdv_kernel
+    if cu_seqlens_q_ptr is not None:  # as in _dkdv_kernel
         sequence, block, first_token, q_len, first_key, kv_capacity = packed_block(
-            block, cu_seqlens[0], cu_seqlens[1], sequences, q_len, kv_capacity, BLOCK_M
+            block, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequences, q_len, kv_capacity, BLOCK_M
         )
         if block * BLOCK_M >= q_len:
             return

@@ -71,11 +71,11 @@ def _attention_forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    sequences=None, cu_seqlens=None, page_table_ptr=None, table_stride=None, table_step=None, page_count=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, page_table_ptr=None, table_stride=None, table_step=None, page_count=None,
     PAGE: tl.constexpr = 0,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
-    PACKED: tl.constexpr = cu_seqlens is not None
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     if PACKED:
         row_blocks = tl.num_programs(0) // heads
@@ -85,7 +85,7 @@ def _attention_forward_kernel(
     if PACKED:
         tokens = q_len
         sequence, block, first_token, q_len, first_key, kv_capacity = packed_block(
-            block, cu_seqlens[0], cu_seqlens[1], sequences, tokens, kv_capacity, BLOCK_M
+            block, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequences, tokens, kv_capacity, BLOCK_M
         )
         if block * BLOCK_M >= q_len:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -92,5 +94,5 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, q: Tensor, tokens: int) -> 
     if not checks.readable(cu_seqlens):
         return
     values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] > tokens or any(a > b for a, b in zip(values, values[1:])):
+    if values[0] != 0 or values[-1] > tokens or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueError(f"{name} must grow from 0 to at most {tokens}, got {values}")

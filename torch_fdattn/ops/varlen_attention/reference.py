@@ -5,6 +5,7 @@ Tokens that belong to no sequence have out 0, lse -inf and no gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -99,4 +100,4 @@ def _sequences(
 def _slices(cu_seqlens: Tensor, tokens: int) -> list[slice]:
     """Of each sequence, within the tokens that there are."""
     bounds = cu_seqlens.clamp(0, tokens).tolist()
-    return [slice(a, max(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [slice(a, max(a, b)) for a, b in itertools.pairwise(bounds)]
