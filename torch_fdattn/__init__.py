@@ -13,6 +13,7 @@ from torch_fdattn.functional import (
     merge_states,
     paged_append_kv,
     paged_decode,
+    varlen_attention,
 )
 from torch_fdattn.ops.determinism import set_deterministic
 from torch_fdattn.version import __version__
@@ -30,4 +31,5 @@ __all__ = [
     "paged_append_kv",
     "paged_decode",
     "set_deterministic",
+    "varlen_attention",
 ]

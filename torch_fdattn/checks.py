@@ -63,17 +63,23 @@ def expect_convertible(name: str, value: object) -> None:
 
 
 def check_lengths(
-    name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None, like: str = "q"
-) -> None:
-    """A per-sequence integer tensor (B,) on the device of q (or what `like` names), or None."""
+    name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None, like: str = "q",
+    batch: int | None = None,
+) -> None:  # fmt: skip
+    """A per-sequence integer tensor (B,) on the device of q (or what `like` names), or None.
+
+    batch: of packed sequences, whose number is not q's first dimension.
+    """
     if lengths is None:
         return
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (or int64), got {lengths.dtype}")
-    expect_shape(name, lengths, (q.shape[0],), f"{like}'s batch")
+    if batch is None:
+        expect_shape(name, lengths, (q.shape[0],), f"{like}'s batch")
+    else:
+        expect_shape(name, lengths, (batch,), "the sequences of cu_seqlens_q")
     expect_device(name, lengths, q.device, like)
-    readable = type(lengths) is Tensor and lengths.numel() and not _capturing(lengths)
-    if CHECK_VALUES and bound is not None and readable:
+    if bound is not None and readable(lengths):
         low, high = (int(x) for x in torch.aminmax(lengths))
         if low < 0 or high > bound:
             raise ValueError(f"{name} must lie in [0, {bound}], got values from {low} to {high}")
@@ -81,11 +87,11 @@ def check_lengths(
 
 def check_positions(
     q_start: Tensor | None, kv_start: Tensor | None, kv_block: int, kv_stride: int, q: Tensor,
-    kv_len: int, masked: bool,
+    kv_len: int, masked: bool, batch: int | None = None,
 ) -> None:  # fmt: skip
-    """The position map of DESIGN.md: both of kv_block and kv_stride or neither."""
-    check_lengths("q_start", q_start, q)
-    check_lengths("kv_start", kv_start, q)
+    """The position map of DESIGN.md: both of kv_block and kv_stride or neither; batch as in `check_lengths`."""
+    check_lengths("q_start", q_start, q, batch=batch)
+    check_lengths("kv_start", kv_start, q, batch=batch)
     if kv_block == 0 and kv_stride == 0:
         return
     if kv_block < 1 or kv_stride < kv_block:
@@ -114,15 +120,17 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be a positive finite number, got {scale}")
 
 
-def check_scores(softcap: float, slopes: Tensor | None, sinks: Tensor | None, q: Tensor) -> None:
-    """What happens to the scores of q (B, H, S, D)."""
+def check_scores(
+    softcap: float, slopes: Tensor | None, sinks: Tensor | None, q: Tensor, batch: int | None = None
+) -> None:
+    """What happens to the scores of q (B, H, S, D), or of a packed q (T, H, D) of `batch` sequences."""
     expect_number("softcap", softcap)
     for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks)):
         if tensor is not None:
             expect_tensor(name, tensor)
     if not 0.0 <= softcap <= 1e37:
         raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
-    batch, heads = q.shape[:2]
+    batch, heads = q.shape[0] if batch is None else batch, q.shape[1]
     if slopes is not None:
         shape = (heads,) if slopes.dim() == 1 else (batch, heads)
         expect_shape("alibi_slopes", slopes, shape, "q's heads")
@@ -179,9 +187,11 @@ def check_window(window_left: int, window_right: int) -> None:
         )
 
 
-def _capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be read back."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def readable(tensor: Tensor) -> bool:
+    """Whether TORCH_FDATTN_CHECK=1 asks for a look at values that can be read: not under capture or tracing."""
+    if not CHECK_VALUES or type(tensor) is not Tensor or not tensor.numel():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def expect_tensor(name: str, tensor: object) -> None:
@@ -242,6 +252,31 @@ def expect_4d(name: str, tensor: object) -> None:
             f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
             f"got shape {_shape(tensor)}"
         )
+
+
+def expect_packed(name: str, tensor: object) -> None:
+    expect_tensor(name, tensor)
+    if tensor.dim() != 3:
+        raise ValueError(
+            f"{name} must have 3 dimensions (tokens, heads, head_dim), got shape {_shape(tensor)}"
+        )
+
+
+def expect_page_table(page_table: object, batch: int, like: str, device: torch.device) -> None:
+    expect_tensor("page_table", page_table)
+    if page_table.dim() != 2 or page_table.shape[0] != batch:
+        raise ValueError(
+            f"page_table must have shape ({batch}, pages a sequence) like {like}, "
+            f"got {_shape(page_table)}"
+        )
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"page_table must be int32, got {page_table.dtype}")
+    expect_device("page_table", page_table, device, "q")
+
+
+def expect_pages(name: str, slots: int) -> None:
+    if slots < 1:
+        raise ValueError(f"{name}'s pages must hold at least one token (dimension 2), got {slots}")
 
 
 def expect_float(name: str, tensor: Tensor) -> None:

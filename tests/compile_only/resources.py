@@ -45,6 +45,7 @@ from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
+from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -124,7 +125,9 @@ class Case:
     head_dim: int
     mask: str = "causal"
     rows: int = 4  # decode's group, append's tokens
-    cache: str = "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it
+    cache: str = (
+        "same"  # decode's and append's: dtype, or one of CACHES; "-paged" after it (also varlen's)
+    )
     v_dim: int | None = None  # where it is not head_dim
     tile: TileConfig | None = None  # in place of the configured one; both sweeps of the backward
     batch: int = 2  # decode's: how many items a processor has
@@ -133,6 +136,7 @@ class Case:
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
+        rows += f"-{self.cache}" if self.op.startswith("varlen") and self.cache != "same" else ""
         rows += f"-batch{self.batch}" if self.batch != 2 else ""
         rows += f"-v{self.v_dim}" if self.v_dim else ""
         rows += f"-{self.scores}" if self.scores else ""
@@ -198,6 +202,16 @@ def _append_call(case: Case) -> Append:
     )  # fmt: skip
 
 
+def _packed(case: Case) -> Packed | None:
+    """Two sequences, their keys packed too or on pages of 16."""
+    if not case.op.startswith("varlen"):
+        return None
+    begins, table = _meta(3, dtype=torch.int32), _meta(2, 4096, dtype=torch.int32)
+    if case.cache.endswith("paged"):
+        return Packed(begins, None, table)
+    return Packed(begins, begins.clone())
+
+
 def record(case: Case) -> list[Launch]:
     """The launches of one call of an op, in order."""
     arch, dtype, dim = ARCHS[case.arch], DTYPES[case.dtype], case.head_dim
@@ -229,6 +243,11 @@ def record(case: Case) -> list[Launch]:
             )
         else:
             q, k = _meta(2, 32, 4096, dim, dtype=dtype), _meta(2, 8, 4096, dim, dtype=dtype)
+            packed = _packed(case)
+            if packed is not None:
+                q, k = (by_heads(_meta(8192, heads, dim, dtype=dtype)) for heads in (32, 8))
+                if packed.page_table is not None:
+                    k = _cache("same-paged", dim, dtype).k
             v_dim, scores = case.v_dim or dim, SCORES[case.scores]
             dropout = Dropout(case.dropout_p, _meta(2, dtype=torch.int64))
             v, out = (
@@ -236,7 +255,7 @@ def record(case: Case) -> list[Launch]:
                 _meta(*q.shape[:3], v_dim, dtype=dtype),
             )
             lse, widest = _meta(*q.shape[:-1]), max(dim, v_dim)
-            if case.op == "forward":
+            if case.op.endswith("forward"):
                 config = case.tile or forward_config(
                     widest,
                     dtype,
@@ -245,7 +264,7 @@ def record(case: Case) -> list[Launch]:
                     scores,
                     dropout,
                 )
-                launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config)
+                launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed)
             else:
                 config = backward_config(widest, dtype, arch.capability, scores, dropout)
                 if case.tile:
@@ -257,7 +276,7 @@ def record(case: Case) -> list[Launch]:
                 launch_backward(
                     out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
                     torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, dropout,
-                    config,
+                    config, packed,
                 )  # fmt: skip
     return launches
 
@@ -338,7 +357,9 @@ def rows_of(case: Case) -> list[str]:
                 case.dtype,
                 case.head_dim,
                 f"{case.mask} {case.scores}",
-                f"{case.rows} {case.cache}" if case.op in ("decode", "append") else "",
+                f"{case.rows} {case.cache}"
+                if case.op in ("decode", "append", "varlen_forward")
+                else "",
                 item.warps,
                 item.stages,
                 item.registers,

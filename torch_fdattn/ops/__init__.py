@@ -6,6 +6,7 @@ from torch_fdattn.ops.attention import op as _attention  # noqa: F401
 from torch_fdattn.ops.decode import op as _decode  # noqa: F401
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.merge_states import op as _merge_states  # noqa: F401
+from torch_fdattn.ops.varlen_attention import op as _varlen_attention  # noqa: F401
 
 flops.register()
 

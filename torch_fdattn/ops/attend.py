@@ -13,6 +13,7 @@ import triton.language as tl
 
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
 from torch_fdattn.ops.online_softmax import softmax_update
+from torch_fdattn.ops.packed_tiles import page_rows
 from torch_fdattn.ops.score_tiles import score_tile
 from torch_fdattn.ops.tiles import tile_offsets, tile_start, tile_steps, visible
 
@@ -22,7 +23,7 @@ def attend_range(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0,
 ):  # fmt: skip
     """The running state after the key range `bounds` of `ops/tiles.py`: its borders, then its interior.
 
@@ -34,7 +35,7 @@ def attend_range(
         acc, row_max, row_sum = attend_tiles(
             acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys,
             options, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
-            EVEN_D, PRECISION,
+            EVEN_D, PRECISION, pages, PAGE,
         )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -44,11 +45,12 @@ def attend_tiles(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0,
 ):  # fmt: skip
     """The running state after the border tiles (MASKED) or the interior tiles of a key range.
 
-    k_ptr and v_ptr point at the head's first key.
+    k_ptr and v_ptr point at the head's first key, or, where keys lie on pages of PAGE, at page 0; pages =
+    (K's and V's stride of pages, and those of `packed_tiles.page_rows`).
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -60,8 +62,14 @@ def attend_tiles(
     for step in tl.range(first, last, BLOCK_N):
         start = tile_start(step, bounds, MASKED)
         index = start + n
-        k_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + k_offsets
-        k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
+        if PAGE > 0:
+            held, page, slot = page_rows(index, keys[0], pages[2:], PAGE)
+            k_rows = page * pages[0] + slot * k_strides[0]
+            k_ptrs = k_ptr + k_rows[None, :] + d[:, None].to(tl.int64) * k_strides[1]
+            k = load_tile(k_ptrs, held[None, :], d[:, None] < head_dim, True, EVEN_D)
+        else:
+            k_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + k_offsets
+            k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, k, input_precision=PRECISION)
         scores, unit, _ = score_tile(
             products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
@@ -69,13 +77,20 @@ def attend_tiles(
         if MASKED:
             seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             scores = tl.where(seen, scores, float("-inf"))
+        if PAGE > 0:
+            scores = tl.where(held[None, :], scores, float("-inf"))
         p, row_max, row_sum, alpha = softmax_update(
-            scores, row_max, row_sum, unit, MASKED or options[5] is not None
+            scores, row_max, row_sum, unit, MASKED or options[5] is not None or PAGE > 0
         )
         if options[7] is not None:  # the sum of a row is that of all its weights
             p = tl.where(kept_tile(options, head, q_pos, index, start, keys, STRIPED), p, 0.0)
-        v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
-        v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
+        if PAGE > 0:
+            v_rows = page * pages[1] + slot * v_strides[0]
+            v_ptrs = v_ptr + v_rows[:, None] + dv[None, :].to(tl.int64) * v_strides[1]
+            v = load_tile(v_ptrs, held[:, None], dv[None, :] < v_dim, True, EVEN_DV)
+        else:
+            v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
+            v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 

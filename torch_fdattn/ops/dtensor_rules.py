@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from torch_fdattn.ops.attention.op import GRADIENTS
+
 
 def _heads_may_split(k, *by_batch) -> bool:
     """Whether every rank gets whole KV groups, however DTensor splits heads.
@@ -33,6 +35,14 @@ def _choices(k, *by_batch) -> list[tuple]:
     choices = [(Replicate(), Replicate()), (Shard(0), Shard(0))]
     if _heads_may_split(k, *by_batch):
         choices.append((Shard(1), Replicate()))
+    return choices
+
+
+def _packed_choices(k, plain: bool) -> list[tuple]:
+    """(placement of q, k, v and out; placement of lse (H, T)): tokens of packed sequences are never split."""
+    choices = [(Replicate(), Replicate())]
+    if plain and k.shape[1] % prod(k.mesh.shape) == 0:
+        choices.append((Shard(1), Shard(0)))
     return choices
 
 
@@ -130,11 +140,33 @@ def register() -> None:
             for x, per_seq in (choices if plain else choices[:1])
         ]
 
-    @register_sharding(ops.attention_backward_all.default)
-    def backward_all_rule(dout, dlse, *rest):
-        whole = [Replicate() if hasattr(x, "placements") else None for x in (dout, dlse, *rest)]
-        results = len(ops.attention_backward_all.default._schema.returns)
-        return [([Replicate()] * results, whole)]
+    for backward_all in (ops.attention_backward_all, ops.varlen_attention_backward_all):
+
+        @register_sharding(backward_all.default)
+        def backward_all_rule(dout, dlse, *rest):
+            whole = [Replicate() if hasattr(x, "placements") else None for x in (dout, dlse, *rest)]
+            return [([Replicate()] * (3 + len(GRADIENTS)), whole)]
+
+    @register_sharding(ops.varlen_attention_forward.default)
+    def varlen_rule(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, *options
+    ):
+        rest, plain = _options(options)
+        per_sequence = cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start
+        where = [_given(x, Replicate()) for x in per_sequence]
+        return [([x, lse], [x, x, x, *where, *rest]) for x, lse in _packed_choices(k, plain)]
+
+    @register_sharding(ops.varlen_attention_backward.default)
+    def varlen_backward_rule(
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, kv_lens, q_start, kv_start, *options
+    ):  # fmt: skip
+        rest, plain = _options(options)
+        per_sequence = cu_seqlens_q, cu_seqlens_k, kv_lens, q_start, kv_start
+        where = [_given(x, Replicate()) for x in per_sequence]
+        return [
+            ([x] * 3, [x, _given(dlse, rows), x, x, x, x, rows, *where, *rest])
+            for x, rows in _packed_choices(k, plain)
+        ]
 
     # Stacks (N, B, H, S, …) shard as the states (B, H, S, …) that they merge into.
     @register_sharding(ops.merge_states_forward.default)

@@ -64,6 +64,18 @@ def _register() -> None:
     def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, v_shape, *args, **kwargs) -> int:
         return _pair_flops(q_shape, k_shape[2], 3 * q_shape[3] + 2 * v_shape[3])
 
+    # Lengths are on the device: counted is the bound that shapes give, all tokens in one sequence.
+    @register_flop_formula(ops.varlen_attention_forward)
+    def varlen_flops(q_shape, k_shape, v_shape, cu_q, cu_k, table_shape, *args, **kwargs) -> int:
+        keys = k_shape[0] if table_shape is None else table_shape[1] * k_shape[2]
+        return _pair_flops(_by_heads(q_shape), keys, q_shape[-1] + v_shape[-1])
+
+    @register_flop_formula([ops.varlen_attention_backward, ops.varlen_attention_backward_all])
+    def varlen_backward_flops(
+        dout_shape, dlse_shape, q_shape, k_shape, v_shape, *args, **kwargs
+    ) -> int:
+        return _pair_flops(_by_heads(q_shape), k_shape[0], 3 * q_shape[-1] + 2 * v_shape[-1])
+
     @register_flop_formula(ops.merge_states_forward)
     def merge_flops(outs_shape, *args, **kwargs) -> int:
         return 2 * prod(outs_shape)
@@ -71,6 +83,11 @@ def _register() -> None:
     @register_flop_formula(ops.merge_states_backward)
     def merge_backward_flops(dout_shape, dlse_shape, outs_shape, *args, **kwargs) -> int:
         return 4 * prod(outs_shape)
+
+
+def _by_heads(packed_shape) -> tuple[int, int, int, int]:
+    tokens, heads, dim = packed_shape
+    return 1, heads, tokens, dim
 
 
 def _pair_flops(q_shape, kv_len: int, dims: int) -> int:

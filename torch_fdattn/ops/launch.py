@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -41,13 +42,16 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
     }
 
 
-def kernel_options(scores: Scores, q: Tensor, k: Tensor, dropout: Dropout) -> tuple:
+def kernel_options(
+    scores: Scores, q: Tensor, k: Tensor, dropout: Dropout, packed: Packed | None = None
+) -> tuple:
     """What attention's kernels take of `scores` and `dropout`, None for what is absent: that costs them nothing."""
     slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k)
     drops = dropout.threshold > 0
+    batch = q.shape[0] if packed is None else packed.sequences
     return (
         scores.softcap or None,
-        slopes, None if slopes is None else slopes.expand(q.shape[0], -1).stride(),
+        slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
         scores.attn_mask, mask[0].stride() if mask else None,
         dropout.seed.contiguous() if drops else None,

@@ -19,7 +19,12 @@ from torch_fdattn.testing.errors import (
     check_close,
     check_lse,
 )
-from torch_fdattn.testing.expected import Expected, expected_attention, expected_merge
+from torch_fdattn.testing.expected import (
+    Expected,
+    expected_attention,
+    expected_merge,
+    expected_varlen,
+)
 from torch_fdattn.testing.feature_cases import FeatureCase, draw_features
 from torch_fdattn.testing.inputs import LAYOUTS, make_tensor, poison_beyond
 from torch_fdattn.testing.oracle import (
@@ -29,6 +34,7 @@ from torch_fdattn.testing.oracle import (
     visible_keys,
 )
 from torch_fdattn.testing.serving_cases import ServingCase, draw_serving
+from torch_fdattn.testing.varlen_cases import VarlenCase, draw_varlen
 
 __all__ = [
     "LAYOUTS",
@@ -38,6 +44,7 @@ __all__ = [
     "FeatureCase",
     "MergeCase",
     "ServingCase",
+    "VarlenCase",
     "assert_launched",
     "attention_oracle",
     "check_close",
@@ -47,10 +54,12 @@ __all__ = [
     "draw_features",
     "draw_merge",
     "draw_serving",
+    "draw_varlen",
     "drawn_seeds",
     "expected_attention",
     "expected_merge",
     "expected_path",
+    "expected_varlen",
     "gradients",
     "make_tensor",
     "merge_oracle",

@@ -231,14 +231,14 @@ def expected_path(op: str, device: torch.device | str, dtype: torch.dtype) -> st
     return f"{op}/{'triton' if on_gpu or interpreted else 'reference'}"
 
 
-def _dtypes(device: torch.device | str) -> tuple[torch.dtype, ...]:
+def dtypes(device: torch.device | str) -> tuple[torch.dtype, ...]:
     """What to choose from; float32 twice, because cases unfair in it are turned into float16."""
     half = (torch.float16,) if INTERPRET else (torch.float16, torch.bfloat16)
     on_cpu = torch.device(device).type == "cpu" and not INTERPRET
     return (*half, torch.float32, torch.float32, *(torch.float64,) * on_cpu)
 
 
-def _head_dim(rng: random.Random, device: torch.device | str) -> int:
+def draw_head_dim(rng: random.Random, device: torch.device | str) -> int:
     if torch.device(device).type == "cuda":
         return rng.choice(GPU_HEAD_DIMS)
     # Small ones are the fast ones in the interpreter; some cases are any.
@@ -255,7 +255,7 @@ def _tiles(rng: random.Random, tile: int, most: int) -> int:
     return tile * rng.randint(1, most) + rng.randint(1, tile - 1)
 
 
-def _mask(
+def draw_mask(
     rng: random.Random, batch: int, q_len: int, kv_len: int, head_dim: int, tile: int
 ) -> dict:
     """Lengths, windows and positions under which a good part of the pairs is visible."""
@@ -329,10 +329,10 @@ def draw_decode(
 def _attention_case(
     rng, seed, device, tile, batch, kv_heads, group, q_len, kv_len
 ) -> AttentionCase:
-    head_dim = _head_dim(rng, device)
+    head_dim = draw_head_dim(rng, device)
     case = AttentionCase(
-        seed, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, rng.choice(_dtypes(device)), tile,
-        tuple(rng.choice(LAYOUTS) for _ in range(3)), **_mask(rng, batch, q_len, kv_len, head_dim, tile),
+        seed, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, rng.choice(dtypes(device)), tile,
+        tuple(rng.choice(LAYOUTS) for _ in range(3)), **draw_mask(rng, batch, q_len, kv_len, head_dim, tile),
     )  # fmt: skip
     if case.dtype == torch.float32 and not _fair_in_fp32(case):
         return replace(case, dtype=torch.float16)
@@ -359,12 +359,12 @@ def draw_merge(seed: int, device: torch.device | str = "cpu") -> MergeCase:
     # Many parts take time in the interpreter, and fp32's noise needs some rows (`_fair_in_fp32`).
     batch, heads = (rng.choice((1, 2)), rng.choice((1, 3))) if parts <= 7 else (1, 1)
     length = rng.choice((1, 2, 4, 5))
-    dtypes = [d for d in _dtypes(device) if d != torch.float32 or batch * heads * length >= 4]
-    dtype = rng.choice(dtypes)
-    wider = (None, None, *(d for d in dtypes if d != torch.float64))
+    allowed = [d for d in dtypes(device) if d != torch.float32 or batch * heads * length >= 4]
+    dtype = rng.choice(allowed)
+    wider = (None, None, *(d for d in allowed if d != torch.float64))
     empty = sorted(rng.sample(range(parts), rng.randint(1, parts))) if rng.random() < 0.3 else ()
     return MergeCase(
-        seed, parts, batch, heads, length, _head_dim(rng, device), dtype,
+        seed, parts, batch, heads, length, draw_head_dim(rng, device), dtype,
         None if dtype == torch.float64 else rng.choice(wider), rng.choice(LAYOUTS),
         rng.choice((0.0, 0.2, 0.5)), tuple(empty), rng.choice((1.0, 5.0, 60.0)),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_fdattn.testing.cases import AttentionCase, MergeCase
 from torch_fdattn.testing.errors import check_close, check_lse
 from torch_fdattn.testing.oracle import WAYS, attention_oracle, gradients, merge_oracle
+from torch_fdattn.testing.varlen_cases import VarlenCase
 
 #: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why); so is that of
 #: a parameter's gradient at any dtype, whose few elements are sums over everything.
@@ -54,6 +55,26 @@ def expected_attention(case: AttentionCase, device: str, *, backward: bool = Tru
         outputs = attention_oracle(*inputs, **options, way=way)
         leaves = [*inputs, *parameters.values()]
         found = gradients(outputs, leaves, case.output_gradients(device)) if backward else ()
+        names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))
+        return dict(zip(names, (*outputs, *found), strict=False))
+
+    return _expected(case, run, WAYS if case.dtype == torch.float32 else WAYS[:1])
+
+
+def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> Expected:
+    """The answers out, lse and gradients of a varlen_attention case, all (H, T, …) but the parameters'."""
+
+    def run(case: VarlenCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
+        inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
+        given = case.parameters(device)
+        parameters = {name: x.to(dtype).requires_grad_(backward) for name, x in given.items()}
+        outputs = case.oracle(*inputs, parameters, way)
+        found = ()
+        if backward:
+            dout, dlse = case.output_gradients(device)
+            grads = dout.transpose(0, 1), dlse
+            by_token = gradients(outputs, [*inputs, *parameters.values()], grads)
+            found = [*(x.transpose(0, 1) for x in by_token[:3]), *by_token[3:]]
         names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))
         return dict(zip(names, (*outputs, *found), strict=False))
 

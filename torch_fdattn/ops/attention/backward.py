@@ -10,11 +10,12 @@ Seven matmuls instead of the five of a single sweep, but no atomics: the same bi
 
 Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, dv (B, H_kv, N, DV); lse, dlse
 (B, H, M). Tiles of the dK/dV sweep are transposed (N, M), so that P and dS enter their second matmul as
-they are.
+they are. Packed sequences: the same programs on blocks that they look up, as in `forward.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from math import prod
 
 import torch
@@ -43,7 +44,9 @@ from torch_fdattn.ops.launch import (
     wide_rows,
 )
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.online_softmax import LOG2E
+from torch_fdattn.ops.online_softmax import LN2, LOG2E
+from torch_fdattn.ops.packed import Packed, kernel_arguments
+from torch_fdattn.ops.packed_tiles import listed, packed_block, packed_span, padded_row
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.score_tiles import head_options, key_distance, score_tile
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
@@ -59,8 +62,8 @@ from torch_fdattn.ops.tiles import (
     visible,
 )
 
-# Every tile side divides it.
-_PADDING = 128
+#: Rows of lse and delta are padded to multiples of it; every tile side divides it.
+PADDING = tl.constexpr(128)
 _LENGTHS = [
     "padded_len",
     "q_len",
@@ -69,17 +72,29 @@ _LENGTHS = [
     "window_right",
     "kv_block",
     "kv_stride",
+    "sequences",
 ]
 
 
-@triton.jit(do_not_specialize=["q_len", "padded_len"])
+@triton.jit(do_not_specialize=["q_len", "padded_len", "sequences"])
 def _row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
     q_len, padded_len, heads, v_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
     batch64 = batch.to(tl.int64)
     first = block * BLOCK_M
+    if PACKED:
+        # Rows of blocks that no sequence fills are written, too: whoever sums over all rows adds zeros.
+        tokens, place = q_len, first
+        _, whole, first_token, q_len, _, _ = packed_block(
+            place // PADDING, cu_seqlens_q_ptr, None, sequences, tokens, 0, PADDING
+        )
+        first = whole * PADDING + place % PADDING
+        out_ptr += first_token.to(tl.int64) * out_strides[2]
+        dout_ptr += first_token.to(tl.int64) * dout_strides[2]
     rows = first + tl.arange(0, BLOCK_M)
     rows_in = rows < q_len
     inside = rows_in[:, None] & (tl.arange(0, BLOCK_DV)[None, :] < v_dim)
@@ -93,6 +108,8 @@ def _row_terms_kernel(
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     row_offset = (batch64 * heads + head) * q_len
+    if PACKED:
+        row_offset = head.to(tl.int64) * tokens + first_token
     lse = tl.load(lse_ptr + row_offset + rows, mask=rows_in, other=float("-inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row_offset + rows, mask=rows_in, other=0.0)
@@ -102,6 +119,8 @@ def _row_terms_kernel(
     delta = tl.where(unseen, 0.0, delta)
     lse = tl.where(unseen, float("inf"), lse)
     padded_offset = (batch64 * heads + head) * padded_len
+    if PACKED:
+        padded_offset += place - first
     tl.store(lse2_ptr + padded_offset + rows, lse * LOG2E)
     tl.store(delta_ptr + padded_offset + rows, delta)
 
@@ -163,9 +182,32 @@ def _dkdv_kernel(
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
-    block, kv_head, batch = program_coordinates(tl.cdiv(kv_capacity, BLOCK_N), heads // group)
+    kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
+    if cu_seqlens_q_ptr is not None:
+        kv_blocks = tl.num_programs(0) // (heads // group)
+    block, kv_head, batch = program_coordinates(kv_blocks, heads // group)
+    if cu_seqlens_q_ptr is not None:
+        # All pointers to the sequence's first token, and the batch strides are 0: below, nothing differs.
+        sequence, block, first_token, kv_capacity, first_query, q_len = packed_block(
+            block, cu_seqlens_k_ptr, cu_seqlens_q_ptr, sequences, kv_capacity, q_len, BLOCK_N
+        )
+        if block * BLOCK_N >= kv_capacity:
+            return
+        batch = listed(sequence, sequences)
+        q_ptr += first_query.to(tl.int64) * q_strides[2]
+        dout_ptr += first_query.to(tl.int64) * dout_strides[2]
+        k_ptr += first_token.to(tl.int64) * k_strides[2]
+        v_ptr += first_token.to(tl.int64) * v_strides[2]
+        dk_ptr += first_token.to(tl.int64) * dk_strides[2]
+        dv_ptr += first_token.to(tl.int64) * dv_strides[2]
+        own_row = (
+            padded_row(first_query, sequence, PADDING) - batch.to(tl.int64) * heads * padded_len
+        )
+        lse2_ptr += own_row
+        delta_ptr += own_row
     batch64 = batch.to(tl.int64)
     kv_head64 = kv_head.to(tl.int64)
     kv_len, q_start, kv_start = sequence_bounds(
@@ -274,12 +316,34 @@ def _dq_kernel(
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     row_blocks = tl.cdiv(q_len, BLOCK_M)
+    if cu_seqlens_q_ptr is not None:
+        row_blocks = tl.num_programs(0) // heads
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
+    if cu_seqlens_q_ptr is not None:  # as in _dkdv_kernel
+        sequence, block, first_token, q_len, first_key, kv_capacity = packed_block(
+            block, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequences, q_len, kv_capacity, BLOCK_M
+        )
+        if block * BLOCK_M >= q_len:
+            return
+        batch = listed(sequence, sequences)
+        q_ptr += first_token.to(tl.int64) * q_strides[2]
+        dout_ptr += first_token.to(tl.int64) * dout_strides[2]
+        dq_ptr += first_token.to(tl.int64) * dq_strides[2]
+        k_ptr += first_key.to(tl.int64) * k_strides[2]
+        v_ptr += first_key.to(tl.int64) * v_strides[2]
+        own_row = (
+            padded_row(first_token, sequence, PADDING) - batch.to(tl.int64) * heads * padded_len
+        )
+        lse2_ptr += own_row
+        delta_ptr += own_row
+        if dslopes_ptr is not None:
+            dslopes_ptr += own_row
     batch64 = batch.to(tl.int64)
     head64 = head.to(tl.int64)
     kv_head64 = (head // group).to(tl.int64)
@@ -326,6 +390,21 @@ def _dq_kernel(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
     if dslopes_ptr is not None:
         tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "padded_len"])
+def _sum_by_sequence_kernel(
+    rows_ptr, sums_ptr, cu_seqlens_ptr, sequences, tokens, padded_len, heads, BLOCK: tl.constexpr
+):  # fmt: skip
+    """sums (B, H) of each sequence's rows in (H, padded_len), in one order."""
+    head, sequence, _ = program_coordinates(heads, sequences)
+    first_token, length = packed_span(cu_seqlens_ptr, sequence, sequences, tokens)
+    rows_ptr += head.to(tl.int64) * padded_len + padded_row(first_token, sequence, PADDING)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, length, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        total += tl.load(rows_ptr + row, mask=row < length, other=0.0)
+    tl.store(sums_ptr + sequence.to(tl.int64) * heads + head, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -445,10 +524,12 @@ def launch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
     wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
+    packed: Packed | None = None,
 ) -> None:  # fmt: skip
     """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    `wanted` holds the tensors for the gradients of `scores`, None where none is wanted.
+    `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
+    by `packed.by_heads`, and lse and dlse (H, T).
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
@@ -456,9 +537,14 @@ def launch_backward(
     config = config or backward_config(
         max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
     )
-    launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
-    padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
+    op, row_blocks = "attention_backward", functools.partial(triton.cdiv, q_len)
+    kv_blocks = functools.partial(triton.cdiv, kv_capacity)
+    if packed is not None:
+        op, row_blocks = "varlen_attention_backward", functools.partial(packed.blocks, q_len)
+        kv_blocks = functools.partial(packed.blocks, kv_capacity)
+    launches[f"{op}/triton"] += 1
+    padded_len = row_blocks(PADDING.value) * PADDING.value
     lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
     delta = torch.empty_like(lse2)
     slope_rows = None if wanted.alibi_slopes is None else torch.empty_like(lse2)
@@ -476,29 +562,30 @@ def launch_backward(
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
     switches |= {"BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_dim)}
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k))
-    options = kernel_options(scores, q, k, dropout)
+    options = kernel_options(scores, q, k, dropout, packed)
+    found_in = kernel_arguments(packed, k)
     with on_device(q):
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
             _row_terms_kernel[(padded_len // block_m * heads * batch,)](
                 out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
-                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim),
+                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim), **found_in,
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
-            _dkdv_kernel[(triton.cdiv(kv_capacity, tile.block_n) * kv_heads * batch,)](
+            _dkdv_kernel[(kv_blocks(tile.block_n) * kv_heads * batch,)](
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
                 *sizes, **switches, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
             )  # fmt: skip
         if q.numel():
             tile = config.dq
-            _dq_kernel[(triton.cdiv(q_len, tile.block_m) * heads * batch,)](
+            _dq_kernel[(row_blocks(tile.block_m) * heads * batch,)](
                 q, k, v, dout, lse2, delta, dq, slope_rows, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), options,
                 *sizes, **switches, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
             )  # fmt: skip
         if wanted.attn_mask is not None:
             dmask = wanted.attn_mask.zero_()
@@ -519,6 +606,23 @@ def launch_backward(
                 )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
-        wanted.alibi_slopes.copy_(slope_rows[:, :, :q_len].sum(over))
+        rows = slope_rows[:, :, :q_len]
+        if packed is not None:
+            rows = _sum_by_sequence(slope_rows, packed, q_len)
+        wanted.alibi_slopes.copy_(rows.sum(over))
     if wanted.sinks is not None:
+        if packed is not None:  # in padded rows, as delta is; those of no sequence are +inf
+            lse, q_len = lse2 * LN2.value, padded_len
         wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
+
+
+def _sum_by_sequence(rows: Tensor, packed: Packed, tokens: int) -> Tensor:
+    """(B, H, 1) from rows (1, H, padded_len)."""
+    heads, padded_len = rows.shape[1:]
+    sums = rows.new_empty(packed.sequences, heads, 1)
+    with on_device(rows):
+        _sum_by_sequence_kernel[(packed.sequences * heads,)](
+            rows, sums, packed.cu_seqlens_q.contiguous(), packed.sequences, tokens, padded_len, heads,
+            BLOCK=PADDING.value,
+        )  # fmt: skip
+    return sums

@@ -45,14 +45,16 @@ class Dropout(NamedTuple):
 NO_DROPOUT = Dropout()
 
 
-def kept_weights(dropout: Dropout, q_pos: Tensor, k_pos: Tensor, batch: int, heads: int) -> Tensor:
-    """Z as booleans (B, H, M, N) for positions (B or 1, M) and (B or 1, N)."""
+def kept_weights(
+    dropout: Dropout, q_pos: Tensor, k_pos: Tensor, batch: int, heads: int, first_sequence: int = 0
+) -> Tensor:
+    """Z as booleans (B, H, M, N) for positions (B or 1, M) and (B or 1, N), of sequences from the first on."""
     seed, offset = dropout.seed.unbind()
     groups, place = torch.unique(k_pos >> 3, return_inverse=True)
     counters = (
         q_pos.expand(batch, -1)[:, None, :, None], groups,
         torch.arange(heads, device=q_pos.device)[:, None, None],
-        torch.arange(batch, device=q_pos.device)[:, None, None, None],
+        first_sequence + torch.arange(batch, device=q_pos.device)[:, None, None, None],
     )  # fmt: skip
     words = torch.stack(philox(seed + offset * GOLDEN, *torch.broadcast_tensors(*counters)), -1)
     draws = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(-3)  # eight for each group

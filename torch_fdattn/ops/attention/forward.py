@@ -5,7 +5,8 @@ border or the ragged end crosses; tiles outside are never loaded. Causal program
 longest rows, so that the short ones fill the tail of the grid.
 
 Shapes: q (B, H, M, D); k (B, H_kv, N, D); v (B, H_kv, N, DV); out (B, H, M, DV); lse (B, H, M). Any
-strides. GQA by head counts.
+strides. GQA by head counts. Packed sequences (`ops/packed.py`) are the same program on a block that it looks
+up: a compile-time switch, absent from plain calls, as is that for keys on pages.
 Limits: head dims that are no power of two are padded to one.
 """
 
@@ -36,10 +37,17 @@ from torch_fdattn.ops.launch import (
 )
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
+from torch_fdattn.ops.packed import Packed, kernel_arguments
+from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.scores import NO_SCORES, Scores
-from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_bounds
+from torch_fdattn.ops.tiles import (
+    key_range,
+    keys_before,
+    program_coordinates,
+    sequence_bounds,
+)
 
 
 @triton.jit(
@@ -50,6 +58,9 @@ from torch_fdattn.ops.tiles import key_range, program_coordinates, sequence_boun
         "window_right",
         "kv_block",
         "kv_stride",
+        "sequences",
+        "page_count",
+        "table_stride",
     ]
 )
 def _attention_forward_kernel(
@@ -60,12 +71,30 @@ def _attention_forward_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, page_table_ptr=None, table_stride=None, table_step=None, page_count=None,
+    PAGE: tl.constexpr = 0,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
+    PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     row_blocks = tl.cdiv(q_len, BLOCK_M)
+    if PACKED:
+        row_blocks = tl.num_programs(0) // heads
     block, head, batch = program_coordinates(row_blocks, heads)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
+    if PACKED:
+        tokens = q_len
+        sequence, block, first_token, q_len, first_key, kv_capacity = packed_block(
+            block, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequences, tokens, kv_capacity, BLOCK_M
+        )
+        if block * BLOCK_M >= q_len:
+            return
+        batch = listed(sequence, sequences)
+        q_ptr += first_token.to(tl.int64) * q_strides[2]
+        out_ptr += first_token.to(tl.int64) * out_strides[2]
+        if PAGE == 0:
+            k_ptr += first_key.to(tl.int64) * k_strides[2]
+            v_ptr += first_key.to(tl.int64) * v_strides[2]
     kv_len, q_start, kv_start = sequence_bounds(
         batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
     )
@@ -87,23 +116,35 @@ def _attention_forward_kernel(
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
     bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    pages = None
+    if PAGE > 0:
+        oldest = 0
+        if HAS_LEFT:
+            oldest = keys_before(first - window_left, kv_start, kv_block, kv_stride, STRIPED)
+        table_ptr = page_table_ptr + batch.to(tl.int64) * table_stride
+        pages = (k_strides[0], v_strides[0], table_ptr, table_step, page_count, oldest)
+    k_batch64 = batch64 if PAGE == 0 else batch64 * 0
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = attend_range(
         acc, row_max, row_sum, q, q_start + rows,
-        k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
-        v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
+        k_ptr + k_batch64 * k_strides[0] + kv_head64 * k_strides[1],
+        v_ptr + k_batch64 * v_strides[0] + kv_head64 * v_strides[1],
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds,
         (block * BLOCK_M, q_len, q_start), keys,
         score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        pages, PAGE,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
     if score_options[7] is not None:
         out *= score_options[9]
     if score_options[3] is not None:
         sink = tl.load(score_options[3] + head64 * score_options[4])
+        if PACKED:
+            owned = (sequence >= 0) & (sequence < sequences)
+            sink = tl.where(owned, sink, float("-inf"))
         out, lse = add_sinks(out, lse, sink.to(tl.float32))
 
     out_ptr += batch64 * out_strides[0] + head64 * out_strides[1]
@@ -111,6 +152,8 @@ def _attention_forward_kernel(
     out_ptrs = block_ptrs(out_ptr, block * BLOCK_M, out_strides, WIDE, BLOCK_M, BLOCK_DV)
     out_dims_in = tl.arange(0, BLOCK_DV)[None, :] < v_dim
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows_in & out_dims_in)
+    if PACKED:
+        lse_ptr += head64 * tokens + first_token - (batch64 * heads + head) * q_len
     tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
 
 
@@ -122,26 +165,37 @@ def has_borders(mask: Mask, kv_len: int) -> bool:
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
-    config: TileConfig | None = None,
+    config: TileConfig | None = None, packed: Packed | None = None,
 ) -> None:  # fmt: skip
-    """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous)."""
+    """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous).
+
+    Of packed sequences, q and out, k and v are by `packed.by_heads`, or k and v pages, and lse is (H, T).
+    """
     batch, heads, q_len, head_dim = q.shape
     if q.numel() == 0:
         return
     v_dim = v.shape[3]
-    borders = has_borders(mask, k.shape[2])
+    kv_capacity = k.shape[2]
+    borders = packed is not None or has_borders(mask, kv_capacity)
     config = config or forward_config(
         max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
     )
-    launches["attention_forward/triton"] += 1
+    op, row_blocks = "attention_forward", triton.cdiv(q_len, config.block_m)
+    if packed is not None:
+        op, row_blocks = "varlen_attention_forward", packed.blocks(q_len, config.block_m)
+        if packed.page_table is not None:
+            kv_capacity *= packed.page_table.shape[1]
+    launches[f"{op}/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
-        _attention_forward_kernel[(triton.cdiv(q_len, config.block_m) * heads * batch,)](
+        _attention_forward_kernel[(row_blocks * heads * batch,)](
             q, k, v, out, lse, *mask[:3],
-            q.stride(), k.stride(), v.stride(), out.stride(), kernel_options(scores, q, k, dropout),
-            q_len, k.shape[2], *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
+            q.stride(), k.stride(), v.stride(), out.stride(),
+            kernel_options(scores, q, k, dropout, packed),
+            q_len, kv_capacity, *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
             **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k)),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
             BLOCK_DV=padded(v_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            **kernel_arguments(packed, k),
         )  # fmt: skip

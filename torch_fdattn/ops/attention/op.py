@@ -12,6 +12,7 @@ what modifies the scores, where they are wanted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,22 +74,25 @@ def check_inputs(
 
 
 def empty_state(
-    q: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
+    q: Tensor,
+    v: Tensor,
+    out_dtype: torch.dtype | None = None,
+    lse_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Unwritten (out, lse): out in q's order of memory, lse contiguous; for kernels and fakes alike."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
-    v_dim = v.shape[3]
-    if v_dim == q.shape[3]:
+    lse = q.new_empty(q.shape[:-1] if lse_shape is None else lse_shape, dtype=lse_dtype)
+    v_dim, last = v.shape[-1], q.dim() - 1
+    if v_dim == q.shape[-1]:
         return torch.empty_like(q, dtype=out_dtype or q.dtype), lse
-    order = sorted(range(3), key=lambda dim: -q.stride(dim))
+    order = sorted(range(last), key=lambda dim: -q.stride(dim))
     out = torch.empty_permuted(
-        (*q.shape[:3], v_dim), (*order, 3), dtype=out_dtype or q.dtype, device=q.device
+        (*q.shape[:-1], v_dim), (*order, last), dtype=out_dtype or q.dtype, device=q.device
     )
     return out, lse
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What follows the tensors in a raw op's arguments."""
 
     mask: Mask
@@ -98,16 +102,16 @@ class _Call(NamedTuple):
     dropout: Dropout
 
 
-def _call(rest: tuple) -> _Call:
+def call_of(rest: tuple) -> Call:
     """Of positional arguments; those that are defaults at the end do not come."""
     scores = rest[_MASKS + 2 :]
     dropout = Dropout(*scores[_SCORES:])
     mask = Mask(*rest[:_MASKS])
-    return _Call(mask, rest[_MASKS], rest[_MASKS + 1], Scores(*scores[:_SCORES]), dropout)
+    return Call(mask, rest[_MASKS], rest[_MASKS + 1], Scores(*scores[:_SCORES]), dropout)
 
 
 def _forward(q, k, v, *rest):
-    mask, scale, out_dtype, scores, dropout = _call(rest)
+    mask, scale, out_dtype, scores, dropout = call_of(rest)
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     out, lse = empty_state(q, v, out_dtype)
@@ -122,7 +126,7 @@ def _forward(q, k, v, *rest):
 
 
 def _forward_fake(q, k, v, *rest):
-    mask, scale, out_dtype, scores, dropout = _call(rest)
+    mask, scale, out_dtype, scores, dropout = call_of(rest)
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     return empty_state(q, v, out_dtype)
 
@@ -132,11 +136,11 @@ def copy_state(out: Tensor, lse: Tensor, state: tuple[Tensor, Tensor]) -> None:
     lse.copy_(state[1])
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None):
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None):
     return tuple(torch.empty_like(x, dtype=grad_dtype or x.dtype) for x in (q, k, v))
 
 
-def _check_backward(dout, dlse, q, k, v, out, lse, call: _Call):
+def _check_backward(dout, dlse, q, k, v, out, lse, call: Call):
     names = ("q", "k", "v")
     check_inputs(q, k, v, call.mask, call.scale, names, call.scores, call.dropout)
     for name, tensor in (("dout", dout), ("out", out)):
@@ -155,11 +159,11 @@ def _gradients(
     dout, dlse, q, k, v, out, lse, rest, wanted: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); `wanted` holds the tensors for the other gradients, None where none is wanted."""
-    call = _call(rest)
+    call = call_of(rest)
     call = call._replace(mask=call.mask.clamped)
     _check_backward(dout, dlse, q, k, v, out, lse, call)
     mask, scale, grad_dtype, scores, dropout = call
-    targets = _empty_gradients(q, k, v, grad_dtype)
+    targets = empty_gradients(q, k, v, grad_dtype)
     if library.use_triton(q):
         from torch_fdattn.ops.attention.backward import launch_backward
 
@@ -183,12 +187,12 @@ def _backward(dout, dlse, q, k, v, out, lse, *rest):
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):
-    call = _call(rest)
+    call = call_of(rest)
     _check_backward(dout, dlse, q, k, v, out, lse, call)
-    return _empty_gradients(q, k, v, call.dtype)
+    return empty_gradients(q, k, v, call.dtype)
 
 
-def _wanted(scores: Scores, flags: tuple[bool, ...]) -> Scores:
+def wanted_of(scores: Scores, flags: tuple[bool, ...]) -> Scores:
     """Unwritten gradients of the options' tensors, each in its tensor's shape and dtype."""
     pairs = zip(scores[1:], flags, strict=True)
     return Scores(
@@ -196,26 +200,26 @@ def _wanted(scores: Scores, flags: tuple[bool, ...]) -> Scores:
     )
 
 
-def _or_nothing(q: Tensor, wanted: Scores) -> list[Tensor]:
+def or_nothing(q: Tensor, wanted: Scores) -> list[Tensor]:
     """Schemas know no optional results: what is not wanted is a tensor without elements."""
     return [q.new_empty(0) if x is None else x for x in wanted[1:]]
 
 
 def _backward_all(dout, dlse, q, k, v, out, lse, *rest):
-    flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
-    wanted = _wanted(_call(rest).scores, flags)
-    return *_gradients(dout, dlse, q, k, v, out, lse, rest, wanted), *_or_nothing(q, wanted)
+    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
+    wanted = wanted_of(call_of(rest).scores, flags)
+    return *_gradients(dout, dlse, q, k, v, out, lse, rest, wanted), *or_nothing(q, wanted)
 
 
 def _backward_all_fake(dout, dlse, q, k, v, out, lse, *rest):
-    flags, rest = rest[: len(_GRADIENTS)], rest[len(_GRADIENTS) :]
-    wanted = _wanted(_call(rest).scores, flags)
-    return *_backward_fake(dout, dlse, q, k, v, out, lse, *rest), *_or_nothing(q, wanted)
+    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
+    wanted = wanted_of(call_of(rest).scores, flags)
+    return *_backward_fake(dout, dlse, q, k, v, out, lse, *rest), *or_nothing(q, wanted)
 
 
 #: What attention_backward_all is told for each of the tensors in `Scores`.
-_GRADIENTS = tuple(f"bool {name}_gradient" for name in Scores._fields[1:])
-_STATE = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+GRADIENTS = tuple(f"bool {name}_gradient" for name in Scores._fields[1:])
+STATE_SCHEMA = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 library.define_raw(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, ScalarType? out_dtype, "
@@ -224,14 +228,14 @@ library.define_raw(
     _forward_fake,
 )
 library.define_raw(
-    f"attention_backward({_STATE}, {MASK_SCHEMA}, ScalarType? grad_dtype, {SCORES_SCHEMA}) "
+    f"attention_backward({STATE_SCHEMA}, {MASK_SCHEMA}, ScalarType? grad_dtype, {SCORES_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 library.define_raw(
-    f"attention_backward_all({_STATE}, {', '.join(_GRADIENTS)}, {MASK_SCHEMA}, ScalarType? grad_dtype, "
-    f"{SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(_GRADIENTS)})",
+    f"attention_backward_all({STATE_SCHEMA}, {', '.join(GRADIENTS)}, {MASK_SCHEMA}, ScalarType? grad_dtype, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(GRADIENTS)})",
     _backward_all,
     _backward_all_fake,
 )
@@ -244,12 +248,13 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, raw_forward, q, k, v, *rest):
+    def forward(ctx, raw_forward, where, q, k, v, *rest):
         """rest: the fields of a mask, the scale, the fields of scores and of dropout."""
         mask, scale, options = rest[:_MASKS], rest[_MASKS], rest[_MASKS + 1 :]
-        out, lse = raw_forward(q, k, v, *mask, scale, None, *options)
+        out, lse = raw_forward(q, k, v, *where, *mask, scale, None, *options)
         softcap, *tensors, dropout_p, dropout_seed = options
-        ctx.save_for_backward(q, k, v, out, lse, *mask[:3], *tensors, dropout_seed)
+        ctx.save_for_backward(*where, q, k, v, out, lse, *mask[:3], *tensors, dropout_seed)
+        ctx.where = len(where)
         ctx.options = *mask[3:], scale
         ctx.softcap, ctx.dropout_p = softcap, dropout_p
         # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
@@ -258,38 +263,43 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        library.refuse_double_backward("attention")
+        name = "varlen_attention" if ctx.where else "attention"
+        library.refuse_double_backward(name)
         no_mask = (None,) * (_MASKS + 2)  # of the mask, the scale and the cap
         no_scores = (None,) * (_SCORES - 1)
         no_dropout = None, None
         if dout is None and dlse is None:
-            return None, None, None, None, *no_mask, *no_scores, *no_dropout
-        q, k, v, out, lse, *pointers = ctx.saved_tensors
+            return None, None, None, None, None, *no_mask, *no_scores, *no_dropout
+        saved = ctx.saved_tensors
+        where, (q, k, v, out, lse, *pointers) = saved[: ctx.where], saved[ctx.where :]
         mask_and_scale = *pointers[:3], *ctx.options
         options = ctx.softcap, *pointers[3:-1], ctx.dropout_p, pointers[-1]
         if dout is None:
             dout = torch.zeros_like(out)
-        state = dout, dlse, q, k, v, out, lse
-        wanted = ctx.needs_input_grad[4 + len(no_mask) : -2]
+        state = dout, dlse, q, k, v, out, lse, *where
+        wanted = ctx.needs_input_grad[5 + len(no_mask) : -2]
         if not any(wanted):
-            found = torch.ops.fdattn.attention_backward(*state, *mask_and_scale, None, *options)
-            return None, *found, *no_mask, *no_scores, *no_dropout
-        dq, dk, dv, *found = torch.ops.fdattn.attention_backward_all(
-            *state, *wanted, *mask_and_scale, None, *options
-        )
+            backward = getattr(torch.ops.fdattn, f"{name}_backward")
+            found = backward(*state, *mask_and_scale, None, *options)
+            return None, None, *found, *no_mask, *no_scores, *no_dropout
+        backward = getattr(torch.ops.fdattn, f"{name}_backward_all")
+        dq, dk, dv, *found = backward(*state, *wanted, *mask_and_scale, None, *options)
         found = [x if flag else None for x, flag in zip(found, wanted, strict=True)]
-        return None, dq, dk, dv, *no_mask, *found, *no_dropout
+        return None, None, dq, dk, dv, *no_mask, *found, *no_dropout
 
 
 def attend(
     raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT,
+    dropout: Dropout = NO_DROPOUT, where: tuple[Tensor | None, ...] = (),
 ):  # fmt: skip
-    """Calls a raw forward, through autograd only where a gradient is wanted."""
+    """Calls a raw forward, through autograd only where a gradient is wanted.
+
+    where: (cu_seqlens_q, cu_seqlens_k) of packed sequences, which are varlen_attention's to differentiate.
+    """
     library.meet(q)
     if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
-        return _Attend.apply(raw_forward, q, k, v, *mask, scale, *scores, *dropout)
-    return raw_forward(q, k, v, *mask, scale, None, *scores, *dropout)
+        return _Attend.apply(raw_forward, where, q, k, v, *mask, scale, *scores, *dropout)
+    return raw_forward(q, k, v, *where, *mask, scale, None, *scores, *dropout)
 
 
 def options_to_mask(
@@ -305,8 +315,8 @@ def default_scale(q: Tensor, scale: float | None) -> float:
     checks.expect_tensor("q", q)
     if scale is not None:
         return scale
-    # Where q is no (B, H, S, D) tensor, the raw op's checks say so.
-    return q.shape[3] ** -0.5 if q.dim() == 4 and q.shape[3] else 1.0
+    # Where q has another rank than the op's, the raw op's checks say so.
+    return q.shape[-1] ** -0.5 if q.dim() in (3, 4) and q.shape[-1] else 1.0
 
 
 def _attention(

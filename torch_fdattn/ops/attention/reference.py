@@ -37,11 +37,11 @@ QUERY_BLOCK = 512
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, options: Scores | None = None,
-    keys_in: Tensor | None = None, dropout: Dropout = NO_DROPOUT,
+    keys_in: Tensor | None = None, dropout: Dropout = NO_DROPOUT, first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (B, H, S, DV), lse (B, H, S)) in the accumulation dtype.
 
-    keys_in (B, N), boolean, takes further keys out.
+    keys_in (B, N), boolean, takes further keys out. Dropout counts sequences from first_sequence on.
     """
     options = options or NO_SCORES
     kv_heads, q_len, kv_len = k.shape[1], q.shape[2], k.shape[2]
@@ -70,7 +70,7 @@ def attention_reference(
         # Not exp(scores - lse): lse is rounded, and softmax's own normaliser is not. A row that sees no
         # key has no softmax; its probabilities are zero.
         p = torch.softmax(scores, -1).masked_fill((lse == float("-inf"))[..., None], 0.0)
-        outs.append(_by_group(_kept(p, dropout, pos, k_pos), v))
+        outs.append(_by_group(_kept(p, dropout, pos, k_pos, first_sequence), v))
         lses.append(lse)
     out, lse = torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 3).flatten(1, 2)
     return add_sinks(out, lse, options.sinks)
@@ -79,6 +79,7 @@ def attention_reference(
 def attention_backward_reference(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, options: Scores | None = None, dropout: Dropout = NO_DROPOUT,
+    first_sequence: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
     """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
     options = options or NO_SCORES
@@ -106,7 +107,7 @@ def attention_backward_reference(
             flat = modify_scores(products.flatten(1, 2), away[:, 0, 0], rows)
             scores = flat.view(scores.shape)
         p = _probabilities(scores.masked_fill(~seen_rows, float("-inf")), lse_rows)
-        dp = _kept(_by_group(dout_rows, v.mT), dropout, pos, k_pos)
+        dp = _kept(_by_group(dout_rows, v.mT), dropout, pos, k_pos, first_sequence)
         ds = p * (dp - delta_rows[..., None])
         if options.alibi_slopes is not None:
             dslopes = dslopes - (ds * away.abs()).sum((3, 4)).flatten(1, 2)
@@ -115,7 +116,7 @@ def attention_backward_reference(
         ds = ds * cap_slope(products, options)
         dq.append(scale * _by_group(ds, k))
         dk += scale * (ds.flatten(2, 3).mT @ q_rows.flatten(2, 3))
-        p = _kept(p, dropout, pos, k_pos)
+        p = _kept(p, dropout, pos, k_pos, first_sequence)
         dv += p.flatten(2, 3).mT @ dout_rows.flatten(2, 3)
     if options.alibi_slopes is None:
         dslopes = None
@@ -129,11 +130,11 @@ def attention_backward_reference(
     return torch.cat(dq, 3).flatten(1, 2), dk, dv, gradients
 
 
-def _kept(x: Tensor, dropout: Dropout, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+def _kept(x: Tensor, dropout: Dropout, q_pos: Tensor, k_pos: Tensor, first: int) -> Tensor:
     """x (B, H_kv, G, M, N) with zeros where weights are dropped, the others times 1 / (1 - p)."""
     if not dropout.threshold:
         return x
-    kept = kept_weights(dropout, q_pos, k_pos, x.shape[0], x.shape[1] * x.shape[2])
+    kept = kept_weights(dropout, q_pos, k_pos, x.shape[0], x.shape[1] * x.shape[2], first)
     return (x * dropout.factor).masked_fill(~kept.view(x.shape), 0.0)
 
 

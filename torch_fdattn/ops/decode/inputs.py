@@ -55,7 +55,8 @@ def check_decode(
         checks.expect_device(name, cache, q.device, "q")
     checks.expect_dtype("v_cache", v, k.dtype, "k_cache")
     if page_table is not None:
-        _check_page_table(page_table, q, slots)
+        checks.expect_page_table(page_table, batch, "q's batch", q.device)
+        checks.expect_pages("k_cache", slots)
         slots *= page_table.shape[1]
     checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots if whole is None else whole.most)
     checks.check_window(mask.window_left, mask.window_right)
@@ -69,20 +70,6 @@ def check_decode(
     checks.expect_number("scale", scale)
     checks.check_scale(scale)
     checks.check_scores(options.softcap, options.alibi_slopes, options.sinks, q)
-
-
-def _check_page_table(page_table: Tensor, q: Tensor, page: int) -> None:
-    checks.expect_tensor("page_table", page_table)
-    if page_table.dim() != 2 or page_table.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"page_table must have shape ({q.shape[0]}, pages a sequence) like q's batch, "
-            f"got {tuple(page_table.shape)}"
-        )
-    if page_table.dtype != torch.int32:
-        raise TypeError(f"page_table must be int32, got {page_table.dtype}")
-    checks.expect_device("page_table", page_table, q.device, "q")
-    if page < 1:
-        raise ValueError(f"k_cache's pages must hold at least one token (dimension 2), got {page}")
 
 
 def expanded_scale(name: str, scale: Tensor | None, cache: Tensor, q: Tensor) -> Tensor | None:

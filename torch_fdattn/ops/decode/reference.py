@@ -31,23 +31,31 @@ def paged_decode_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, mask: Mask, scale: float,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, options: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As above over pages (P, H_kv, page, D); scales (P, H_kv, page). Keys on pages outside [0, P) are masked."""
+    """As above over pages (P, H_kv, page, D); scales (P, H_kv, page)."""
+    k, v, keys_in = gathered(q, k_cache, v_cache, page_table, mask, k_scale, v_scale)
+    return attention_reference(q, k, v, mask, scale, options, keys_in)
+
+
+def gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, mask: Mask, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """k and v (B, H_kv, longest, D) from pages, and keys_in (B, longest), False on pages outside [0, P)."""
     pages, _, page = k_cache.shape[:3]
     longest = _longest(mask, page_table.shape[1] * page)
     ids = page_table[:, : -(-longest // page)].long()
     keys_in = ((ids >= 0) & (ids < pages)).repeat_interleave(page, 1)[:, :longest]
     ids = ids.clamp(0, max(pages - 1, 0))
 
-    def gathered(cache: Tensor, scales: Tensor | None) -> Tensor:
-        """(B, H_kv, longest, D)."""
+    def dense(cache: Tensor, scales: Tensor | None) -> Tensor:
         if not pages:
-            return q.new_zeros(q.shape[0], cache.shape[1], longest, cache.shape[3])
+            return q.new_zeros(page_table.shape[0], cache.shape[1], longest, cache.shape[3])
         x = _dequantised(cache[ids], None if scales is None else scales[ids], q)
         return x.transpose(1, 2).flatten(2, 3)[:, :, :longest]
 
-    k, v = gathered(k_cache, k_scale), gathered(v_cache, v_scale)
+    k, v = dense(k_cache, k_scale), dense(v_cache, v_scale)
     v = v.masked_fill(~keys_in[:, None, :, None], 0.0)  # what stands there may be NaN
-    return attention_reference(q, k, v, mask, scale, options, keys_in)
+    return k, v, keys_in
 
 
 def _longest(mask: Mask, capacity: int) -> int:

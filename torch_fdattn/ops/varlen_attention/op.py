@@ -1,0 +1,207 @@
+"""The op `fdattn::varlen_attention`: attention over packed sequences, keys packed too or on pages.
+
+    varlen_attention_forward(q, k, v, cu_seqlens…, page_table, mask…, scores…)          -> (out, lse)
+    varlen_attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens…, mask…, scores…)  -> (dq, dk, dv)
+    varlen_attention_backward_all(…)                                -> and gradients of what modifies the scores
+    varlen_attention(q, k, v, cu_seqlens_q, …)                      -> (out, lse), autograd and autocast
+
+Mask, scores and dropout are attention's, and so are the kernels: programs look up which sequence's block they
+hold (`ops/packed.py`). Keys on pages have no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.attention.op import (
+    GRADIENTS,
+    MASK_SCHEMA,
+    OPTIONS_SCHEMA,
+    SCORES_SCHEMA,
+    STATE_SCHEMA,
+    Call,
+    attend,
+    call_of,
+    copy_state,
+    default_scale,
+    empty_gradients,
+    empty_state,
+    options_to_mask,
+    or_nothing,
+    wanted_of,
+)
+from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.scores import NO_SCORES, Scores
+from torch_fdattn.ops.varlen_attention.inputs import check_varlen
+from torch_fdattn.ops.varlen_attention.reference import (
+    varlen_attention_backward_reference,
+    varlen_attention_reference,
+)
+
+_WHERE = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
+
+
+def _checked(q, k, v, packed: Packed, rest: tuple) -> Call:
+    call = call_of(rest)
+    call = call._replace(mask=call.mask.clamped)
+    check_varlen(q, k, v, packed, call)
+    return call
+
+
+def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return empty_state(q, v, out_dtype, (q.shape[1], q.shape[0]))
+
+
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
+    mask, scale, out_dtype, scores, dropout = _checked(q, k, v, packed, rest)
+    out, lse = _empty_state(q, v, out_dtype)
+    if not library.use_triton(q):
+        library.launches["varlen_attention_forward/reference"] += 1
+        found = varlen_attention_reference(q, k, v, packed, mask, scale, scores, dropout)
+        copy_state(out, lse, found)
+    elif not packed.sequences:
+        copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
+    else:
+        from torch_fdattn.ops.attention.forward import launch_forward
+
+        if page_table is None:
+            k, v = by_heads(k), by_heads(v)
+        launch_forward(
+            by_heads(q), k, v, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
+        )
+    return out, lse
+
+
+def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
+    call = _checked(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k, page_table), rest)
+    return _empty_state(q, v, call.dtype)
+
+
+def _check_backward(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple) -> Call:
+    call = _checked(q, k, v, packed, rest)
+    for name, tensor in (("dout", dout), ("out", out)):
+        checks.expect_shape(name, tensor, (*q.shape[:2], v.shape[2]), "q and v")
+        checks.expect_device(name, tensor, q.device, "q")
+    checks.expect_dtype("dout", dout, q.dtype, "q")
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, tensor in (("lse", lse), ("dlse", dlse)):
+        if tensor is not None:
+            checks.expect_shape(name, tensor, (q.shape[1], q.shape[0]), "q")
+            checks.expect_dtype(name, tensor, lse_dtype, "every lse of such inputs")
+            checks.expect_device(name, tensor, q.device, "q")
+    return call
+
+
+def _gradients(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wanted: Scores):
+    """(dq, dk, dv); `wanted` as in attention."""
+    state = dout, dlse, q, k, v, out, lse
+    mask, scale, grad_dtype, scores, dropout = _check_backward(*state, packed, rest)
+    targets = empty_gradients(q, k, v, grad_dtype)
+    if not library.use_triton(q):
+        library.launches["varlen_attention_backward/reference"] += 1
+        *found, of_scores = varlen_attention_backward_reference(
+            *state, packed, mask, scale, scores, dropout
+        )
+        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
+            if target is not None:
+                target.copy_(gradient)
+    elif not packed.sequences:
+        for target in (*targets, *wanted[1:]):
+            if target is not None:
+                target.zero_()
+    else:
+        from torch_fdattn.ops.attention.backward import launch_backward
+
+        launch_backward(
+            by_heads(dout), None if dlse is None else dlse.contiguous(), *map(by_heads, (q, k, v, out)),
+            lse.contiguous(), mask, scale, *map(by_heads, targets), scores, wanted, dropout, packed=packed,
+        )  # fmt: skip
+    return targets
+
+
+def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    packed = Packed(cu_seqlens_q, cu_seqlens_k)
+    return _gradients(dout, dlse, q, k, v, out, lse, packed, rest, NO_SCORES)
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    packed = Packed(cu_seqlens_q, cu_seqlens_k)
+    call = _check_backward(dout, dlse, q, k, v, out, lse, packed, rest)
+    return empty_gradients(q, k, v, call.dtype)
+
+
+def _backward_all(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
+    packed, wanted = Packed(cu_seqlens_q, cu_seqlens_k), wanted_of(call_of(rest).scores, flags)
+    found = _gradients(dout, dlse, q, k, v, out, lse, packed, rest, wanted)
+    return *found, *or_nothing(q, wanted)
+
+
+def _backward_all_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
+    found = _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest)
+    return *found, *or_nothing(q, wanted_of(call_of(rest).scores, flags))
+
+
+library.define_raw(
+    f"varlen_attention_forward(Tensor q, Tensor k, Tensor v, {_WHERE}, Tensor? page_table, {MASK_SCHEMA}, "
+    f"ScalarType? out_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+library.define_raw(
+    f"varlen_attention_backward({STATE_SCHEMA}, {_WHERE}, {MASK_SCHEMA}, ScalarType? grad_dtype, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+library.define_raw(
+    f"varlen_attention_backward_all({STATE_SCHEMA}, {_WHERE}, {', '.join(GRADIENTS)}, {MASK_SCHEMA}, "
+    f"ScalarType? grad_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(GRADIENTS)})",
+    _backward_all,
+    _backward_all_fake,
+)
+
+
+def _differentiable_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
+    return torch.ops.fdattn.varlen_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, *rest
+    )
+
+
+def _varlen_attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k=None, page_table=None, kv_lens=None, q_start=None, kv_start=None, *,
+    causal=False, window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0,
+    alibi_slopes=None, sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None,
+):  # fmt: skip
+    mask = options_to_mask(
+        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    )
+    scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), default_scale(q, scale)
+    if dropout_p and dropout_seed is None:
+        dropout_seed = torch.ops.fdattn.dropout_seed(q.detach())
+    dropout = Dropout(dropout_p, dropout_seed)
+    if page_table is None:
+        where = cu_seqlens_q, cu_seqlens_k
+        return attend(_differentiable_forward, q, k, v, mask, scale, scores, dropout, where)
+    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
+        raise NotImplementedError(
+            "varlen_attention has no gradient where page_table is given: call it under torch.no_grad()"
+        )
+    library.meet(q)
+    return torch.ops.fdattn.varlen_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *mask, scale, None, *scores, *dropout
+    )
+
+
+library.define_composite(
+    f"varlen_attention(Tensor q, Tensor k, Tensor v, {_WHERE}=None, Tensor? page_table=None, "
+    f"{OPTIONS_SCHEMA.format(causal='bool causal=False')}, {SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
+    _varlen_attention,
+    autocast_args=3,
+)

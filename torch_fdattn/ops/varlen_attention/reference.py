@@ -1,0 +1,103 @@
+"""Attention over packed sequences in torch: attention's formulas, one sequence after the other.
+
+Tokens that belong to no sequence have out 0, lse -inf and no gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.attention.reference import (
+    accumulated,
+    attention_backward_reference,
+    attention_reference,
+)
+from torch_fdattn.ops.decode.reference import gathered
+from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+
+def varlen_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, mask: Mask, scale: float, options: Scores,
+    dropout: Dropout = NO_DROPOUT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (T, H, DV), lse (H, T)) in the accumulation dtype."""
+    out = accumulated(q).new_zeros(*q.shape[:2], v.shape[-1])
+    lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
+    for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
+        keys_in = None
+        if packed.page_table is None:
+            own_k, own_v = by_heads(k[keys]), by_heads(v[keys])
+        else:
+            own_k, own_v, keys_in = gathered(q, k, v, packed.page_table[b : b + 1], own_mask)
+        own = attention_reference(
+            by_heads(q[rows]), own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
+        )
+        out[rows], lse[:, rows] = own[0][0].transpose(0, 1), own[1][0]
+    return out, lse
+
+
+def varlen_attention_backward_reference(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packed: Packed,
+    mask: Mask, scale: float, options: Scores, dropout: Dropout = NO_DROPOUT,
+) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
+    """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
+    dq, dk, dv = (torch.zeros_like(accumulated(x)) for x in (q, k, v))
+    slopes, sinks = (
+        None if x is None else torch.zeros_like(x, dtype=dq.dtype) for x in options[1:3]
+    )
+    for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
+        *own, of_options = attention_backward_reference(
+            by_heads(dout[rows]), None if dlse is None else dlse[None, :, rows],
+            *(by_heads(x) for x in (q[rows], k[keys], v[keys], out[rows])), lse[None, :, rows],
+            own_mask, scale, own_options, dropout, b,
+        )  # fmt: skip
+        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), own, strict=True):
+            whole[where] += part[0].transpose(0, 1)
+        if slopes is not None:
+            (slopes if slopes.dim() == 1 else slopes[b]).add_(of_options.alibi_slopes.squeeze(0))
+        if sinks is not None:
+            sinks += of_options.sinks
+    return dq, dk, dv, Scores(0.0, slopes, sinks)
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """(T, H, D) to (1, H, T, D)."""
+    return x.transpose(0, 1)[None]
+
+
+class _Sequence(NamedTuple):
+    """Of one sequence: its number, its rows of q and of k, its mask and its options."""
+
+    number: int
+    rows: slice
+    keys: slice
+    mask: Mask
+    options: Scores
+
+
+def _sequences(
+    q: Tensor, k: Tensor, packed: Packed, mask: Mask, options: Scores
+) -> Iterator[_Sequence]:
+    rows_of = _slices(packed.cu_seqlens_q, q.shape[0])
+    cu_seqlens_k = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    for b, (rows, keys) in enumerate(zip(rows_of, _slices(cu_seqlens_k, k.shape[0]), strict=True)):
+        own_mask = Mask(*(None if x is None else x[b : b + 1] for x in mask[:3]), *mask[3:])
+        own_options = options
+        if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2:
+            own_options = options._replace(alibi_slopes=options.alibi_slopes[b : b + 1])
+        if rows.stop > rows.start:
+            yield _Sequence(b, rows, keys, own_mask, own_options)
+
+
+def _slices(cu_seqlens: Tensor, tokens: int) -> list[slice]:
+    """Of each sequence, within the tokens that there are."""
+    bounds = cu_seqlens.clamp(0, tokens).tolist()
+    return [slice(a, max(a, b)) for a, b in itertools.pairwise(bounds)]
