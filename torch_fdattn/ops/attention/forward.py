@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention.configs import (
-    WHOLE_KEYS,
+    WHOLE_TILES,
     TileConfig,
     device_capability,
     dot_precision,
@@ -159,7 +159,7 @@ def _attention_forward_kernel(
 
 def has_borders(mask: Mask, kv_len: int) -> bool:
     """Whether some tile needs a mask: the mask hides something, or the keys end within a tile."""
-    return not mask.hides_nothing or kv_len % WHOLE_KEYS != 0
+    return not mask.hides_nothing or kv_len % WHOLE_TILES != 0
 
 
 def launch_forward(
