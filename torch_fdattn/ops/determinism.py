@@ -1,4 +1,4 @@
-"""`set_deterministic`: the backward without atomics, and where the seeds come from that dropout draws."""
+"""`set_deterministic`: where the seeds come from that dropout draws when it is given none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _generators: dict[torch.device, torch.Generator] = {}
 def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     """The same bits on every run.
 
-    Every forward is deterministic whatever is set here. attention's backward may add up dQ in any order, where
-    that is faster (its last bits then differ from run to run); it does not after `set_deterministic(True)`, nor
-    under `torch.use_deterministic_algorithms(True)`. The seeds that dropout draws where it is given none
+    Every forward and backward is deterministic whatever is set here: no kernel uses atomics, and sums have one
+    order. What is left to chance are the seeds that dropout draws where it is given none. By default they
     come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
     from a generator of their own, which each such call of `set_deterministic` starts anew and which no other
     consumer of random numbers advances. It is read when a call runs: compiled graphs follow it. (Under CUDA
@@ -31,11 +30,6 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     global _setting
     _setting = (enabled, seed)
     _generators.clear()
-
-
-def deterministic_wanted() -> bool:
-    """Whether sums must have one order: asked for here, or by torch's own setting."""
-    return _setting[0] or torch.are_deterministic_algorithms_enabled()
 
 
 def seed_generator(device: torch.device) -> torch.Generator | None:

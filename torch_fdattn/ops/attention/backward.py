@@ -1,15 +1,13 @@
-"""Attention backward in portable Triton, streaming from the saved lse (FlashAttention-2, arXiv:2307.08691).
+"""Attention backward in portable Triton: streaming from the saved lse, deterministic by construction.
 
-Launches:
+Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sweeps):
 - per row: delta = rowsum(dO ∘ O) - dlse, and the lse in log2 units, both padded to whole tiles;
 - one program per block of keys: dK and dV, over the queries of all heads of its group, in fixed order;
-and for dQ, by the configuration, one of
-- in one sweep: the program of a block of keys adds its part of dQ to sums in fp32 (algorithm 2), which a last
-  launch rounds. Five matmuls a tile; the order of the sums is left to chance, and so are their last bits;
-- in two sweeps: one program per block of queries, over the keys, and each row's part of the slopes' gradient.
-  Seven matmuls, no atomics: the same bits on every run. `set_deterministic` and torch's own setting ask for it;
+- one program per block of queries: dQ, over the keys, and each row's part of the slopes' gradient;
 - where an additive mask has a gradient, one program per tile of the mask: dS summed, in fixed order, over all
   that it is broadcast to. A mask of few elements has few programs: right, not fast.
+Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run. One sweep with
+dQ added up in fp32 was written and measured: no faster on the whole (README.md).
 
 Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, dv (B, H_kv, N, DV); lse, dlse
 (B, H, M). Tiles of the dK/dV sweep are transposed (N, M), so that P and dS enter their second matmul as
@@ -25,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.configs import (
@@ -38,7 +35,6 @@ from torch_fdattn.ops.attention.configs import (
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
-from torch_fdattn.ops.determinism import deterministic_wanted
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     contiguous_mask,
@@ -84,7 +80,7 @@ _LENGTHS = [
 def _row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
     q_len, padded_len, heads, v_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-    dq_sums_ptr=None, BLOCK_D: tl.constexpr = 0, sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
     block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
@@ -127,20 +123,16 @@ def _row_terms_kernel(
         padded_offset += place - first
     tl.store(lse2_ptr + padded_offset + rows, lse * LOG2E)
     tl.store(delta_ptr + padded_offset + rows, delta)
-    if dq_sums_ptr is not None:
-        sums_ptr = dq_sums_ptr + (padded_offset + first) * BLOCK_D
-        offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        tl.store(sums_ptr + offsets, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
 
 
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k, v, first_key, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
-    q_start, q_len, keys, options, scale, heads, group, batch64, first_head64, first_row, padded_len, head_dim, v_dim, dq_sums,
+    q_start, q_len, keys, options, scale, heads, group, batch64, first_head64, first_row, padded_len, head_dim, v_dim,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr, RAGGED: tl.constexpr,
-    GROUPED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles of a group's heads to dk (unscaled) and dv of a key tile, and its part to dq_sums, if given.
+    """Adds the query tiles of a group's heads to dk (unscaled) and dv of a key tile.
 
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
@@ -205,13 +197,6 @@ def _dkdv_tiles(
         delta = tl.load(delta_ptr + padded_row64 + m)
         dst = (pt * (dpt - delta[None, :]) * cap_slope).to(qt.dtype)
         dk = tl.dot(dst, tl.trans(qt), dk, input_precision=PRECISION)
-        if dq_sums is not None:
-            dq = tl.dot(tl.trans(dst), k, input_precision=PRECISION)
-            if TMA:
-                dq_sums.atomic_add([padded_row64.to(tl.int32), 0], dq)
-            else:
-                sum_ptrs = dq_sums + padded_row64 * BLOCK_D
-                tl.atomic_add(sum_ptrs + m[:, None] * BLOCK_D + d[None, :], dq, sem="relaxed")
     return dk, dv
 
 
@@ -224,10 +209,9 @@ def _dkdv_kernel(
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr, dq_sums=None, TMA: tl.constexpr = False,
+    BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
-    """dq_sums: None, or the sums (B, H, padded_len, BLOCK_D), fp32, that dQ is added to: a pointer, with TMA a descriptor."""
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     first_row = 0
     kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
@@ -286,8 +270,8 @@ def _dkdv_kernel(
     dk, dv = _dkdv_tiles(
         dk, dv, k, v, first_key, index, q_ptr + batch64 * q_strides[0], dout_ptr + batch64 * dout_strides[0],
         lse2_ptr, delta_ptr, q_strides, dout_strides, bounds, q_start, q_len, keys, score_options, scale, heads, group,
-        batch64, kv_head64 * group, first_row, padded_len, head_dim, v_dim, dq_sums,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, GROUPED, TMA, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
+        batch64, kv_head64 * group, first_row, padded_len, head_dim, v_dim,
+        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, GROUPED, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
 
     rows_in = index[:, None] < kv_capacity
@@ -425,34 +409,6 @@ def _dq_kernel(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
     if dslopes_ptr is not None:
         tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
-
-
-@triton.jit(do_not_specialize=["q_len", "padded_len", "sequences"])
-def _round_dq_kernel(
-    dq_sums_ptr, dq_ptr, dq_strides, scale, q_len, padded_len, heads, head_dim: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
-):  # fmt: skip
-    """dq from its unscaled sums in fp32."""
-    place_block, head, batch = program_coordinates(padded_len // BLOCK_M, heads)
-    place = place_block * BLOCK_M
-    first = place
-    if cu_seqlens_q_ptr is not None:  # as in _row_terms_kernel
-        _, whole, first_token, q_len, _, _ = packed_block(
-            place // PADDING, cu_seqlens_q_ptr, None, sequences, q_len, 0, PADDING
-        )
-        first = whole * PADDING + place % PADDING
-        dq_ptr += first_token.to(tl.int64) * dq_strides[2]
-    if first >= q_len:
-        return
-    batch64 = batch.to(tl.int64)
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    sums_ptr = dq_sums_ptr + ((batch64 * heads + head) * padded_len + place) * BLOCK_D
-    dq = tl.load(sums_ptr + m[:, None] * BLOCK_D + d[None, :]) * scale
-    dq_ptr += batch64 * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
-    dq_ptrs = block_ptrs(dq_ptr, first, (dq_strides[2], dq_strides[3]), True, BLOCK_M, BLOCK_D)
-    inside = ((first + m)[:, None] < q_len) & (d[None, :] < head_dim)
-    tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "padded_len"])
@@ -597,11 +553,9 @@ def launch_backward(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
-    capability = device_capability(q.device)
     config = config or backward_config(
-        max(head_dim, v_dim), q.dtype, capability, scores, dropout,
-        one_sweep=not (deterministic_wanted() or any(x is not None for x in wanted[1:])),
-    )  # fmt: skip
+        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
+    )
     mask = contiguous_mask(mask)
     op, row_blocks = "attention_backward", functools.partial(triton.cdiv, q_len)
     kv_blocks = functools.partial(triton.cdiv, kv_capacity)
@@ -632,17 +586,12 @@ def launch_backward(
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k))
     options = kernel_options(scores, q, k, dropout, packed)
     found_in = kernel_arguments(packed, k)
-    dq_sums = None
-    if config.dq is None and q.numel():
-        shape = (batch * heads * padded_len, switches["BLOCK_D"])
-        dq_sums = torch.empty(shape, dtype=torch.float32, device=q.device)
     with on_device(q):
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
             _row_terms_kernel[(padded_len // block_m * heads * batch,)](
                 out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
-                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim), dq_sums_ptr=dq_sums,
-                BLOCK_D=switches["BLOCK_D"], **found_in,
+                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim), **found_in,
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
@@ -650,17 +599,10 @@ def launch_backward(
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads,
-                **_sums_argument(dq_sums, tile.block_m, capability),
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
             )  # fmt: skip
-        if dq_sums is not None:
-            block_m = 64 if head_dim <= 256 else 16
-            _round_dq_kernel[(padded_len // block_m * heads * batch,)](
-                dq_sums, dq, dq.stride(), scale, q_len, padded_len, heads, head_dim, BLOCK_M=block_m,
-                BLOCK_D=switches["BLOCK_D"], **found_in,
-            )  # fmt: skip
-        elif q.numel():
+        if q.numel():
             tile = config.dq
             _dq_kernel[(row_blocks(tile.block_m) * heads * batch,)](
                 q, k, v, dout, lse2, delta, dq, slope_rows, *mask[:3],
@@ -695,18 +637,6 @@ def launch_backward(
         if packed is not None:  # in padded rows, as delta is; those of no sequence are +inf
             lse, q_len = lse2 * LN2.value, padded_len
         wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
-
-
-def _sums_argument(
-    dq_sums: Tensor | None, block_m: int, capability: tuple[int, int]
-) -> dict[str, object]:
-    """How the sweep over queries takes the sums of dQ."""
-    if dq_sums is None or capability[0] < 9:
-        return {"dq_sums": dq_sums}
-    # Whole tiles added by the copy engine: 3 to 6 % faster than atomics by each thread.
-    block = [block_m, dq_sums.shape[1]]
-    descriptor = TensorDescriptor(dq_sums, list(dq_sums.shape), list(dq_sums.stride()), block)
-    return {"dq_sums": descriptor, "TMA": True}
 
 
 def _sum_by_sequence(rows: Tensor, packed: Packed, tokens: int) -> Tensor:

@@ -24,13 +24,10 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The two sweeps of the backward: over queries for dK and dV, over keys for dQ.
-
-    Without a tile for dQ there is one sweep, over queries, which adds up dQ as well.
-    """
+    """The two sweeps of the backward: over queries for dK and dV, over keys for dQ."""
 
     dkdv: TileConfig
-    dq: TileConfig | None
+    dq: TileConfig
 
 
 #: Every tile's sides divide it: rows in whole blocks of it need no border for their end.
@@ -75,18 +72,11 @@ def forward_config(
 
 def backward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT, one_sweep: bool = False,
+    dropout: Dropout = NO_DROPOUT,
 ) -> BackwardConfig:  # fmt: skip
-    """The backward's tiles, as `forward_config`; in one sweep where that is allowed and faster."""
+    """The backward's tiles, as `forward_config`."""
     if INTERPRET:
-        return BackwardConfig(_INTERPRETED, None if one_sweep else _INTERPRETED)
-    plain = scores.is_plain and not dropout.p
-    if one_sweep and plain and capability[0] == 9 and head_dim <= 128 and dtype != torch.float32:
-        # Swept on one H100 (README.md), of two sweeps' rate: hd64 16k causal 1.17, hd128 1.07 to 1.16. At hd256
-        # (32 x 64) it is no faster. Elsewhere, and with options that take registers, not measured.
-        return BackwardConfig(
-            TileConfig(64, 64, 4, 3) if head_dim <= 64 else TileConfig(64, 128, 8, 3), None
-        )
+        return BackwardConfig(_INTERPRETED, _INTERPRETED)
     if head_dim > 256:
         return BackwardConfig(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1))
     if dtype == torch.float32:
