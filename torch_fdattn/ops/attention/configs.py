@@ -103,7 +103,7 @@ def backward_config(
             return BackwardConfig(TileConfig(64, 64, 4, 3), TileConfig(128, 64, 4, 3))
         if head_dim <= 128:
             return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
-        return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 2))
+        return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 3))
     if head_dim <= 128:
         # With options 64 keys spilled 208 bytes a thread at hd128 on sm_80. Not measured.
         dkdv = TileConfig(32, 64 if scores.is_plain else 32, 4, 2)
