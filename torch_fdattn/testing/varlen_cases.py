@@ -271,7 +271,8 @@ def draw_varlen(seed: int, device: torch.device | str = "cpu") -> VarlenCase:
     kv_heads, group = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3))
     head_dim = draw_head_dim(rng, device)
     longest = max(q_lens, default=0), max(kv_sizes, default=0)
-    mask = draw_mask(rng, batch, max(1, longest[0]), max(2, longest[1]), head_dim, tile)
+    sizes = max(1, longest[0]), max(2, longest[1])
+    mask = draw_mask(rng, batch, *sizes, head_dim, tile) if batch else {}
     if page:  # every sequence has the whole table's room
         kv_lens = mask.get("kv_lens", (2**20,) * batch)
         mask["kv_lens"] = tuple(min(a, b) for a, b in zip(kv_lens, kv_sizes, strict=True))
@@ -296,7 +297,14 @@ def _fair_in_fp32(case: VarlenCase) -> bool:
     """As in `cases.py`: enough rows, and most of them not dominated by single keys."""
     if not sum(case.q_lens):
         return False
-    rows = torch.cat([case.visible(b).sum(-1) for b in range(case.batch)])
-    many = rows[rows > 0] >= 8
+    rows = [case.visible(b).sum(-1) for b in range(case.batch)]
+    by_sequence = [x for x in rows if len(x)] if case.alibi == "sequence" else []
     peaky = case.scale is not None and case.scale >= PEAKY * case.head_dim**-0.5
-    return len(many) * case.heads >= 24 and bool(many.double().mean() > 0.5) and not peaky
+    enough = sum(case.q_lens) * case.heads >= 24
+    return enough and not peaky and all(map(_see_many, (torch.cat(rows), *by_sequence)))
+
+
+def _see_many(counts: Tensor) -> bool:
+    """Whether most rows that see a key see at least 8."""
+    many = counts[counts > 0] >= 8
+    return not len(many) or bool(many.double().mean() > 0.5)
