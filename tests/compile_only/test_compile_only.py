@@ -96,6 +96,21 @@ def score_cases():
         yield Case(op, "sm_90", "fp32", dim, scores=scores)
 
 
+def varlen_cases():
+    """Packed sequences: attention's tiles with a few more registers; keys on pages."""
+    for arch, dim in itertools.product(ARCHS, (64, 128, 256)):
+        yield Case("varlen_forward", arch, "bf16", dim)
+        yield Case("varlen_backward", arch, "bf16", dim)
+    for arch in ARCHS:
+        yield Case("varlen_forward", arch, "bf16", 128, "all", cache="same-paged", scores="scores")
+        yield Case("varlen_forward", arch, "fp16", 96, "window", cache="same-paged", v_dim=64)
+        yield Case("varlen_backward", arch, "bf16", 128, "all", scores="scores")
+        for op in ("varlen_forward", "varlen_backward"):
+            yield Case(op, arch, "fp32", 64, "full")
+    for op in ("varlen_forward", "varlen_backward"):
+        yield Case(op, "sm_90", "bf16", 128, dropout_p=0.1)
+
+
 def decode_cases():
     for arch in ARCHS.values():
         # Pages and fp32 change neither tiles nor code between generations as bf16's tensor cores do.
@@ -165,12 +180,19 @@ def central(case: Case) -> bool:
         return case.mask == "causal" and option in ("scores", "bias", "dropout")
     if case.arch == "sm_90" and (case.mask, case.cache) == ("padded", "same-paged"):
         return True
-    if case.op == "backward" and case.arch not in ("sm_90", "gfx942"):
+    if case.op.endswith("backward") and case.arch not in ("sm_90", "gfx942"):
         return False
     return plain and (case.mask, case.cache) in (("causal", "same"), ("full", "same"))
 
 
-CASES = [*attention_cases(), *score_cases(), *decode_cases(), *append_cases(), *merge_cases()]
+CASES = [
+    *attention_cases(),
+    *score_cases(),
+    *varlen_cases(),
+    *decode_cases(),
+    *append_cases(),
+    *merge_cases(),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """How many kernels the shapes of a server compile: batches and buffers must not each have their own."""
 
+import itertools
 import os
 
 import pytest
@@ -11,7 +12,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
 from tests.compile_only.resources import ARCHS, recorded
+from torch_fdattn.ops.attention.configs import forward_config
+from torch_fdattn.ops.attention.forward import launch_forward
 from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode
+from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
 
 ARCH = ARCHS["sm_90"]
@@ -47,6 +51,30 @@ def test_sequences_first():
     # And no more than the batches have where keys lie in the order of a known layout.
     known = kernels(meta(batch, 2, 2048, 128) for batch in batches)
     assert len(first) <= len(known) + 4
+
+
+def test_packed_sequences():
+    """Tokens, sequences and pages are numbers of a launch: one kernel serves them all, a few by alignment."""
+    found, backend = set(), make_backend(ARCH.target)
+    config = forward_config(128, torch.bfloat16, ARCH.capability)
+    for tokens, sequences, paged in itertools.product(
+        (1, 17, 512, 8191), (1, 2, 16, 33), (False, True)
+    ):
+        q, begins = meta(tokens, 4, 128), meta(sequences + 1, dtype=torch.int32)
+        k, packed = by_heads(meta(tokens, 2, 128)), Packed(begins, begins.clone())
+        if paged:
+            k = meta(sequences * 3, 2, 16, 128)
+            packed = Packed(begins, None, meta(sequences, tokens, dtype=torch.int32))
+        with recorded() as launches:
+            launch_forward(
+                by_heads(q), k, k, Mask(window_right=0), 0.1, by_heads(torch.empty_like(q)), meta(4, tokens),
+                config=config, packed=packed,
+            )  # fmt: skip
+        kernel, args, options = launches[0].kernel, launches[0].args, launches[0].kwargs
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, options = binder(*args, **options)
+        found.add(str((specialization, options)))
+    assert len(found) <= 8
 
 
 def test_slices_of_any_width():

@@ -48,6 +48,31 @@ def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool
         torch.testing.assert_close(part.grad.full_tensor(), expected.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("slopes", [False, True])
+def test_packed_sequences_are_split_by_heads(mesh, rank_device, slopes: bool) -> None:
+    """Never by tokens; with slopes everything is replicated."""
+    world = dist.get_world_size()
+    plain = [
+        torch.randn(12, h * world, 16, device=rank_device).requires_grad_() for h in (2, 1, 1)
+    ]
+    begins = torch.tensor([0, 5, 11], dtype=torch.int32, device=rank_device)
+    given = [torch.rand(2 * world, device=rank_device)] * slopes
+    whole = [begins, *given]
+    mine = [distribute_tensor(x, mesh, [Replicate()]) for x in whole]
+    parts = [
+        distribute_tensor(x.detach().clone(), mesh, [Shard(1)]).requires_grad_() for x in plain
+    ]
+    for leaves, (cu_seqlens, *tensors) in ((plain, whole), (parts, mine)):
+        named = dict(zip(("alibi_slopes",), tensors, strict=False))
+        out, lse = torch_fdattn.varlen_attention(*leaves, cu_seqlens, causal=True, **named)
+        loss = out.sin().sum() + lse.exp().sum()
+        full(loss).backward()
+    assert out.placements == ((Replicate(),) if slopes else (Shard(1),))
+    assert lse.placements == ((Replicate(),) if slopes else (Shard(0),))
+    for part, expected in zip(parts, plain, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), expected.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_groups_that_a_mesh_would_tear_are_replicated(mesh, rank_device) -> None:
     """9 query heads over 3 KV heads on 2 ranks: sharding heads would tear a group."""
     world = dist.get_world_size()

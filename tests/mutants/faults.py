@@ -34,6 +34,7 @@ ATTENTION = Tests(
 )
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
+VARLEN = Tests("packed sequences", (f"{_OPS}/varlen_attention",), interpret=True)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
 APPEND = Tests("append kernel", (f"{_OPS}/append_kv",), interpret=True)
 WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))
@@ -102,6 +103,22 @@ FAULTS = (
     Fault(
         "K's sequence stride taken for V", f"{_KERNELS}/attend.py",
         "v_ptr + start.to(tl.int64) * v_strides[0]", "v_ptr + start.to(tl.int64) * k_strides[0]", ATTENTION,
+    ),
+    Fault(
+        "a block of two sequences", f"{_KERNELS}/packed_tiles.py",
+        "begins // BLOCK + entry < number", "begins // BLOCK + entry <= number", VARLEN,
+    ),
+    Fault(
+        "a sequence's keys taken from the first token", f"{_KERNELS}/attention/forward.py",
+        "v_ptr += first_key.to(tl.int64) * v_strides[2]", "v_ptr += first_key.to(tl.int64) * 0", VARLEN,
+    ),
+    Fault(
+        "sinks for tokens of no sequence", f"{_KERNELS}/attention/forward.py",
+        "sink = tl.where(owned, sink, float(\"-inf\"))", "sink = tl.where(owned, sink, sink)", VARLEN,
+    ),
+    Fault(
+        "pages outside the cache followed", f"{_KERNELS}/packed_tiles.py",
+        "held = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)", "held = inside & (page >= 0)", VARLEN,
     ),
     Fault(
         "dK unscaled", f"{_KERNELS}/attention/backward.py",

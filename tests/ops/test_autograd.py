@@ -18,7 +18,14 @@ def raw_calls():
     out, lse = torch.ops.fdattn.attention_forward(q, k, v, *MASK, None)
     outs, lses = out[None], lse[None]
     ops = torch.ops.fdattn
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    begins = torch.tensor([0, 5], dtype=torch.int32), None
+    varlen = [*begins, None, *MASK, None]
+    packed_out, packed_lse = ops.varlen_attention_forward(*packed, *varlen)
+    state = [packed_out, None, *packed, packed_out, packed_lse, *begins]
     return {
+        "varlen_attention_forward": (ops.varlen_attention_forward, [*packed, *varlen]),
+        "varlen_attention_backward": (ops.varlen_attention_backward, [*state, *MASK, None]),
         "attention_forward": (ops.attention_forward, [q, k, v, *MASK, None]),
         "attention_backward": (ops.attention_backward, [out, None, q, k, v, out, lse, *MASK, None]),
         "attention_backward_all": (
@@ -32,6 +39,9 @@ def raw_calls():
 
 
 COMPOSITES = {
+    "varlen_attention": lambda q, k, v: torch_fdattn.varlen_attention(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 2, 5], dtype=torch.int32)
+    ),
     "attention": lambda q, k, v: torch_fdattn.attention(q, k, v),
     "decode": lambda q, k, v: torch_fdattn.decode(q, k, v),
     "merge_states": lambda q, k, v: torch_fdattn.merge_states(

@@ -45,6 +45,24 @@ def test_decode(device):
     }
 
 
+def test_varlen_attention(device):
+    """Lengths are on the device: the bound is all tokens in one sequence, or in one row of pages."""
+    q, k, v = (torch.randn(n, h, DIM, device=device) for n, h in ((6, HEADS), (10, 2), (10, 2)))
+    begins = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    one = 2 * HEADS * 6 * 10 * DIM
+    q.requires_grad_()
+    assert counts(
+        lambda: torch_fdattn.varlen_attention(q, k, v, begins, begins)[0].sum().backward()
+    ) == {"fdattn.varlen_attention_forward": 2 * one, "fdattn.varlen_attention_backward": 5 * one}
+    pages = torch.randn(7, 2, 4, DIM, device=device)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    with torch.no_grad():
+        found = counts(
+            lambda: torch_fdattn.varlen_attention(q, pages, pages, begins, page_table=table)
+        )
+    assert found == {"fdattn.varlen_attention_forward": 2 * 2 * HEADS * 6 * 12 * DIM}
+
+
 def test_merge_states(device):
     outs = torch.randn(3, BATCH, HEADS, Q_LEN, DIM, device=device, requires_grad=True)
     lses = torch.randn(3, BATCH, HEADS, Q_LEN, device=device)
@@ -67,7 +85,8 @@ def test_every_raw_op_has_a_formula():
     for name in (
         "attention_forward", "attention_backward", "attention_backward_all", "decode_forward", "paged_decode_forward", "decode_out",
         "paged_decode_out", "merge_states_forward",
-        "merge_states_backward",
+        "merge_states_backward", "varlen_attention_forward", "varlen_attention_backward",
+        "varlen_attention_backward_all",
     ):  # fmt: skip
         assert getattr(torch.ops.fdattn, name) in flop_registry, name
 

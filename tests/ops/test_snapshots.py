@@ -19,6 +19,7 @@ def test_schemas():
     names = (
         "attention", "attention_forward", "attention_backward", "attention_backward_all", "decode", "decode_forward",
         "merge_states", "merge_states_forward", "merge_states_backward", "append_kv", "paged_append_kv",
+        "varlen_attention", "varlen_attention_forward", "varlen_attention_backward",
     )  # fmt: skip
     schemas = "\n".join(str(getattr(OPS, name).default._schema) for name in names)
     assert_expected_inline(
@@ -34,7 +35,10 @@ fdattn::merge_states(Tensor outs, Tensor lses, *, ScalarType? dtype=None) -> (Te
 fdattn::merge_states_forward(Tensor outs, Tensor lses, ScalarType? dtype=None) -> (Tensor, Tensor)
 fdattn::merge_states_backward(Tensor dout, Tensor? dlse, Tensor outs, Tensor lses, Tensor out, Tensor lse) -> (Tensor, Tensor)
 fdattn::append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor kv_lens, Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None) -> ()
-fdattn::paged_append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor k, Tensor v, Tensor kv_lens, Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None) -> ()""",
+fdattn::paged_append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor k, Tensor v, Tensor kv_lens, Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None) -> ()
+fdattn::varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, Tensor? page_table=None, Tensor? kv_lens=None, Tensor? q_start=None, Tensor? kv_start=None, *, bool causal=False, int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, float? scale=None, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, float dropout_p=0., Tensor? dropout_seed=None) -> (Tensor out, Tensor lse)
+fdattn::varlen_attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? out_dtype, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, float dropout_p=0., Tensor? dropout_seed=None) -> (Tensor, Tensor)
+fdattn::varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? kv_lens, Tensor? q_start, Tensor? kv_start, int window_left, int window_right, SymInt kv_block, SymInt kv_stride, float scale, ScalarType? grad_dtype, float softcap=0., Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, float dropout_p=0., Tensor? dropout_seed=None) -> (Tensor, Tensor, Tensor)""",
     )
 
 
@@ -158,6 +162,44 @@ merge_states_forward
 merge_states_backward
 (3, 2, 4, 6, 16) stride (768, 384, 96, 16, 1) bfloat16
 (3, 2, 4, 6) stride (48, 24, 6, 1) float32""",
+    )
+
+
+def packed_calls(layout):
+    """varlen_attention's raw ops on fake tensors of one layout, tokens first."""
+    shapes = (4, 6, 16), (2, 9, 16), (2, 9, 24)
+    q, k, v = (make_tensor(shape, layout, dtype=torch.bfloat16).transpose(0, 1) for shape in shapes)
+    begins = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    out, lse = OPS.varlen_attention_forward(q, k, v, *begins, None, *MASK, None)
+    gradients = OPS.varlen_attention_backward(out, None, q, k, v, out, lse, *begins, *MASK, None)
+    return f"forward\n{describe(out, lse)}\nbackward\n{describe(*gradients)}"
+
+
+def test_fakes_of_packed_sequences(fakes):
+    assert_expected_inline(
+        packed_calls("bshd"),
+        """\
+forward
+(6, 4, 24) stride (96, 24, 1) bfloat16
+(4, 6) stride (6, 1) float32
+backward
+(6, 4, 16) stride (64, 16, 1) bfloat16
+(9, 2, 16) stride (32, 16, 1) bfloat16
+(9, 2, 24) stride (48, 24, 1) bfloat16""",
+    )
+
+
+def test_fakes_of_packed_sequences_heads_first(fakes):
+    assert_expected_inline(
+        packed_calls("bhsd"),
+        """\
+forward
+(6, 4, 24) stride (24, 144, 1) bfloat16
+(4, 6) stride (6, 1) float32
+backward
+(6, 4, 16) stride (16, 96, 1) bfloat16
+(9, 2, 16) stride (16, 144, 1) bfloat16
+(9, 2, 24) stride (24, 216, 1) bfloat16""",
     )
 
 
