@@ -20,6 +20,7 @@ from .cases import (
 )
 from .distributed import commands as distributed
 from .kernel_ladder import run as ladder
+from .resources import command as resources
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import render
 
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
     distributed.add_commands(names)
     ladder.add_command(names)
+    resources.add_command(names)
 
     command = names.add_parser("host", help="the host time of one eager decode call by parts")
     command.add_argument("--cases", metavar="TEXT", help="default: the first decode case")

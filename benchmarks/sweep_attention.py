@@ -17,15 +17,15 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from torch_fdattn.ops.attention.configs import TileConfig
 
 from .cases import ATTENTION_CASES, select
 from .results import describe
@@ -33,12 +33,7 @@ from .runner import DTYPES, Budget, generator
 from .shapes import AttentionCase
 from .timing import Timer
 
-if TYPE_CHECKING:
-    from torch_fdattn.ops.attention.configs import TileConfig
-
 KERNELS = ("forward", "dkdv", "dq")
-_CONFIG = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)")
-_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
 
 # (block_m, block_n, num_warps, num_stages) by kernel and head dim, likely winners first.
 CONFIGS: dict[str, dict[int, str]] = {
@@ -78,20 +73,9 @@ class Measured:
     rate: float  # TFLOP/s of this kernel alone
 
 
-def parse_configs(text: str, like: TileConfig) -> list[TileConfig]:
-    """Configs from their short form; fields that it does not name are taken from `like`."""
-    found = []
-    for word in text.replace(",", " ").split():
-        match = _CONFIG.fullmatch(word)
-        if match is None:
-            raise ValueError(f"config must look like 128x64w8s3, got {word!r}")
-        sizes = zip(_FIELDS, map(int, match.groups()), strict=True)
-        found.append(dataclasses.replace(like, **dict(sizes)))
-    return found
-
-
-def short(config: TileConfig) -> str:
-    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}"
+def parse_configs(text: str) -> list[TileConfig]:
+    """Configs from their short form, separated by commas or spaces."""
+    return [TileConfig.parse(word) for word in text.replace(",", " ").split()]
 
 
 @contextlib.contextmanager
@@ -242,19 +226,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with problem(kernel, case, timer) as given:
                 head_dim = min(CONFIGS[kernel], key=lambda d: abs(d - case.head_dim))
                 texts = options.configs or CONFIGS[kernel][head_dim]
-                configs = parse_configs(texts, given.default)
+                configs = parse_configs(texts)
                 measured, rejected = sweep(given, configs, timer, jobs, budget)
             print(f"{case.label} {kernel}", flush=True)
             for m in measured:
                 default = "  (default)" if m.config == given.default else ""
-                print(f"  {short(m.config):14} {m.us:9.1f} µs {m.rate:7.1f} TFLOP/s{default}")
+                print(f"  {m.config!s:14} {m.us:9.1f} µs {m.rate:7.1f} TFLOP/s{default}")
             for config, reason in rejected.items():
-                print(f"  {short(config):14} {reason}")
+                print(f"  {config!s:14} {reason}")
             if measured:
                 default_us = next((m.us for m in measured if m.config == given.default), None)
                 gain = f"{default_us / measured[0].us:.2f}× the default" if default_us else ""
                 best.append(
-                    f"{case.label:24} {kernel:8} {short(measured[0].config):14} "
+                    f"{case.label:24} {kernel:8} {measured[0].config!s:14} "
                     f"{measured[0].us:9.1f} µs {measured[0].rate:7.1f} TFLOP/s {gain}"
                 )
     print("\nbest:\n" + "\n".join(best))

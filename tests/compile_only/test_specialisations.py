@@ -10,7 +10,8 @@ from triton.runtime.jit import create_function_from_signature
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from tests.compile_only.resources import ARCHS, recorded
+from benchmarks.resources.launches import recorded
+from benchmarks.resources.targets import ARCHS
 from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode
 from torch_fdattn.ops.positions import Mask
 
