@@ -14,6 +14,7 @@ from torch_fdattn.functional import (
     paged_append_kv,
     paged_decode,
 )
+from torch_fdattn.ops.attention.tuning import autotune, tiles
 from torch_fdattn.ops.determinism import set_deterministic
 from torch_fdattn.version import __version__
 
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "attention",
+    "autotune",
     "decode",
     "decode_workspace",
     "dist",
@@ -30,4 +32,5 @@ __all__ = [
     "paged_append_kv",
     "paged_decode",
     "set_deterministic",
+    "tiles",
 ]

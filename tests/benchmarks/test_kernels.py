@@ -12,14 +12,13 @@ from benchmarks.floors import READ_CONFIGS, pure_read
 from benchmarks.runner import Budget
 from benchmarks.shapes import AttentionCase, DecodeCase
 from benchmarks.sweep_attention import (
-    CONFIGS,
     KERNELS,
     Problem,
-    parse_configs,
     problem,
     sweep,
 )
 from benchmarks.timing import Timer
+from torch_fdattn.ops.attention.candidates import parse_configs
 from torch_fdattn.ops.attention.configs import TileConfig
 
 from .test_timing import Clock
@@ -60,14 +59,6 @@ def test_parse_configs() -> None:
     assert str(TileConfig(128, 64, 8, 3)) == "128x64w8s3"
     with pytest.raises(ValueError, match="config must look like 128x64w8s3, got '128x64'"):
         parse_configs("128x64")
-
-
-def test_built_in_configs_are_powers_of_two() -> None:
-    for kernel in KERNELS:
-        for text in CONFIGS[kernel].values():
-            for config in parse_configs(text):
-                for size in (config.block_m, config.block_n, config.num_warps):
-                    assert size & (size - 1) == 0
 
 
 def test_sweep_ranks_checks_and_explains() -> None:

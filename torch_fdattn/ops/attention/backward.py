@@ -15,6 +15,7 @@ they are.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.ops.attend import block_ptrs, load_tile
+from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
     BackwardConfig,
     backward_config,
@@ -453,9 +455,16 @@ def launch_backward(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
-    config = config or backward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
-    )
+    if config is None:
+        config = backward_config(
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
+        )
+        if tuning.state.active:
+            call = tuning.Call(q, k, v, mask, scores, dropout)
+            again = partial(
+                launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout
+            )  # fmt: skip
+            config = tuning.chosen("backward", config, call, (dq, dk, dv, *wanted[1:]), again)
     launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
     padded_len = triton.cdiv(q_len, _PADDING) * _PADDING
@@ -503,6 +512,7 @@ def launch_backward(
         if wanted.attn_mask is not None:
             dmask = wanted.attn_mask.zero_()
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
+            tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
             by_row, by_key = (x > 1 for x in sizes_of[2:])
             mask_sizes = (

@@ -33,6 +33,21 @@ class TileConfig:
             raise ValueError(f"config must look like 128x64w8s3, got {text!r}")
         return cls(*map(int, match.groups()))
 
+    def checked(self) -> TileConfig:
+        """Itself, where every portable kernel can have it; ValueError naming the size otherwise."""
+        for name, (least, most) in _LIMITS.items():
+            size = getattr(self, name)
+            power = name == "num_stages" or (isinstance(size, int) and size & (size - 1) == 0)
+            if (
+                isinstance(size, bool)
+                or not isinstance(size, int)
+                or not least <= size <= most
+                or not power
+            ):
+                kind = "an int" if name == "num_stages" else "a power of two"
+                raise ValueError(f"{name} must be {kind} from {least} to {most}, got {size!r}")
+        return self
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -42,6 +57,8 @@ class BackwardConfig:
     dq: TileConfig
 
 
+#: Sizes that all kernels can have: rows are padded to 128, block_n must divide WHOLE_KEYS.
+_LIMITS = {"block_m": (16, 128), "block_n": (16, 128), "num_warps": (1, 16), "num_stages": (1, 8)}
 #: Every tile's block_n divides it: keys in whole blocks of it need no border for their end.
 WHOLE_KEYS = 128
 

@@ -11,11 +11,14 @@ Limits: head dims that are no power of two are padded to one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
+from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
     WHOLE_KEYS,
     TileConfig,
@@ -130,9 +133,14 @@ def launch_forward(
         return
     v_dim = v.shape[3]
     borders = has_borders(mask, k.shape[2])
-    config = config or forward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
-    )
+    if config is None:
+        config = forward_config(
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
+        )
+        if tuning.state.active:
+            call = tuning.Call(q, k, v, mask, scores, dropout)
+            again = partial(launch_forward, q, k, v, mask, scale, out, lse, scores, dropout)
+            config = tuning.chosen("forward", config, call, (out, lse), again)
     launches["attention_forward/triton"] += 1
     mask = contiguous_mask(mask)
     with on_device(q):
