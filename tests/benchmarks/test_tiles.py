@@ -13,6 +13,7 @@ def attention(*words: str) -> int:
     return main(["attention", *common, *words])
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_each_combination_is_an_implementation(kernel_device, tmp_path, capsys) -> None:
     path = tmp_path / "tiles.json"
