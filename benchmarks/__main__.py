@@ -23,6 +23,7 @@ from .kernel_ladder import run as ladder
 from .resources import command as resources
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import render
+from .training import command as training
 
 if TYPE_CHECKING:
     from .peers import Implementation
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     distributed.add_commands(names)
     ladder.add_command(names)
     resources.add_command(names)
+    training.add_command(names)
 
     command = names.add_parser("host", help="the host time of one eager decode call by parts")
     command.add_argument("--cases", metavar="TEXT", help="default: the first decode case")

@@ -45,11 +45,15 @@ _SPEEDS = (
     Metric("first_token_ms", "ms", "Time to first token, ms", False),
     Metric("scaling", "x", "Times faster than on one rank", True),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
+    Metric("step_ms", "ms", "Training step, ms", False),
 )
 _OTHERS = (
     Metric("first_call_ms", "ms", "First call, compilation included, ms", None),
     Metric("max_abs_err", "abs", "Largest error of the output against fp64", None),
     Metric("grad_max_abs_err", "abs", "Largest error of a gradient against fp64", None),
+    Metric("train_loss", "nats", "Training loss, mean since the line above, nats a byte", None),
+    Metric("val_loss", "nats", "Validation loss after the last step, nats a byte", None),
+    Metric("loss_gap", "abs", "Mean distance of the curve to that of sdpa, nats", None),
     Metric("registers", "registers", "Registers a thread", None),
     Metric("spill_bytes", "bytes", "Stack and spills a thread, bytes", None),
     Metric("shared_KiB", "KiB", "Shared memory a block, KiB", None),
