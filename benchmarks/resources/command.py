@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..results import NO_GPU, Recorder, Results, collect_meta, file_name
-from ..shapes import DTYPE_BYTES
 from ..tables import failures, heading, markdown_table
 
 if TYPE_CHECKING:
@@ -73,6 +72,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     from torch_fdattn.ops.attention.configs import TileConfig
 
+    from ..runner import DTYPES
     from .launches import CACHES, MASKS, OPS, SCORES, Case
     from .targets import ARCHS
 
@@ -80,7 +80,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     caches = [f"{name}{paged}" for name in ("same", *CACHES) for paged in ("", "-paged")]
     for name, given, known in (
         ("op", options.op, OPS), ("target", targets, ARCHS), ("mask", options.mask, MASKS),
-        ("dtype", options.dtype, [x for x in DTYPE_BYTES if x.startswith(("bf", "fp16", "fp32"))]),
+        ("dtype", options.dtype, DTYPES),
         ("scores", options.scores, SCORES), ("cache", options.cache, caches),
     ):  # fmt: skip
         if unknown := [x for x in given if x not in known]:

@@ -20,7 +20,7 @@ from torch_fdattn.testing import FeatureCase, expected_attention, make_tensor
 
 CASE = FeatureCase(
     3, 2, 2, 1, 140, 150, 16, torch.float16, 16, causal=True, window=(100, -1), kv_lens=(150, 131),
-    softcap=5.0, alibi="head",
+    softcap=5.0,
 )  # fmt: skip
 #: The distinct sides of all candidates of a kernel; warps and stages are nothing to the interpreter.
 SIDES = {

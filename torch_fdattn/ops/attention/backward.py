@@ -464,7 +464,7 @@ def launch_backward(
             again = partial(
                 launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout
             )  # fmt: skip
-            config = tuning.chosen("backward", config, call, (dq, dk, dv, *wanted[1:]), again)
+            config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
     launches["attention_backward/triton"] += 1
     mask = contiguous_mask(mask)
     padded_len = triton.cdiv(q_len, _PADDING) * _PADDING

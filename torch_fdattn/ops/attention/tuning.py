@@ -92,8 +92,8 @@ class autotune:
 
     From the call on, or as a context manager for its block, as `torch.set_grad_enabled`. A kind of call is its
     dtype, head dims, masks, options and lengths (in powers of two) on a device; its first launch tries the
-    candidates (`ops/attention/candidates.py`) on its own inputs, takes some seconds of compiling, and writes its
-    results with the fastest, which all later launches take. A tile whose results differ from the table's by
+    candidates (`ops/attention/candidates.py`) on its own inputs, which takes up to a minute of compiling, and writes
+    its results with the fastest, which all later launches take. A tile whose results differ from the table's by
     more than rounding is never taken. Other tiles add up in another order: results differ from those without
     `autotune`, and between processes that found different tiles, by rounding.
 
@@ -152,7 +152,7 @@ class Call(NamedTuple):
 
 
 def chosen(
-    op: str, config: Any, call: Call, outputs: Sequence[Tensor | None], launch: Callable[[Any], None]
+    op: str, config: Any, call: Call, outputs: Sequence[Tensor], launch: Callable[[Any], None]
 ) -> Any:  # fmt: skip
     """What takes the place of the table's config for this launch, which launch(config) makes into `outputs`."""
     parts = trials.parts_of(op, config)
@@ -168,7 +168,7 @@ def chosen(
     with _searching:
         found = memory.get(where, name)
         if found is None or set(found) != set(parts):
-            given = [x for x in outputs if x is not None and x.numel()]
+            given = [x for x in outputs if x.numel()]
             dims = max(call.q.shape[3], call.v.shape[3]), call.q.dtype
             best = config
             if given:
