@@ -263,6 +263,9 @@ def test_nothing_is_searched_during_capture_or_under_tiles(kernel_device, fresh)
     with torch_fdattn.autotune():
         with mock.patch.object(tuning, "_may_search", return_value=False):
             torch_fdattn.attention(*inputs)
+            name = "forward float16 D16/16 q32 k32"  # of other kernels than there are now
+            tuning.state.memory.put(tuning._where(inputs[0].device), name, {"former": FAST[0]})
+            torch_fdattn.attention(*inputs)
         with torch_fdattn.tiles(block_n=32):
             torch_fdattn.attention(*inputs)
         assert not fresh

@@ -162,12 +162,16 @@ def chosen(
     if memory is None:
         return config
     where, name = _where(call.q.device), f"{op} {call}"
-    found = memory.get(where, name)
-    if found is None and not _may_search(call.q):
+
+    def known() -> dict[str, TileConfig] | None:
+        found = memory.get(where, name)
+        return found if found is not None and set(found) == set(parts) else None
+
+    if known() is None and not _may_search(call.q):
         return config
     with _searching:
-        found = memory.get(where, name)
-        if found is None or set(found) != set(parts):
+        found = known()
+        if found is None:
             given = [x for x in outputs if x.numel()]
             dims = max(call.q.shape[3], call.v.shape[3]), call.q.dtype
             best = config
