@@ -20,8 +20,10 @@ from .cases import (
 )
 from .distributed import commands as distributed
 from .kernel_ladder import run as ladder
+from .resources import command as resources
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import render
+from .training import command as training
 
 if TYPE_CHECKING:
     from .peers import Implementation
@@ -76,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="biases, windows, dropout … in place of the baseline cases, against flex,sdpa",
             )
+            for size in ("block-m", "block-n", "num-warps", "num-stages"):
+                command.add_argument(
+                    f"--{size}", metavar="A,B", type=numbers, help="a sweep: ours with these tile sizes too"
+                )  # fmt: skip
         else:
             _add_sweep(command)
             command.add_argument(
@@ -100,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 
     distributed.add_commands(names)
     ladder.add_command(names)
+    resources.add_command(names)
+    training.add_command(names)
 
     command = names.add_parser("host", help="the host time of one eager decode call by parts")
     command.add_argument("--cases", metavar="TEXT", help="default: the first decode case")
@@ -114,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
 
     show.add_commands(names)
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _add_sweep(command: argparse.ArgumentParser) -> None:
@@ -141,12 +153,16 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         site.addsitedir(options.peers_dir)
     from . import attention, decode, features, peers
+    from .peers.tiled import swept as swept_tiles
 
-    vs = options.vs
+    vs, sizes = options.vs, _tile_sizes(options)
+    if sizes and vs == _PEERS["attention"]:
+        vs = "none"  # a sweep compares ours with ours, unless peers are named
     if getattr(options, "features", False):
-        run = _start(options, words, features.chosen("all" if vs == _PEERS["attention"] else vs))
+        chosen = features.chosen("all" if vs == _PEERS["attention"] else vs)
     else:
-        run = _start(options, words, peers.chosen(vs))
+        chosen = peers.chosen(vs)
+    run = _start(options, words, (chosen[0], *swept_tiles(chosen[0], sizes), *chosen[1:]))
     if options.name == "attention":
         passes = [word.strip() for word in options.passes.split(",")]
         if not set(passes) <= set(attention.PASSES):
@@ -162,6 +178,12 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
             count = trace_decode(run, _select(options), options.trace)
             print(f"Trace of {count} implementations of cases: {options.trace}", file=sys.stderr)
     return _finish(run.recorder, options)
+
+
+def _tile_sizes(options: argparse.Namespace) -> dict[str, list[int]]:
+    """The sizes of a sweep over tiles, empty where none is asked for."""
+    names = ("block_m", "block_n", "num_warps", "num_stages")
+    return {name: x for name in names if (x := getattr(options, name, None)) is not None}
 
 
 def _run_floors(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -246,6 +268,7 @@ def _start(
     # The README shows the newest file of each name: a sweep must not take the place of the baselines.
     name = f"{options.name}-sweep" if getattr(options, "sweep", None) else options.name
     name = "attention-features" if getattr(options, "features", False) else name
+    name = f"{name}-tiles" if _tile_sizes(options) else name
     path = output_path(options.json, meta, name) if rank == 0 else None
     recorder = Recorder(Results(meta), path)
     return Run(Timer(device), recorder, implementations, options.repeats, Budget(options.budget_s))

@@ -22,7 +22,8 @@ class Metric:
 
     def format(self, value: float) -> str:
         if self.higher is None:
-            return f"{value:.1e}" if self.unit == "abs" else f"{value:.1f}"
+            form = {"abs": ".1e", "nats": ".4f", "registers": ".0f", "bytes": ".0f"}
+            return f"{value:{form.get(self.unit, '.1f')}}"
         if abs(value) < 1:
             return f"{value:.3g}"
         digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
@@ -44,11 +45,19 @@ _SPEEDS = (
     Metric("first_token_ms", "ms", "Time to first token, ms", False),
     Metric("scaling", "x", "Times faster than on one rank", True),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
+    Metric("step_ms", "ms", "Training step, ms", False),
 )
 _OTHERS = (
     Metric("first_call_ms", "ms", "First call, compilation included, ms", None),
     Metric("max_abs_err", "abs", "Largest error of the output against fp64", None),
     Metric("grad_max_abs_err", "abs", "Largest error of a gradient against fp64", None),
+    Metric("train_loss", "nats", "Training loss, mean since the line above, nats a byte", None),
+    Metric("val_loss", "nats", "Validation loss after the last step, nats a byte", None),
+    Metric("loss_gap", "abs", "Mean distance of the curve to that of sdpa, nats", None),
+    Metric("registers", "registers", "Registers a thread", None),
+    Metric("spill_bytes", "bytes", "Stack and spills a thread, bytes", None),
+    Metric("shared_KiB", "KiB", "Shared memory a block, KiB", None),
+    Metric("occupancy", "percent", "Occupancy, % of a processor's warps", None),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_SPEEDS, *_OTHERS)}
 SPREAD_SUFFIX = "_spread"  # (max − min) / median over the repeats, in percent

@@ -1,5 +1,5 @@
 """Plots from a results file: decode bandwidth over KV length or another axis, prefill rates as bars,
-times over ranks.
+times over ranks, loss curves.
 
 Needs matplotlib (the extra `bench`). Every figure carries its machine, versions and commit, and the
 pure read as the roofline where the file has it.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import plot_scaling
+from . import plot_scaling, plot_training
 from .cases import SWEEPS
 from .results import Results
 from .shapes import PURE_READ, Shape, parse_name
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _PREFILL = (("fwd_TFLOPs", "forward"), ("bwd_TFLOPs", "backward"))
 PREFILL = "prefill"
 RANKS = "ranks"
+TRAINING = "training"
 
 
 def _kilo(tokens: int) -> str:
@@ -82,6 +83,8 @@ def plottable(results: Results) -> list[str]:
         return [axis for axis in AXES if axis == "length" or len(series_of(axis, bandwidth)) > 1]
     if any(values_of(results, name) for name, _ in _PREFILL):
         return [PREFILL]
+    if values_of(results, "train_loss"):
+        return [TRAINING]
     return [RANKS] if plot_scaling.lines_of(results)[1] else []
 
 
@@ -112,7 +115,7 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
     possible = plottable(results)
     if not possible:
         raise ValueError(
-            "results must hold GBps, fwd_TFLOPs or bwd_TFLOPs rows, or times over ranks, to plot; got none"
+            "results must hold GBps, fwd_TFLOPs or bwd_TFLOPs rows, times over ranks, or losses, to plot; got none"
         )
     if axis is not None and axis not in possible:
         raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
@@ -126,6 +129,9 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
         )
         for axes, (values, title) in zip(grid[:, 0], rates, strict=True):
             _bars(axes, values, title)
+    elif axis == TRAINING:
+        figure = pyplot.figure(figsize=(7, 6), layout="constrained")
+        plot_training.draw(figure, results)
     else:
         figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
         if axis == RANKS:

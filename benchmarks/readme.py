@@ -19,6 +19,11 @@ _SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DO
 _ORDER = ("attention", "decode", "generate")
 #: Long tables and host times: the README links to their files alone.
 _LINKED = (
+    "attention-tiles",
+    "attention-features-tiles",
+    "resources",
+    "train-gpt",
+    "train-t5",
     "decode-sweep",
     "host",
     "ladder",

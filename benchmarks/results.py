@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 META_KEYS = ("gpu", "count", "torch", "triton", "commit", "command", "date")
 ROW_KEYS = ("case", "impl", "metric", "value", "unit")
+NO_GPU = "none"  # meta.gpu of what was compiled only
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = Path(__file__).resolve().parent / "results"

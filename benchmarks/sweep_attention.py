@@ -3,8 +3,8 @@
     python -m benchmarks.sweep_attention --cases "hd128 4k causal,hd128 16k causal" \
         [--kernels forward,dkdv,dq] [--configs 128x64w8s3,64x128w8s2] [--budget-s 200]
 
-A config reads BLOCK_M x BLOCK_N w num_warps s num_stages; without --configs the lists below are
-tried. Each kernel is timed alone: the backward's other sweep is left out, and the time of the delta
+A config reads BLOCK_M x BLOCK_N w num_warps s num_stages; without --configs those of candidates.py
+are tried. Each kernel is timed alone: the backward's other sweep is left out, and the time of the delta
 kernel, which both need, is taken off. All configs of a case compile first, in threads. A config
 that does not fit, or whose result differs from the default's by more than rounding, is reported and
 cannot win. For tuning: what it prints are no results, and configs.py records what was chosen and
@@ -17,15 +17,17 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch import Tensor
+
+from torch_fdattn.ops.attention.candidates import candidates, parse_configs
+from torch_fdattn.ops.attention.configs import TileConfig
+from torch_fdattn.ops.attention.trials import difference
 
 from .cases import ATTENTION_CASES, select
 from .results import describe
@@ -33,31 +35,7 @@ from .runner import DTYPES, Budget, generator
 from .shapes import AttentionCase
 from .timing import Timer
 
-if TYPE_CHECKING:
-    from torch_fdattn.ops.attention.configs import TileConfig
-
 KERNELS = ("forward", "dkdv", "dq")
-_CONFIG = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)")
-_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
-
-# (block_m, block_n, num_warps, num_stages) by kernel and head dim, likely winners first.
-CONFIGS: dict[str, dict[int, str]] = {
-    "forward": {
-        64: "128x64w4s3 128x128w8s3 128x64w8s3 128x128w4s2 64x64w4s3 128x64w4s4",
-        128: "128x64w8s3 128x128w8s2 128x64w8s2 128x64w4s3 64x64w4s3 128x128w8s3 128x32w8s4",
-        256: "128x64w8s2 128x32w8s3 64x64w4s2 64x32w4s3 64x64w8s2 128x64w8s1 128x32w8s2",
-    },
-    "dkdv": {
-        64: "64x128w8s3 64x128w8s2 64x64w4s3 32x128w4s3 64x128w4s3 128x128w8s2 32x64w4s4",
-        128: "64x128w8s2 64x128w8s3 32x128w8s3 64x64w4s2 64x64w4s3 32x128w4s2 128x128w8s2",
-        256: "64x64w8s1 32x64w8s2 32x64w4s2 64x64w8s2 16x64w4s3 32x128w8s1",
-    },
-    "dq": {
-        64: "128x64w8s3 128x64w4s3 128x128w8s2 64x64w4s3 128x32w4s4 64x128w4s3",
-        128: "128x64w8s2 128x64w8s3 128x32w8s3 64x64w4s2 64x64w4s3 128x128w8s2 64x32w4s3",
-        256: "64x64w8s1 64x32w8s2 64x64w8s2 128x32w8s2 64x32w4s2 64x16w4s3",
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +54,6 @@ class Measured:
     config: TileConfig
     us: float
     rate: float  # TFLOP/s of this kernel alone
-
-
-def parse_configs(text: str, like: TileConfig) -> list[TileConfig]:
-    """Configs from their short form; fields that it does not name are taken from `like`."""
-    found = []
-    for word in text.replace(",", " ").split():
-        match = _CONFIG.fullmatch(word)
-        if match is None:
-            raise ValueError(f"config must look like 128x64w8s3, got {word!r}")
-        sizes = zip(_FIELDS, map(int, match.groups()), strict=True)
-        found.append(dataclasses.replace(like, **dict(sizes)))
-    return found
-
-
-def short(config: TileConfig) -> str:
-    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}"
 
 
 @contextlib.contextmanager
@@ -190,7 +152,7 @@ def sweep(
         for output in given.outputs:
             output.fill_(float("nan"))
         given.launch(config)
-        if (wrong := _difference(given.outputs, expected)) is not None:
+        if (wrong := difference(given.outputs, expected)) is not None:
             rejected[config] = wrong
             continue
         taken = (
@@ -199,16 +161,6 @@ def sweep(
         )
         measured.append(Measured(config, taken, given.flops / max(taken, 1e-3) / 1e6))
     return sorted(measured, key=lambda m: m.us), rejected
-
-
-def _difference(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Other tiles add up in another order; more than that is a wrong kernel (or a wrong ptxas)."""
-    for output, wanted in zip(outputs, expected, strict=True):
-        error = (output.float() - wanted.float()).abs().max().item()
-        limit = 4 * torch.finfo(output.dtype).eps * max(1.0, wanted.float().abs().max().item())
-        if not error <= max(limit, 1e-5):
-            return f"wrong result: differs from the default's by {error:.3g}, allowed {limit:.3g}"
-    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -240,21 +192,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 best.append(f"{case.label:24} {kernel:8} not measured: budget spent")
                 continue
             with problem(kernel, case, timer) as given:
-                head_dim = min(CONFIGS[kernel], key=lambda d: abs(d - case.head_dim))
-                texts = options.configs or CONFIGS[kernel][head_dim]
-                configs = parse_configs(texts, given.default)
+                configs = candidates(kernel, case.head_dim, DTYPES[case.dtype])
+                if options.configs:
+                    configs = parse_configs(options.configs)
                 measured, rejected = sweep(given, configs, timer, jobs, budget)
             print(f"{case.label} {kernel}", flush=True)
             for m in measured:
                 default = "  (default)" if m.config == given.default else ""
-                print(f"  {short(m.config):14} {m.us:9.1f} µs {m.rate:7.1f} TFLOP/s{default}")
+                print(f"  {m.config!s:14} {m.us:9.1f} µs {m.rate:7.1f} TFLOP/s{default}")
             for config, reason in rejected.items():
-                print(f"  {short(config):14} {reason}")
+                print(f"  {config!s:14} {reason}")
             if measured:
                 default_us = next((m.us for m in measured if m.config == given.default), None)
                 gain = f"{default_us / measured[0].us:.2f}× the default" if default_us else ""
                 best.append(
-                    f"{case.label:24} {kernel:8} {short(measured[0].config):14} "
+                    f"{case.label:24} {kernel:8} {measured[0].config!s:14} "
                     f"{measured[0].us:9.1f} µs {measured[0].rate:7.1f} TFLOP/s {gain}"
                 )
     print("\nbest:\n" + "\n".join(best))

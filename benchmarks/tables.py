@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .baselines import TOLERANCE, checks
 from .metrics import METRICS, SPREAD_SUFFIX, TEXT_METRICS, Metric, metric_named
-from .results import Results
+from .results import NO_GPU, Results
 from .shapes import FLOORS, PURE_READ
 
 Values = dict[str, dict[str, float]]  # case → impl → value
@@ -89,8 +89,9 @@ def render_summary(results: Results) -> str:
 def heading(results: Results, note: str = RATIO_NOTE) -> str:
     """What the run was, and how to read what follows."""
     meta = results.meta
+    where = "Compiled only" if meta["gpu"] == NO_GPU else f"{meta['count']} × {meta['gpu']}"
     lines = [
-        f"{meta['count']} × {meta['gpu']}, torch {meta['torch']}, triton {meta['triton']}, "
+        f"{where}, torch {meta['torch']}, triton {meta['triton']}, "
         f"commit {meta['commit']}, {meta['date']}",
         "",
         f"`{meta['command']}`",
@@ -189,7 +190,7 @@ def spread_lines(results: Results) -> list[str]:
 def baseline_table(results: Results) -> str:
     found = checks(results)
     if found is None:
-        return "" if results.meta["gpu"] == "cpu" else "No baselines for this GPU."
+        return "" if results.meta["gpu"] in ("cpu", NO_GPU) else "No baselines for this GPU."
     if not found:
         return "No floor or peer of this run has a baseline."
     slow = [check for check in found if not check.counts]

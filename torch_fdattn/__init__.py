@@ -15,6 +15,7 @@ from torch_fdattn.functional import (
     paged_decode,
     varlen_attention,
 )
+from torch_fdattn.ops.attention.tuning import autotune, tiles
 from torch_fdattn.ops.determinism import set_deterministic
 from torch_fdattn.version import __version__
 
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "attention",
+    "autotune",
     "decode",
     "decode_workspace",
     "dist",
@@ -31,5 +33,6 @@ __all__ = [
     "paged_append_kv",
     "paged_decode",
     "set_deterministic",
+    "tiles",
     "varlen_attention",
 ]

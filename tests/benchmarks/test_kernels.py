@@ -12,28 +12,18 @@ from benchmarks.floors import READ_CONFIGS, pure_read
 from benchmarks.runner import Budget
 from benchmarks.shapes import AttentionCase, DecodeCase
 from benchmarks.sweep_attention import (
-    CONFIGS,
     KERNELS,
     Problem,
-    parse_configs,
     problem,
-    short,
     sweep,
 )
 from benchmarks.timing import Timer
+from torch_fdattn.ops.attention.candidates import parse_configs
+from torch_fdattn.ops.attention.configs import TileConfig
 
 from .test_timing import Clock
 
 CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    extra: str = "default"
 
 
 @pytest.mark.interpreter
@@ -62,22 +52,13 @@ def test_pure_read_refuses_views() -> None:
 
 
 def test_parse_configs() -> None:
-    like = Tile(0, 0, 0, 0, "kept")
-    assert parse_configs("128x64w8s3, 64x32w4s2", like) == [
-        Tile(128, 64, 8, 3, "kept"),
-        Tile(64, 32, 4, 2, "kept"),
+    assert parse_configs("128x64w8s3, 64x32w4s2") == [
+        TileConfig(128, 64, 8, 3),
+        TileConfig(64, 32, 4, 2),
     ]
-    assert short(Tile(128, 64, 8, 3)) == "128x64w8s3"
+    assert str(TileConfig(128, 64, 8, 3)) == "128x64w8s3"
     with pytest.raises(ValueError, match="config must look like 128x64w8s3, got '128x64'"):
-        parse_configs("128x64", like)
-
-
-def test_built_in_configs_are_powers_of_two() -> None:
-    for kernel in KERNELS:
-        for text in CONFIGS[kernel].values():
-            for config in parse_configs(text, Tile(0, 0, 0, 0)):
-                for size in (config.block_m, config.block_n, config.num_warps):
-                    assert size & (size - 1) == 0
+        parse_configs("128x64")
 
 
 def test_sweep_ranks_checks_and_explains() -> None:
@@ -86,13 +67,13 @@ def test_sweep_ranks_checks_and_explains() -> None:
     out = torch.zeros(4)
     times = {128: 50.0, 64: 30.0, 32: 10.0, 16: 1.0}
 
-    def launch(config: Tile) -> None:
+    def launch(config: TileConfig) -> None:
         if config.block_m == 256:
             raise RuntimeError("out of resource: shared memory")
         out.fill_(1.0 if config.block_m != 16 else 1.5)
         clock.now += 1e-6 * times[config.block_m]
 
-    default = Tile(128, 64, 8, 3)
+    default = TileConfig(128, 64, 8, 3)
     given = Problem(1e6, default, launch, (out,), overhead_us=5.0)
     configs = [dataclasses.replace(default, block_m=m) for m in (16, 32, 64, 128, 256)]
     measured, rejected = sweep(given, configs, Timer(CPU, clock), 1, Budget(None))
@@ -115,7 +96,7 @@ def test_sweep_calls_the_real_kernels(kernel_device: str, kernel: str) -> None:
     case = AttentionCase("tiny", 1, 2, 1, 40, 16, True, "fp32")
     timer = Timer(torch.device(kernel_device))
     with problem(kernel, case, timer) as given:
-        configs = parse_configs("16x32w4s1", given.default)
+        configs = parse_configs("16x32w4s1")
         measured, rejected = sweep(given, configs, timer, 1, Budget(None))
     assert not rejected
     assert {m.config for m in measured} == {given.default, *configs}

@@ -396,7 +396,9 @@ def compiled(rung: str, q_len: int, k: torch.Tensor, dim: int = 64) -> list:
     """The rung's kernels for sm_90 in bf16, nine query heads over k's three."""
     if INTERPRET:
         pytest.skip("compiles kernels, which the interpreter replaces")
-    from tests.compile_only.resources import ARCHS, compile_launch, recorded
+    from benchmarks.resources.compiled import compile_launch
+    from benchmarks.resources.launches import recorded
+    from benchmarks.resources.targets import ARCHS
 
     q = torch.empty(1, 9, q_len, dim, dtype=torch.bfloat16, device="meta")
     processors = mock.patch("benchmarks.kernel_ladder.fdm._processors", return_value=132)
@@ -414,13 +416,13 @@ def cache_slice(row: int, dim: int = 64) -> torch.Tensor:
 @pytest.mark.parametrize("q_len", [1, 512])
 @pytest.mark.parametrize("rung", KERNELS)
 def test_slices_and_copies_are_one_binary_without_spills(rung: str, q_len: int) -> None:
-    from tests.compile_only.resources import _nvidia_usage
+    from benchmarks.resources.compiled import nvidia_usage
 
     sliced = compiled(rung, q_len, cache_slice(3 * 64))
     copied = compiled(rung, q_len, cache_slice(3 * 64).contiguous())
     assert [x.asm["cubin"] for x in sliced] == [x.asm["cubin"] for x in copied]
     for kernel in sliced:
-        assert _nvidia_usage(kernel)[1] == 0
+        assert nvidia_usage(kernel)[1] == 0
 
 
 def test_rows_that_are_no_multiple_of_16_elements_are_read_in_pieces() -> None:

@@ -15,7 +15,9 @@ import triton
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from tests.compile_only.resources import ARCHS, Case, compile_launch, record
+from benchmarks.resources.compiled import compile_launch
+from benchmarks.resources.launches import Case, record
+from benchmarks.resources.targets import ARCHS
 from torch_fdattn.ops import direct_launch
 from torch_fdattn.ops.direct_launch import _WIDTHS, DirectLaunch
 

@@ -9,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.compile_only.resources import ARCHS, _resources, recorded
+from benchmarks.resources.compiled import resources_of
+from benchmarks.resources.launches import recorded
+from benchmarks.resources.targets import ARCHS
 from torch_fdattn.dist import one_sided_gather
 from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
 from torch_fdattn.dist.symmetric_memory import PeerMemory
@@ -53,7 +55,7 @@ STACK = {("fused", "sm_90"): 8}
 def check(launches, arch: str) -> None:
     assert launches
     for launch in launches:
-        found = _resources(launch, ARCHS[arch])
+        found = resources_of(launch, ARCHS[arch])
         assert found.spills <= STACK.get((found.kernel, arch), 0), found
         assert not found.undefined, found
         assert found.shared <= ARCHS[arch].shared_limit, found

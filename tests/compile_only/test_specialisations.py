@@ -11,7 +11,8 @@ from triton.runtime.jit import create_function_from_signature
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from tests.compile_only.resources import ARCHS, recorded
+from benchmarks.resources.launches import recorded
+from benchmarks.resources.targets import ARCHS
 from torch_fdattn.ops.attention.configs import forward_config
 from torch_fdattn.ops.attention.forward import launch_forward
 from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode

@@ -10,8 +10,10 @@ import triton
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from tests.compile_only.resources import ARCHS, _meta, compile_launch, recorded
-from tests.compile_only.uniform_registers import disassembled, read_before_written
+from benchmarks.resources.compiled import compile_launch
+from benchmarks.resources.launches import meta, recorded
+from benchmarks.resources.targets import ARCHS
+from benchmarks.resources.uniform_registers import disassembled, read_before_written
 from torch_fdattn.ops.decode import launch
 from torch_fdattn.ops.launch import padded
 from torch_fdattn.ops.positions import Mask
@@ -29,14 +31,14 @@ def found(case: str) -> list[str]:
     length = 304
 
     def lens() -> torch.Tensor:
-        return _meta(1, dtype=torch.int32)
+        return meta(1, dtype=torch.int32)
 
-    q, k = _meta(1, heads, 16, dim, dtype=dtype), _meta(1, 1, length, dim, dtype=cache_dtype)
-    v, scales = _meta(1, 1, length, v_dim, dtype=cache_dtype), _meta(1, 1, length)
-    v_scales = scales if invariant else _meta().expand(1, 1, length)
+    q, k = meta(1, heads, 16, dim, dtype=dtype), meta(1, 1, length, dim, dtype=cache_dtype)
+    v, scales = meta(1, 1, length, v_dim, dtype=cache_dtype), meta(1, 1, length)
+    v_scales = scales if invariant else meta().expand(1, 1, length)
     mask = Mask(lens(), lens(), None, -1, 0 if invariant else -1, 3, 9)
-    options = Scores(softcap=softcap, sinks=_meta(heads) if softcap else None)
-    out, lse = _meta(1, heads, 16, v_dim, dtype=dtype), _meta(1, heads, 16)
+    options = Scores(softcap=softcap, sinks=meta(heads) if softcap else None)
+    out, lse = meta(1, heads, 16, v_dim, dtype=dtype), meta(1, heads, 16)
     with recorded() as launches:
         launch.launch_decode(
             q, launch.Cache(k, v, None, scales, v_scales), mask, 0.1, out, lse, options, invariant, capability=(9, 0)
@@ -56,7 +58,7 @@ def test_decode_reads_what_was_written(case):
 @pytest.mark.parametrize("case", CASES)
 def test_without_the_padding_it_does_not(case):
     """The check itself: what the padding is for is still there."""
-    with mock.patch.object(launch, "tile_dims", lambda k, v, _: (padded(k), padded(v))):
+    with mock.patch.object(launch, "tile_dims", lambda k, v: (padded(k), padded(v))):
         assert found(case)
 
 

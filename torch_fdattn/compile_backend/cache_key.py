@@ -6,15 +6,12 @@ alone: were the op's backward to change, the old gradient would be served on.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import torch_fdattn
+from torch_fdattn.sources import hash_of
 from torch_fdattn.version import __version__
 
 
@@ -45,12 +42,6 @@ class CacheKey(CustomGraphPass):
         return tuple(self.users) if isinstance(self.users, (list, tuple)) else (self.users,)
 
 
-@functools.cache
 def source_hash() -> str:
     """Of every source that a compiled graph can have been made by."""
-    found = hashlib.sha256()
-    root = Path(torch_fdattn.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] in ("ops", "compile_backend", "checks.py"):
-            found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+    return hash_of("ops", "compile_backend", "checks.py")

@@ -74,6 +74,21 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+#: Dims from which on the swizzle of a two-byte tile is the widest.
+_SWIZZLED_DIMS = 64
+
+
+def tile_dims(head_dim: int, v_dim: int) -> tuple[int, int]:
+    """Head dims of the tiles of K and of V, with one swizzle for both.
+
+    Tiles that pass through registers (of quantised caches, or with gaps between elements) share memory, one
+    after the other: with another swizzle for V than for K, ptxas (of triton 3.6 and 3.7) made V's descriptors
+    from registers that it had never written.
+    """
+    least = min(_SWIZZLED_DIMS, max(padded(head_dim), padded(v_dim)))
+    return max(padded(head_dim), least), max(padded(v_dim), least)
+
+
 def wide_rows(*tensors: Tensor) -> bool:
     """Whether a tile of 128 rows of 256 elements, or 64 of 512, can span 2**31 elements of a (B, H, S, D) tensor."""
     return any(

@@ -71,8 +71,24 @@ def score_tile(
         else:
             entries = entries.to(tl.float32)
             most = tl.where(entries > MASK_LIMIT, MASK_LIMIT, entries)  # NaN stays
-            products = tl.where(entries < -MASK_LIMIT, float("-inf"), products + most)
+            products = (products + most) * LOG2E
+            # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
+            # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The selects keep it out.
+            products = tl.where(products > MASK_LIMIT, MASK_LIMIT, products)
+            products = tl.where(entries < -MASK_LIMIT, float("-inf"), products)
+            unit = 1.0
     return products, unit, cap_slope
+
+
+@triton.jit
+def probabilities(exponents, options):
+    """2 to the power of scores less their row's lse, in log2 units.
+
+    Never above one; an lse of 1e38, where an additive mask takes a row, is rounded to 1e31.
+    """
+    if options[5] is not None:
+        exponents = tl.where(exponents > 0.0, 0.0, exponents)  # NaN stays
+    return tl.exp2(exponents)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def attention_oracle(
             else:
                 weights = torch.softmax(scores, -1)
                 if kept is not None:
-                    factors = kept[b][:, rows, :kv_len].to(q)
+                    factors = kept[b].to(rows.device)[:, rows, :kv_len].to(q)
                     weights = weights[..., :kv_len] * factors  # a sink has no value to drop
                     values = values[:, :kv_len]
                 out = matmul(weights, values)

@@ -16,7 +16,7 @@ they are. Packed sequences: the same programs on blocks that they look up, as in
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from math import prod
 
 import torch
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.ops.attend import block_ptrs, load_tile
+from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
     WHOLE_TILES,
     BackwardConfig,
@@ -42,7 +43,7 @@ from torch_fdattn.ops.launch import (
     mask_flags,
     mask_numbers,
     on_device,
-    padded,
+    tile_dims,
     wide_rows,
 )
 from torch_fdattn.ops.library import launches
@@ -50,7 +51,7 @@ from torch_fdattn.ops.online_softmax import LN2, LOG2E
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.packed_tiles import listed, packed_block, packed_span, padded_row
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.score_tiles import head_options, key_distance, score_tile
+from torch_fdattn.ops.score_tiles import head_options, key_distance, probabilities, score_tile
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 from torch_fdattn.ops.tiles import (
     key_position,
@@ -175,7 +176,7 @@ def _dkdv_tiles(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
             scale * LOG2E, STRIPED, WIDE,
         )  # fmt: skip
-        pt = tl.exp2(scores * unit - lse2[None, :])
+        pt = probabilities(scores * unit - lse2[None, :], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
             if (start < bounds[1]) | (start >= bounds[2]):
                 seen = visible(q_pos, index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
@@ -309,7 +310,7 @@ def _dq_tiles(
         scores, unit, cap_slope = score_tile(
             products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
         )  # fmt: skip
-        p = tl.exp2(scores * unit - lse2[:, None])
+        p = probabilities(scores * unit - lse2[:, None], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
             if (start < bounds[1]) | (start >= bounds[2]):
                 seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
@@ -506,7 +507,8 @@ def _dmask_kernel(
                 scale * LOG2E, STRIPED, WIDE,
             )  # fmt: skip
             row_offset = (batch64 * heads + head) * padded_len
-            p = tl.exp2(scores * unit - tl.load(lse2_ptr + row_offset + rows)[:, None])
+            lse2 = tl.load(lse2_ptr + row_offset + rows)
+            p = probabilities(scores * unit - lse2[:, None], score_options)
             seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
             p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, EVEN_DV)
@@ -553,15 +555,22 @@ def launch_backward(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
-    config = config or backward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
-    )
+    if config is None:
+        config = backward_config(
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
+        )
+        if tuning.state.active and packed is None:
+            call = tuning.Call(q, k, v, mask, scores, dropout)
+            again = partial(
+                launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout
+            )  # fmt: skip
+            config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
     mask = contiguous_mask(mask)
-    op, row_blocks = "attention_backward", functools.partial(triton.cdiv, q_len)
-    kv_blocks = functools.partial(triton.cdiv, kv_capacity)
+    op, row_blocks = "attention_backward", partial(triton.cdiv, q_len)
+    kv_blocks = partial(triton.cdiv, kv_capacity)
     if packed is not None:
-        op, row_blocks = "varlen_attention_backward", functools.partial(packed.blocks, q_len)
-        kv_blocks = functools.partial(packed.blocks, kv_capacity)
+        op, row_blocks = "varlen_attention_backward", partial(packed.blocks, q_len)
+        kv_blocks = partial(packed.blocks, kv_capacity)
     launches[f"{op}/triton"] += 1
     padded_len = row_blocks(PADDING.value) * PADDING.value
     lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
@@ -579,7 +588,8 @@ def launch_backward(
         v_dim,
     )
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
-    switches |= {"BLOCK_D": padded(head_dim), "BLOCK_DV": padded(v_dim)}
+    block_d, block_dv = tile_dims(head_dim, v_dim)
+    switches |= {"BLOCK_D": block_d, "BLOCK_DV": block_dv}
     ragged_q = packed is not None or q_len % WHOLE_TILES != 0
     ragged_kv = packed is not None or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
     borders = not mask.hides_nothing or ragged_q or ragged_kv
@@ -591,7 +601,7 @@ def launch_backward(
             block_m = 64 if v_dim <= 256 else 16
             _row_terms_kernel[(padded_len // block_m * heads * batch,)](
                 out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
-                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=padded(v_dim), **found_in,
+                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, **found_in,
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
@@ -613,6 +623,7 @@ def launch_backward(
         if wanted.attn_mask is not None:
             dmask = wanted.attn_mask.zero_()
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
+            tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
             by_row, by_key = (x > 1 for x in sizes_of[2:])
             mask_sizes = (

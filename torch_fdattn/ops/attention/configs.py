@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,32 @@ class TileConfig:
     num_warps: int
     num_stages: int
 
+    def __str__(self) -> str:
+        """BLOCK_M x BLOCK_N w num_warps s num_stages, as 128x64w8s3; `parse` reads it."""
+        return f"{self.block_m}x{self.block_n}w{self.num_warps}s{self.num_stages}"
+
+    @classmethod
+    def parse(cls, text: str) -> TileConfig:
+        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)", text)
+        if match is None:
+            raise ValueError(f"config must look like 128x64w8s3, got {text!r}")
+        return cls(*map(int, match.groups()))
+
+    def checked(self) -> TileConfig:
+        """Itself, where every portable kernel can have it; ValueError naming the size otherwise."""
+        for name, (least, most) in _LIMITS.items():
+            size = getattr(self, name)
+            power = name == "num_stages" or (isinstance(size, int) and size & (size - 1) == 0)
+            if (
+                isinstance(size, bool)
+                or not isinstance(size, int)
+                or not least <= size <= most
+                or not power
+            ):
+                kind = "an int" if name == "num_stages" else "a power of two"
+                raise ValueError(f"{name} must be {kind} from {least} to {most}, got {size!r}")
+        return self
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -30,6 +57,8 @@ class BackwardConfig:
     dq: TileConfig
 
 
+#: Sizes that all kernels can have: rows are padded to 128, sides must divide WHOLE_TILES.
+_LIMITS = {"block_m": (16, 128), "block_n": (16, 128), "num_warps": (1, 16), "num_stages": (1, 8)}
 #: Every tile's sides divide it: rows in whole blocks of it need no border for their end.
 WHOLE_TILES = 128
 
@@ -88,7 +117,7 @@ def backward_config(
         wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
         return BackwardConfig(dkdv, TileConfig(64, 64, 8, 2) if wide else small)
     if capability[0] == 9 and not scores.is_plain:
-        # Not measured. Registers decide (`tests/compile_only/resources.py`, softcap and ALiBi together): the plain
+        # Not measured. Registers decide (`python -m benchmarks resources`, softcap and ALiBi together): the plain
         # tiles spill 136 and 288 bytes a thread at hd64, 440 in dK/dV at hd128 and 648 at hd256; these 0,
         # 0 and 104.
         if head_dim <= 64:
@@ -134,7 +163,7 @@ def _largest_dims_tile(dtype: torch.dtype, capability: tuple[int, int]) -> TileC
 def _fp32_tile(head_dim: int) -> TileConfig:
     """fp32 dots run on the FMA units, whose operands are whole rows in registers.
 
-    64 x 32 and 32 x 32 with 4 warps spilled 1 to 15 KB a thread (`tests/compile_only/resources.py`);
+    64 x 32 and 32 x 32 with 4 warps spilled 1 to 15 KB a thread (`python -m benchmarks resources`);
     these tiles spill nothing but a few bytes in the hd256 dK/dV sweep.
     """
     return TileConfig(32, 32 if head_dim <= 64 else 16, 8, 1)

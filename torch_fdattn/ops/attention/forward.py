@@ -12,11 +12,14 @@ Limits: head dims that are no power of two are padded to one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
+from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
     WHOLE_TILES,
     TileConfig,
@@ -32,7 +35,7 @@ from torch_fdattn.ops.launch import (
     mask_flags,
     mask_numbers,
     on_device,
-    padded,
+    tile_dims,
     wide_rows,
 )
 from torch_fdattn.ops.library import launches
@@ -177,9 +180,14 @@ def launch_forward(
     v_dim = v.shape[3]
     kv_capacity = k.shape[2]
     borders = packed is not None or has_borders(mask, kv_capacity)
-    config = config or forward_config(
-        max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
-    )
+    if config is None:
+        config = forward_config(
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
+        )
+        if tuning.state.active and packed is None:
+            call = tuning.Call(q, k, v, mask, scores, dropout)
+            again = partial(launch_forward, q, k, v, mask, scale, out, lse, scores, dropout)
+            config = tuning.chosen("forward", config, call, (out, lse), again)
     op, row_blocks = "attention_forward", triton.cdiv(q_len, config.block_m)
     if packed is not None:
         op, row_blocks = "varlen_attention_forward", packed.blocks(q_len, config.block_m)
@@ -187,6 +195,7 @@ def launch_forward(
             kv_capacity *= packed.page_table.shape[1]
     launches[f"{op}/triton"] += 1
     mask = contiguous_mask(mask)
+    block_d, block_dv = tile_dims(head_dim, v_dim)
     with on_device(q):
         _attention_forward_kernel[(row_blocks * heads * batch,)](
             q, k, v, out, lse, *mask[:3],
@@ -195,7 +204,7 @@ def launch_forward(
             q_len, kv_capacity, *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
             **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k)),
             PRECISION=dot_precision(q.dtype),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded(head_dim),
-            BLOCK_DV=padded(v_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
+            BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,
             **kernel_arguments(packed, k),
         )  # fmt: skip

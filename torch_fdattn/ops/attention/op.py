@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
 from torch_fdattn.ops.determinism import seed_generator
@@ -115,7 +116,7 @@ def _forward(q, k, v, *rest):
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     out, lse = empty_state(q, v, out_dtype)
-    if library.use_triton(q):
+    if dispatch.choose("forward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.forward import launch_forward
 
         launch_forward(q, k, v, mask, scale, out, lse, scores, dropout)
@@ -164,7 +165,7 @@ def _gradients(
     _check_backward(dout, dlse, q, k, v, out, lse, call)
     mask, scale, grad_dtype, scores, dropout = call
     targets = empty_gradients(q, k, v, grad_dtype)
-    if library.use_triton(q):
+    if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.backward import launch_backward
 
         dlse = dlse.contiguous() if dlse is not None else None

@@ -19,7 +19,14 @@ from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
 from torch_fdattn.ops.direct_launch import DirectLaunch, direct_launch
-from torch_fdattn.ops.launch import contiguous_mask, mask_flags, mask_numbers, on_device, padded
+from torch_fdattn.ops.launch import (
+    contiguous_mask,
+    mask_flags,
+    mask_numbers,
+    on_device,
+    padded,
+    tile_dims,
+)
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -37,8 +44,8 @@ MAX_GRID = 65536
 E4M3_CAPABILITY = (8, 9)
 #: From here on the merge kernel can start before the pieces are finished.
 PDL_CAPABILITY = (9, 0)
-#: Rows from which on four warps multiply together (wgmma), and dims from which on the swizzle is the widest.
-WARP_GROUP_ROWS, SWIZZLED_DIMS = 64, 64
+#: Rows from which on four warps multiply together (wgmma).
+WARP_GROUP_ROWS = 64
 #: fp32 elements of partial results that a program of the merge holds at once, and their share a warp.
 MERGE_ELEMENTS, MERGE_ELEMENTS_A_WARP = 4096, 1024
 
@@ -107,19 +114,6 @@ def loads_keys_first(
     """Whether the first keys are loaded before the queries are waited for, which takes registers for them."""
     fits = config.block_m == 16 and head_dim <= 128 and dtype.itemsize == 2
     return fits and config.num_warps > 1 and load < MANY and capability >= (8, 0)
-
-
-def tile_dims(head_dim: int, v_dim: int, converted: bool) -> tuple[int, int]:
-    """Head dims of the tiles of K and of V; converted: both pass through registers to a warp group's matmuls.
-
-    Then they share memory, one after the other, and have the same swizzle: with another for V than for K,
-    ptxas (of triton 3.6 and 3.7) made V's descriptors from registers that it had never written.
-    """
-    block_d, block_dv = padded(head_dim), padded(v_dim)
-    if converted:
-        least = min(SWIZZLED_DIMS, max(block_d, block_dv))
-        block_d, block_dv = max(block_d, least), max(block_dv, least)
-    return block_d, block_dv
 
 
 def known_row(cache: Tensor) -> int:
@@ -205,7 +199,9 @@ class Plan:
         config = config or decode_config(
             dims, q.dtype, rows, paged, narrow, load, capability, cache.capacity, fast
         )
-        block_d, block_dv = tile_dims(head_dim, v_dim, narrow and config.block_m >= WARP_GROUP_ROWS)
+        block_d, block_dv = padded(head_dim), padded(v_dim)
+        if narrow and config.block_m >= WARP_GROUP_ROWS:
+            block_d, block_dv = tile_dims(head_dim, v_dim)
         items = kv_heads * triton.cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         # Page numbers and conversions are more to wait for.

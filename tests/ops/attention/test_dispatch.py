@@ -1,0 +1,138 @@
+"""The dispatch table: it fits every call, is what runs, and is what README.md shows.
+
+EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py rewrites the README's tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.ops.attention import configs, dispatch
+from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import NO_SCORES, Scores
+from torch_fdattn.testing import make_tensor
+
+README = Path(dispatch.__file__).with_name("README.md")
+_MARKED = re.compile(r"(<!-- dispatch -->\n).*?(<!-- end of dispatch -->)", re.DOTALL)
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "AMD": (0, 0)}
+ANY = torch.empty(1)
+#: How calls differ in their tiles: (borders, scores, dropout) by name.
+KINDS = {
+    "full": (False, NO_SCORES, NO_DROPOUT),
+    "masked": (True, NO_SCORES, NO_DROPOUT),
+    "softcap, ALiBi, sinks": (True, Scores(30.0), NO_DROPOUT),
+    "explicit mask, dropout": (True, NO_SCORES, Dropout(0.1, ANY)),
+}
+
+
+def table(head: str, rows: list[list[object]]) -> str:
+    columns = head.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def kernels() -> str:
+    rows = []
+    for row in TABLE:
+        dtypes = ", ".join(str(x).removeprefix("torch.") for x in row.dtypes)
+        features = "all" if row.features == FEATURES else ", ".join(sorted(row.features))
+        hardware = ", ".join(sorted(row.hardware))
+        rows.append([" + ".join(row.ways), hardware, dtypes, f"≤ {row.head_dim}", features, f"`{row.kernel}`", row.note])  # fmt: skip
+    return table("way | hardware | dtypes | head dims | features | kernel | note", rows)
+
+
+def tile_rows() -> str:
+    """Neighbouring head dims and kinds with the same tiles stand in one row."""
+    rows = []
+    for hardware, capability in CAPABILITIES.items():
+        for dtype, dim in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256, 512)):
+            by_tiles: dict[tuple[object, ...], list[str]] = {}
+            for kind, (borders, scores, dropout) in KINDS.items():
+                forward = configs.forward_config(dim, dtype, capability, borders, scores, dropout)
+                backward = configs.backward_config(dim, dtype, capability, scores, dropout)
+                tiles = (forward, backward.dkdv, backward.dq)
+                by_tiles.setdefault(tiles, []).append(kind)
+            for tiles, kinds in by_tiles.items():
+                said = "all" if len(kinds) == len(KINDS) else "; ".join(kinds)
+                rows.append([hardware, "16 bits" if dtype.itemsize == 2 else "fp32", f"≤ {dim}", said, *tiles])  # fmt: skip
+    return table("hardware | dtypes | head dims | calls | forward | dK, dV | dQ", rows)
+
+
+def shown() -> str:
+    return (
+        f"{kernels()}\n\nTiles: queries x keys, w warps, s stages of the pipeline.\n\n"
+        f"{tile_rows()}\n"
+    )
+
+
+@pytest.mark.skipif(INTERPRET, reason="compiles kernels, which the interpreter replaces")
+def test_readme_shows_the_table() -> None:
+    text = README.read_text(encoding="utf-8")
+    new = _MARKED.sub(lambda found: f"{found[1]}{shown()}{found[2]}", text)
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        README.write_text(new, encoding="utf-8")
+    assert text == new, "EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py"
+
+
+def test_every_call_has_a_row_that_does_everything() -> None:
+    for way, dim in itertools.product(("forward", "backward"), (16, 256, 512)):
+        for hardware in (*GPUS, "CPU", "interpreter"):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                rows = dispatch._rows(way, hardware, dtype, dim)
+                assert rows
+                assert rows[-1].features == FEATURES
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_what_is_chosen_is_what_runs(dtype, device) -> None:
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("float64 runs on the CPU only")
+    q, k, v = (make_tensor((1, 2, 20, 16), dtype=dtype, device=device).requires_grad_() for _ in range(3))  # fmt: skip
+    kernel = dispatch.choose("forward", q, v, Mask(), NO_SCORES, NO_DROPOUT)
+    assert kernel == ("triton" if device == "cuda" or (INTERPRET and dtype != torch.float64) else "reference")  # fmt: skip
+    launches.clear()
+    torch_fdattn.attention(q, k, v)[0].sum().backward()
+    assert dict(launches) == {f"attention_{way}/{kernel}": 1 for way in ("forward", "backward")}
+
+
+def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
+    """What a new row above the portable ones does."""
+    q = torch.empty(1, 1, 4, 16)
+    some = Row("special", ("forward",), frozenset(("CPU", "interpreter")), (torch.float32,), 64, frozenset(("causal", "lengths")), "")  # fmt: skip
+    plain = dispatch.choose("forward", q, q, Mask(), NO_SCORES, NO_DROPOUT)
+    dispatch._rows.cache_clear()
+    try:
+        with mock.patch.object(dispatch, "TABLE", (some, *TABLE)):
+
+            def chosen(way="forward", v=q, mask=None, scores=NO_SCORES, dropout=NO_DROPOUT):
+                return dispatch.choose(way, q, v, mask or Mask(), scores, dropout)
+
+            assert chosen() == chosen(mask=Mask(window_right=0)) == "special"
+            assert chosen(mask=Mask(window_left=3)) == chosen("backward") == plain
+            assert chosen(v=torch.empty(1, 1, 4, 128)) == plain
+            assert chosen(scores=Scores(softcap=5.0)) == plain
+            assert chosen(dropout=Dropout(0.1, ANY)) == plain
+    finally:
+        dispatch._rows.cache_clear()
+
+
+def test_features() -> None:
+    lens = torch.ones(1, dtype=torch.int32)
+    found = dispatch.features_of(
+        Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY), Dropout(0.5, ANY)
+    )
+    assert found == FEATURES
+    assert dispatch.features_of(Mask(), NO_SCORES, NO_DROPOUT) == frozenset()
+    assert dispatch.features_of(Mask(window_right=3, kv_block=2, kv_stride=4), NO_SCORES, NO_DROPOUT) == {"window", "positions"}  # fmt: skip

@@ -1,0 +1,376 @@
+"""Tiles by hand and tiles found by timing: right results whatever the tile, and nothing unless asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.ops.attention import backward, forward, trials, tuning
+from torch_fdattn.ops.attention.candidates import CANDIDATES, FP32, candidates, parse_configs
+from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
+from torch_fdattn.ops.library import launches
+from torch_fdattn.testing import FeatureCase, expected_attention, make_tensor
+
+CASE = FeatureCase(
+    3, 2, 2, 1, 140, 150, 16, torch.float16, 16, causal=True, window=(100, -1), kv_lens=(150, 131),
+    softcap=5.0,
+)  # fmt: skip
+#: The distinct sides of all candidates of a kernel; warps and stages are nothing to the interpreter.
+SIDES = {
+    kernel: sorted({(x.block_m, x.block_n) for text in (*texts.values(), FP32) for x in parse_configs(text)})
+    for kernel, texts in CANDIDATES.items()
+}  # fmt: skip
+QUICK = {"forward": (128, 64), "dkdv": (32, 128), "dq": (128, 64)}
+
+
+def run(case, device, grad=True):
+    inputs = [x.requires_grad_(grad) for x in case.inputs(device)]
+    given = {n: x.requires_grad_(grad) for n, x in case.parameters(device).items()}
+    out, lse = torch_fdattn.attention(*inputs, **case.options(device), **given)
+    if not grad:
+        return lse, {"out": out}
+    leaves = [*inputs, *given.values()]
+    found = torch.autograd.grad([out, lse], leaves, case.output_gradients(device))
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in given))
+    return lse, {"out": out, **dict(zip(names, found, strict=True))}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return expected_attention(CASE, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tile_cases():
+    for kernel, sides in SIDES.items():
+        for side in sides:
+            marks = () if side == QUICK[kernel] else pytest.mark.slow
+            yield pytest.param(kernel, *side, marks=marks, id=f"{kernel}-{side[0]}x{side[1]}")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("kernel", "block_m", "block_n"), list(tile_cases()))
+def test_every_candidate_is_right(kernel, block_m, block_n, kernel_device, expected) -> None:
+    launched = forward if kernel == "forward" else backward
+    name = {"forward": "_attention_forward_kernel"}.get(kernel, f"_{kernel}_kernel")
+    real = getattr(launched, name)
+    others = torch_fdattn.tiles(
+        block_m=64, block_n=64
+    )  # few tiles: the interpreter takes long for each
+    with (
+        others,
+        torch_fdattn.tiles(kernel, block_m=block_m, block_n=block_n),
+        Watched(real) as seen,
+    ):
+        lse, results = run(CASE, kernel_device, kernel != "forward")
+    assert seen.sides == {(block_m, block_n)}
+    expected.check(lse, **results)
+
+
+class Watched:
+    """The tiles that a kernel is launched with."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.sides = kernel, set()
+
+    def __enter__(self) -> Watched:
+        real = type(self.kernel).__getitem__
+
+        def getitem(kernel, grid):
+            call = real(kernel, grid)
+            if kernel is not self.kernel:
+                return call
+
+            def watched(*args, **kwargs):
+                self.sides.add((kwargs["BLOCK_M"], kwargs["BLOCK_N"]))
+                return call(*args, **kwargs)
+
+            return watched
+
+        self.patch = mock.patch.object(type(self.kernel), "__getitem__", getitem)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.patch.stop()
+
+
+def small(device, requires_grad=False, dtype=torch.float16):
+    shapes = (1, 2, 24, 16), (1, 1, 24, 16), (1, 1, 24, 16)
+    return [make_tensor(x, dtype=dtype, device=device).requires_grad_(requires_grad) for x in shapes]  # fmt: skip
+
+
+@pytest.mark.interpreter
+def test_the_innermost_decides_and_nothing_stays(kernel_device) -> None:
+    inputs = small(kernel_device)
+    kernel = forward._attention_forward_kernel
+    with Watched(kernel) as table:
+        torch_fdattn.attention(*inputs)
+    outer, middle = (
+        torch_fdattn.tiles(block_n=64),
+        torch_fdattn.tiles("forward", block_n=32, block_m=32),
+    )
+    with outer, middle, torch_fdattn.tiles("dq", block_n=128), Watched(kernel) as inner:
+        torch_fdattn.attention(*inputs)
+    assert inner.sides == {(32, 32)}
+    assert not tuning.state.active
+    with Watched(kernel) as after:
+        torch_fdattn.attention(*inputs)
+    assert after.sides == table.sides
+
+
+@pytest.mark.interpreter
+def test_every_thread_sees_them(kernel_device) -> None:
+    """As autograd's, in which backwards on GPUs run."""
+    inputs, seen = small(kernel_device), Watched(forward._attention_forward_kernel)
+    with torch_fdattn.tiles(block_m=64), seen:
+        thread = threading.Thread(target=lambda: torch_fdattn.attention(*inputs))
+        thread.start()
+        thread.join()
+    assert {m for m, _ in seen.sides} == {64}
+
+
+@pytest.mark.interpreter
+def test_compiled_graphs_follow_them(kernel_device) -> None:
+    inputs = small(kernel_device, requires_grad=True)
+    compiled = torch.compile(lambda *x: torch_fdattn.attention(*x)[0].float().sum(), backend="aot_eager")  # fmt: skip
+    compiled(*inputs).backward()
+    with torch_fdattn.tiles(block_m=64), Watched(backward._dq_kernel) as seen:
+        compiled(*inputs).backward()
+    assert {m for m, _ in seen.sides} == {64}
+
+
+def test_not_inside_of_what_is_traced() -> None:
+    def inside(x):
+        with torch_fdattn.tiles(block_m=64):
+            return x + 1
+
+    def switched_on(x):
+        torch_fdattn.autotune()
+        return x + 1
+
+    for function in (inside, switched_on):
+        with pytest.raises(Exception, match=r"must be opened outside of what torch.compile traces"):
+            torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    assert not tuning.state.active
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(block_m=48), r"block_m must be a power of two from 16 to 128, got 48"),
+        (dict(block_n=256), r"block_n must be a power of two from 16 to 128, got 256"),
+        (dict(block_n=64.0), r"block_n must be a power of two from 16 to 128, got 64.0"),
+        (dict(num_warps=3), r"num_warps must be a power of two from 1 to 16, got 3"),
+        (dict(num_stages=0), r"num_stages must be an int from 1 to 8, got 0"),
+        (dict(num_stages=True), r"num_stages must be an int from 1 to 8, got True"),
+        (dict(kernel="decode"), r"kernel must be one of forward, dkdv, dq, dmask or None, got 'decode'"),
+    ],
+)  # fmt: skip
+def test_wrong_sizes_are_named(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message), torch_fdattn.tiles(**arguments):
+        pass
+    assert not tuning.state.active
+
+
+def test_candidates_are_possible() -> None:
+    for kernel in CANDIDATES:
+        for dim in (16, 64, 72, 128, 256, 512):
+            for dtype in (torch.bfloat16, torch.float32):
+                found = candidates(kernel, dim, dtype)
+                assert found == [x.checked() for x in found]
+                assert len(set(found)) == len(found) >= 4
+    assert not candidates("dmask", 64, torch.bfloat16)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No memories, and a clock under which the tiles of a list are fastest, last ones most."""
+    monkeypatch.setattr(tuning, "_memories", {})
+    tried = []
+
+    def clock(call, device):
+        config = call.__defaults__[0] if call.__defaults__ else None
+        tried.append(config)
+        parts = () if config is None else trials.parts_of("forward", config).values()
+        return 100.0 - 10 * sum(x in FAST for x in parts)
+
+    monkeypatch.setattr(trials, "median_us", clock)
+    monkeypatch.setattr(tuning, "candidates", lambda kernel, *_: [*FAST, TileConfig(64, 16, 1, 1)])
+    yield tried
+    assert not tuning.state.active
+
+
+FAST = [TileConfig(32, 16, 1, 1), TileConfig(32, 32, 1, 1)]
+
+
+@pytest.mark.interpreter
+def test_autotune_finds_and_remembers(kernel_device, fresh, tmp_path) -> None:
+    inputs, path = small(kernel_device, requires_grad=True), tmp_path / "tiles.json"
+    plain, _ = torch_fdattn.attention(*inputs)
+    assert not fresh
+    with torch_fdattn.autotune(path=path):
+        out, _ = torch_fdattn.attention(*inputs)
+        assert len(fresh) == 4  # the table's and three candidates
+        torch.testing.assert_close(out, plain)
+        out.float().sum().backward()
+        assert len(fresh) == 4 + 7  # the backward's table, three for each sweep
+        with Watched(forward._attention_forward_kernel) as seen:
+            again, _ = torch_fdattn.attention(*inputs)
+        assert seen.sides == {(32, 16)}
+        assert len(fresh) == 11
+        assert torch.equal(again, out)
+        torch_fdattn.attention(*small(kernel_device), causal=True)  # another kind of call
+        assert len(fresh) == 15
+    with Watched(forward._attention_forward_kernel) as seen:
+        torch_fdattn.attention(*inputs)
+    assert seen.sides != {(32, 16)}
+
+    (stored,) = json.loads(path.read_text())["tiles"].values()
+    assert stored["forward float16 D16/16 q32 k32"] == {"forward": "32x16w1s1"}
+    assert stored["forward float16 D16/16 causal q32 k32"] == {"forward": "32x16w1s1"}
+    assert stored["backward float16 D16/16 q32 k32"] == {"dkdv": "32x16w1s1", "dq": "32x16w1s1"}
+
+    # Another process: an empty memory, the same file.
+    tuning._memories.clear()
+    with torch_fdattn.autotune(path=path), Watched(forward._attention_forward_kernel) as seen:
+        torch_fdattn.attention(*inputs)
+    assert seen.sides == {(32, 16)}
+    assert len(fresh) == 15
+
+
+@pytest.mark.interpreter
+def test_other_sources_and_devices_are_others(kernel_device, fresh, tmp_path) -> None:
+    inputs, path = small(kernel_device), tmp_path / "tiles.json"
+    with torch_fdattn.autotune(path=path):
+        torch_fdattn.attention(*inputs)
+        with mock.patch.object(tuning, "_where", return_value="another"):
+            torch_fdattn.attention(*inputs)
+    assert len(fresh) == 8
+    assert len(json.loads(path.read_text())["tiles"]) == 2
+    assert ", triton " in tuning._where(inputs[0].device)
+
+
+@pytest.mark.interpreter
+def test_nothing_is_searched_during_capture_or_under_tiles(kernel_device, fresh) -> None:
+    inputs = small(kernel_device)
+    with torch_fdattn.autotune():
+        with mock.patch.object(tuning, "_may_search", return_value=False):
+            torch_fdattn.attention(*inputs)
+            name = "forward float16 D16/16 q32 k32"  # of other kernels than there are now
+            tuning.state.memory.put(tuning._where(inputs[0].device), name, {"former": FAST[0]})
+            torch_fdattn.attention(*inputs)
+        with torch_fdattn.tiles(block_n=32):
+            torch_fdattn.attention(*inputs)
+        assert not fresh
+        torch_fdattn.attention(*inputs)
+        assert fresh
+        count = len(fresh)
+        seen = Watched(forward._attention_forward_kernel)
+        with mock.patch.object(tuning, "_may_search", return_value=False), seen:
+            torch_fdattn.attention(*inputs)
+        assert seen.sides == {(32, 16)}
+        with torch_fdattn.autotune(False), Watched(forward._attention_forward_kernel) as seen:
+            torch_fdattn.attention(*inputs)
+        assert seen.sides != {(32, 16)}
+        assert len(fresh) == count
+
+
+@pytest.mark.gpu
+def test_capture_on_a_gpu(fresh) -> None:
+    inputs = small("cuda")
+    with torch_fdattn.autotune(), torch_fdattn.tiles(block_m=16):
+        torch_fdattn.attention(*inputs)  # compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch_fdattn.autotune(), torch.cuda.graph(graph):
+        out, _ = torch_fdattn.attention(*inputs)
+    graph.replay()
+    assert not fresh
+    torch.testing.assert_close(out, torch_fdattn.attention(*inputs)[0])
+
+
+@pytest.mark.gpu
+def test_a_search_on_a_gpu() -> None:
+    """The real clock and the real candidates, refusals among them; results by torch's own."""
+    q, k, v = (torch.randn(2, 4, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))  # fmt: skip
+    with torch_fdattn.autotune():
+        out = torch_fdattn.attention(q, k, v, causal=True)[0]
+        found = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    same = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted = torch.autograd.grad(same.float().square().sum(), (q, k, v))
+    for x, y in zip((out, *found), (same, *wanted), strict=True):
+        torch.testing.assert_close(x, y, atol=0.1, rtol=0.02)
+
+
+def problem(wrong=(), fails=()):
+    """A launch into one tensor: (launch, outputs)."""
+    out = torch.zeros(4)
+
+    def launch(config):
+        if config in fails:
+            raise RuntimeError("out of resource: shared memory")
+        out.fill_(1.5 if config in wrong else 1.0)
+
+    return launch, [out]
+
+
+def test_search_takes_the_fastest_right_one() -> None:
+    tiles = parse_configs("16x16w1s1 32x32w1s1 64x64w1s1 128x128w1s1")
+    times = dict(zip(tiles, (40.0, 30.0, 10.0, 1.0), strict=True))
+    current = []
+
+    def clock(call, device):
+        call()
+        return times[current[-1]]
+
+    launch, outputs = problem(wrong=tiles[3:], fails=())
+
+    def watched(config):
+        current.append(config)
+        launch(config)
+
+    found = trials.search("forward", tiles[0], watched, outputs, lambda kernel: tiles, clock)
+    assert found == tiles[2]
+    launch, outputs = problem(wrong=tiles[3:], fails=tiles[2:3])
+    assert trials.search("forward", tiles[0], watched, outputs, lambda kernel: tiles, clock) == tiles[1]  # fmt: skip
+    times[tiles[1]] = 39.8  # less than the clock's noise
+    assert trials.search("forward", tiles[0], watched, outputs, lambda kernel: tiles, clock) == tiles[0]  # fmt: skip
+    both = BackwardConfig(tiles[0], tiles[1])
+    assert trials.parts_of("backward", both) == {"dkdv": tiles[0], "dq": tiles[1]}
+    assert trials.with_parts(both, {"dkdv": tiles[2], "dq": tiles[1]}) == BackwardConfig(tiles[2], tiles[1])  # fmt: skip
+
+
+def test_rows_without_keys_are_no_difference() -> None:
+    lse = torch.tensor([float("-inf"), 1.0, float("nan")])
+    assert trials.difference([lse], [lse.clone()]) is None
+    assert "wrong result" in trials.difference([lse], [torch.tensor([0.0, 1.0, float("nan")])])
+    assert "wrong result" in trials.difference([torch.tensor([float("nan")])], [torch.zeros(1)])
+    assert trials.difference([torch.empty(0)], [torch.empty(0)]) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"tiles": {"a": {"b": {"forward": "48x16w1s1"}}}}'])
+def test_a_file_that_is_none_of_ours_is_refused(text, tmp_path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"path must name a file that autotune wrote, or none, got .*other.json"):  # fmt: skip
+        torch_fdattn.autotune(path=path)
+    assert not tuning.state.active
+    assert path.read_text() == text
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(TypeError, match=r"enabled must be a bool, got 'yes'"):
+        torch_fdattn.autotune("yes")
+
+
+def test_a_plain_call_knows_nothing_of_it() -> None:
+    code = "import torch_fdattn; from torch_fdattn.ops.attention.tuning import state; print(state.active)"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert "autotune" not in "".join(launches)

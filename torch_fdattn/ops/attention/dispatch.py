@@ -1,0 +1,92 @@
+"""Which kernels run a call of attention: the first row of TABLE that fits its hardware, dtype, dims and features.
+
+A kernel that can do less than all, or wants some generation, is a row above the portable ones, with what it can
+do as `features`; `op.py` knows how to launch each `kernel`. Tiles within a kernel are `configs.py`'s. README.md
+shows both (held by `tests/ops/attention/test_dispatch.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.configs import device_capability
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+#: CUDA devices by the first number of their compute capability; all other GPUs count as sm_80.
+GENERATIONS = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_100"}
+GPUS = frozenset(("sm_80", "sm_90", "sm_100", "AMD"))
+FEATURES = frozenset(
+    ("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "mask", "dropout")
+)
+_HALF, _SINGLE, _DOUBLE = (torch.bfloat16, torch.float16), (torch.float32,), (torch.float64,)
+
+
+class Row(NamedTuple):
+    """kernel: also the end of the launch counter's name, as in ``launches["attention_forward/triton"]``."""
+
+    kernel: str
+    ways: tuple[str, ...]  # of forward, backward
+    hardware: frozenset[str]
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: int  # at most, the larger one of K and V
+    features: frozenset[str]
+    note: str
+
+
+_BOTH = ("forward", "backward")
+TABLE = (
+    Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
+    Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
+        "the same kernels, interpreted; bf16 is refused"),
+    Row("reference", _BOTH, frozenset(("CPU", "interpreter")), (*_HALF, *_SINGLE, *_DOUBLE), 512, FEATURES,
+        "plain torch in fp32 or fp64; float64 on CUDA is refused"),
+)  # fmt: skip
+
+
+def choose(way: str, q: Tensor, v: Tensor, mask: Mask, scores: Scores, dropout: Dropout) -> str:
+    """The kernel for checked inputs."""
+    compiled = library.use_triton(q)  # refuses what no row has, with its reason
+    hardware = _gpu(q.device) if q.is_cuda else "interpreter" if compiled else "CPU"
+    rows = _rows(way, hardware, q.dtype, max(q.shape[3], v.shape[3]))
+    if rows[0].features is FEATURES:
+        return rows[0].kernel
+    wanted = features_of(mask, scores, dropout)
+    return next(row.kernel for row in rows if wanted <= row.features)
+
+
+@functools.cache
+def _gpu(device: torch.device) -> str:
+    return "AMD" if torch.version.hip else GENERATIONS.get(device_capability(device)[0], "sm_80")
+
+
+@functools.cache
+def _rows(way: str, hardware: str, dtype: torch.dtype, head_dim: int) -> tuple[Row, ...]:
+    """The rows that may fit, the last of which does everything."""
+    return tuple(
+        row
+        for row in TABLE
+        if way in row.ways and hardware in row.hardware and dtype in row.dtypes and head_dim <= row.head_dim
+    )  # fmt: skip
+
+
+def features_of(mask: Mask, scores: Scores, dropout: Dropout) -> frozenset[str]:
+    """What a call asks of its kernel, of FEATURES."""
+    asked = {
+        "causal": mask.window_right == 0,
+        "window": mask.window_left >= 0 or mask.window_right > 0,
+        "lengths": mask.kv_lens is not None,
+        "positions": mask.q_start is not None or mask.kv_start is not None or mask.kv_block > 0,
+        "softcap": scores.softcap > 0,
+        "ALiBi": scores.alibi_slopes is not None,
+        "sinks": scores.sinks is not None,
+        "mask": scores.attn_mask is not None,
+        "dropout": dropout.p > 0,
+    }
+    return frozenset(name for name, wanted in asked.items() if wanted)
