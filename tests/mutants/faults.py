@@ -34,7 +34,9 @@ ATTENTION = Tests(
 )
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
-VARLEN = Tests("packed sequences", (f"{_OPS}/varlen_attention",), interpret=True)
+VARLEN = Tests(
+    "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
+)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
 APPEND = Tests("append kernel", (f"{_OPS}/append_kv",), interpret=True)
 WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))

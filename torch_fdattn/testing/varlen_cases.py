@@ -301,7 +301,7 @@ def _fair_in_fp32(case: VarlenCase) -> bool:
     rows = [case.visible(b).sum(-1) for b in range(case.batch)]
     by_sequence = [x for x in rows if len(x)] if case.alibi == "sequence" else []
     peaky = case.scale is not None and case.scale >= PEAKY * case.head_dim**-0.5
-    enough = sum(case.q_lens) * case.heads >= 24
+    enough = sum(case.q_lens) * case.heads >= 96
     return enough and not peaky and all(map(_see_many, (torch.cat(rows), *by_sequence)))
 
 

@@ -208,6 +208,19 @@ def test_chunked_prefill_over_pages(device):
         done = list(ends)
 
 
+def test_keys_on_pages_outside_the_cache_are_masked(device):
+    q = torch.randn(5, 2, 16, device=device)
+    k, v = (torch.randn(3, 1, 4, 16, device=device) for _ in "kv")
+    table, lens = int32(2, 3, 1, -7, 0, 99, device=device).view(2, 3), int32(11, 9, device=device)
+    begins = int32(0, 3, 5, device=device)
+    found = torch_fdattn.varlen_attention(q, k, v, begins, page_table=table, kv_lens=lens)
+    for rows, pages, last in ((slice(0, 3), (2, 1), 7), (slice(3, 5), (0,), 4)):
+        own = (torch.cat([x[page] for page in pages], 1)[None, :, :last] for x in (k, v))
+        expected = torch_fdattn.attention(q[rows].transpose(0, 1)[None], *own)
+        torch.testing.assert_close(found[0][rows], expected[0][0].transpose(0, 1))
+        torch.testing.assert_close(found[1][:, rows], expected[1][0])
+
+
 @pytest.mark.slow  # drawn cases count them, too
 def test_launches(device):
     q, k, v = qkv(device)
