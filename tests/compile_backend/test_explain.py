@@ -67,11 +67,11 @@ def test_every_reason_in_the_sources_is_listed():
     text = "\n".join(path.read_text() for path in root.glob("*.py"))
     raised = set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text))
     raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
-    raised |= {"mask", "mask-value", "scores-used", "weights-unknown"}
+    raised |= {"scores-used", "weights-unknown"}
     assert raised == set(REASONS)
 
 
 def test_a_site_without_a_stack_trace():
     site = Site(form="x", node="n", op=None, reason="mask", detail=Left("mask").detail)
-    assert str(site).startswith("node n: x: left as it was, mask: an explicit mask")
+    assert str(site).startswith("node n: x: left as it was, mask: a mask that is no")
     assert Report([site]).reasons == ["mask"]

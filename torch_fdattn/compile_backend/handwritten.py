@@ -15,7 +15,7 @@ from torch_fdattn.compile_backend.attention import Attention, unrepeated
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.mutations import writes
 from torch_fdattn.compile_backend.nodes import arguments, described, known, op_name, tensor
-from torch_fdattn.compile_backend.operands import B, H, Operand, S, seen_through
+from torch_fdattn.compile_backend.operands import B, H, Operand, seen_through
 from torch_fdattn.compile_backend.products import Product
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.compile_backend.scores import Scores
@@ -45,10 +45,13 @@ def match(node: Node, masks: Masks) -> Attention | None:
     dtype, result = tensor(scores.product.node).dtype, weights.product.node
     if dtype != tensor(result).dtype:
         raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
-    recovered = masks.recover(scores.masks, found.q.size(S), found.k.size(S), dtype, result)
-    found.causal, found.makers = recovered.causal, recovered.nodes
+    found.mask = masks.recover(
+        scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result, safe=False
+    )
+    if found.softcap:
+        found.notes.append(f"softcap {found.softcap:g}")
     if scores.masks:
-        found.notes.append(f"mask recovered: {found.causal}")
+        found.notes.append(f"mask: {found.mask.name}")
     return found
 
 
@@ -112,7 +115,8 @@ def _operands(scores: Scores, weights: Weights) -> Attention:
     found = Attention(
         FORM, weights.product.node, q_operand, k_operand, v_operand,
         out_dims=tuple(roles.index(label) for label in result_labels),
-        scale=scores.factor * q_operand.scale * k_operand.scale, between=between,
+        scale=scores.factor * q_operand.scale * k_operand.scale, softcap=scores.softcap,
+        between=between,
     )  # fmt: skip
     if k_operand.repeats:
         found.notes.append("heads of K and V not repeated")

@@ -53,7 +53,7 @@ def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun
         plan = choose(found)
         check_gradients(found)
         if not dryrun:
-            emit(found, plan)
+            emit(found, plan, masks)
     except Left as left:
         return [Site(op=None, reason=left.code, detail=left.detail, **about)]
     return [Site(op=plan.op, notes=tuple(found.notes), **about)]
