@@ -257,6 +257,41 @@ def test_padding_in_training():
     expect("causal and explicit padding (mask-data)", fn, *qkv(), PADDING, operand=True)
 
 
+def vmapped(rule, batch, q_len, kv_len):
+    """As transformers makes masks of rules for single indices, where they are not its own."""
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
+        rule = torch.vmap(rule, in_dims=dims)
+    rule = torch.vmap(rule, in_dims=(0, None, None, None))
+    return rule(index(batch), index(1), index(q_len), index(kv_len))
+
+
+def test_masks_by_vmap():
+    def fn(q, k, v, padding):
+        mask = vmapped(lambda b, h, i, j: (j <= i) & (j > i - 3) & padding[b, j], 2, 8, 8)
+        return sdpa(q, k, v, mask)
+
+    expect(
+        "causal and window (2, 0) and explicit padding (mask-data)", fn, *qkv(), PADDING.bool(),
+        operand=True,
+    )  # fmt: skip
+
+
+def test_masks_by_vmap_that_are_not_understood():
+    def fn(q, k, v, image):
+        mask = vmapped(lambda b, h, i, j: (j <= i) | (image[b, i] == image[b, j]), 2, 8, 8)
+        return sdpa(q, k, v, mask)
+
+    expect("explicit mask (mask-data)", fn, *qkv(), PADDING, operand=True)
+
+
+def test_attention_inside_of_vmap_is_left():
+    def fn(q, k, v):
+        return torch.vmap(lambda x: (x, sdpa(q, k, v)), out_dims=(0, None))(q)[1]
+
+    found = check(fn, *qkv(grad=False), lower="eager", exact=True)
+    assert found.report.reasons == ["functorch"]
+
+
 LENGTH_MASKS = {
     "arange < lengths": lambda lengths: (index(8) < lengths[:, None])[:, None, None, :],
     "lengths > arange": lambda lengths: lengths.view(2, 1, 1, 1) > index(8),

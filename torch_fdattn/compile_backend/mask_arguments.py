@@ -6,6 +6,7 @@ import math
 import operator
 
 import torch
+from torch._functorch.predispatch import _vmap_decrement_nesting
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.adder import Adder
@@ -142,9 +143,9 @@ class MaskArguments:
 
 
 def _after(node: Node) -> Node:
-    """The first place behind a node where others may stand."""
+    """The first place behind a node where others may stand: outside of the vmap whose result it is."""
     node = node.next
-    while node.op == "placeholder":
+    while node.op == "placeholder" or node.target is _vmap_decrement_nesting:
         node = node.next
     return node
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch._functorch import predispatch as vmap
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.mask_expressions import (
@@ -66,7 +68,9 @@ class Reader:
 
     def __init__(self) -> None:
         self.visited: set[Node] = set()
-        self._known: dict[tuple[Node, Index], Entry] = {}
+        self._known: dict[tuple, Entry] = {}
+        #: Indices into the batches of the vmaps that a node stands in, by level.
+        self.levels: dict[int, Poly] = {}
 
     def read(self, node: Node, axes: tuple[str, ...]) -> Entry:
         """The entry of a mask that is broadcast to scores with these axes."""
@@ -86,19 +90,21 @@ class Reader:
         return self.entry(x, _broadcast(x, index))
 
     def entry(self, node: Node, index: Index) -> Entry:
-        key = node, index
+        key = node, index, frozenset(self.levels.items())
         if key not in self._known:
             if len(self._known) >= MAX_STEPS:
                 raise _TooLong
             before = set(self.visited)
             try:
-                rule = _RULES.get(op_name(node))
+                rule = _VMAP.get(node.target) or _RULES.get(op_name(node))
                 if rule is None:
                     raise _Unknown
                 found = _in_dtype(rule(self, node, index), value(node).dtype)
                 self.visited.add(node)
-            except (_Unknown, Left, TypeError, ValueError, IndexError, OverflowError):
+            except (_Unknown, Left, TypeError, ValueError, LookupError, OverflowError):
                 self.visited = before
+                if type(value(node)) is not FakeTensor:
+                    raise _Unknown from None  # inside of vmap there are entries, but no tensors
                 found = _looked_up(node, index)
             self._known[key] = found
         return self._known[key]
@@ -307,6 +313,23 @@ def _gathered(reader: Reader, source: Node, items: list, tensors: list[int], ind
     return reader.entry(source, tuple(found))
 
 
+def _remove_batch_dim(reader: Reader, node: Node, index: Index) -> Entry:
+    """The result of vmap: what each of its calls gave, stacked."""
+    source, level, _size, dim = node.args
+    outside = dict(reader.levels)
+    reader.levels[level] = index[dim]
+    try:
+        return reader.entry(source, index[:dim] + index[dim + 1 :])
+    finally:
+        reader.levels = outside
+
+
+def _add_batch_dim(reader: Reader, node: Node, index: Index) -> Entry:
+    """The argument of one call: the tensor at that call's index."""
+    source, dim, level = node.args
+    return reader.entry(source, (*index[:dim], reader.levels[level], *index[dim:]))
+
+
 # Tensors from nothing.
 
 
@@ -498,6 +521,7 @@ def _triangle(upper: bool) -> Callable:
     return rule
 
 
+_VMAP = {vmap._add_batch_dim: _add_batch_dim, vmap._remove_batch_dim: _remove_batch_dim}
 _RULES: dict[str, Callable[[Reader, Node, Index], Entry]] = {
     **dict.fromkeys(
         ("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool",
