@@ -200,6 +200,12 @@ class Parts(NamedTuple):
     bias: Poly
 
 
+def is_for_all_keys(bias: Poly) -> bool:
+    """Whether it is a number that changes no softmax: the same for all keys, and not one that swallows scores."""
+    constant = bias.constant
+    return isinstance(constant, (int, float)) and abs(constant) < 1e4
+
+
 def split(added: Poly, hides: Callable[[float], bool]) -> Parts:
     conditions: list[Condition] = []
     fills: set[float] = set()
@@ -239,6 +245,8 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
         return None
     # Any other number may be infinite, and then is not without effect.
     if not constant <= {*slope.atoms, _Q}:
+        return None
+    if not is_for_all_keys(number(dict(bias.terms).get(frozenset(), 0))):
         return None
     if atom == _K:
         if found.start is None:  # from beyond all keys

@@ -35,7 +35,14 @@ from torch_fdattn.compile_backend.mask_expressions import (
     number,
 )
 from torch_fdattn.compile_backend.mask_operands import is_expressible
-from torch_fdattn.compile_backend.mask_recovery import Sizes, Structure, slopes, split, structured
+from torch_fdattn.compile_backend.mask_recovery import (
+    Sizes,
+    Structure,
+    is_for_all_keys,
+    slopes,
+    split,
+    structured,
+)
 from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import value
 from torch_fdattn.compile_backend.report import Left
@@ -203,8 +210,8 @@ class Masks:
         )  # fmt: skip
         parts = split(entry * number(term.factor), lambda fill: _hides(fill, dtype))
         bias = parts.bias
-        if isinstance(bias.constant, (int, float)):
-            bias = number(0)  # the same for all keys: nothing to a softmax
+        if is_for_all_keys(bias):
+            bias = number(0)
         looked_up = (x.node for x in atoms_of(bias) if isinstance(x, Lookup))
         if fake.requires_grad != any(value(x).requires_grad for x in looked_up):
             return replace(found, reason="mask-gradient"), makers
@@ -311,6 +318,8 @@ def _kept(read: _Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kep
     by_rows = {"q", "k"} <= axes_of(condition)
     if not by_rows and condition != FALSE and is_expressible(condition, sizes):
         return [Kept(read.term, condition)]
+    if read.bias.terms:  # which the mask holds too
+        raise _Kept(found.reason)
     if read.term.is_added and finite:
         raise _Kept("mask-rows")
     return [Kept(read.term)]
