@@ -36,6 +36,14 @@ def filled(q, k, v, mask, fill=-math.inf):
     return (q @ k.mT * 0.25).masked_fill(mask, fill).softmax(-1) @ v
 
 
+def unpacked(length):
+    """As transformers looks for sequences that are packed into one, where position ids follow one another."""
+    positions = (index(length) + 0).unsqueeze(0)
+    jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    sequence = jumps.cumsum(-1)
+    return sequence[0][:, None] == sequence[0][None, :]
+
+
 def transformers_mask(q, k, padding=None, window=None, offset=0):
     """As transformers' masking_utils make it."""
     queries = (index(q.shape[2]) + offset)[None, None, :, None]
@@ -103,6 +111,10 @@ RECOVERED = {
     "1 - mask times the least number": (
         "causal",
         lambda q, k, v: added(q, k, v, (1.0 - torch.ones(8, 8).tril()) * LEAST),
+    ),
+    "positions without a jump": (
+        "causal",
+        lambda q, k, v: sdpa(q, k, v, unpacked(8) & triangle()),
     ),
     "two added masks": (
         "causal and window (2, 0)",
@@ -659,6 +671,10 @@ DYNAMIC = {
     "window": (
         "causal and window (2, 0)",
         lambda q, k, v: sdpa(q, k, v, transformers_mask(q, k, window=3)),
+    ),
+    "positions without a jump": (
+        "causal",
+        lambda q, k, v: sdpa(q, k, v, transformers_mask(q, k) & unpacked(q.shape[2])),
     ),
     "tril": (
         "causal",

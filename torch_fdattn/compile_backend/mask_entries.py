@@ -431,6 +431,31 @@ def _abs(reader: Reader, node: Node, index: Index) -> Entry:
     return Poly.atom(Magnitude(found))
 
 
+def _diff(reader: Reader, node: Node, index: Index) -> Entry:
+    """x[i] - x[i - 1] along the last dimension, where it is the same for all i: that of positions is 1."""
+    source, n, dim, prepend, append = arguments(
+        node, input=None, n=1, dim=-1, prepend=None, append=None
+    )
+    if n != 1 or dim not in (-1, len(index) - 1) or append is not None or prepend is None:
+        raise _Unknown
+    if not known(value(prepend).shape[-1] == 1):
+        raise _Unknown
+    *others, last = index
+    here, before = (reader.numeric(source, (*others, i)) for i in (last, last - number(1)))
+    first = reader.numeric(source, (*others, number(0))) - reader.numeric(prepend, index)
+    if here - before != first:
+        raise _Unknown
+    return first
+
+
+def _cumsum(reader: Reader, node: Node, index: Index) -> Entry:
+    """A sum of nothing but zeros."""
+    source = node.args[0]
+    if reader.numeric(source, index) != number(0):
+        raise _Unknown
+    return number(0)
+
+
 # Conditions.
 
 
@@ -538,7 +563,7 @@ _RULES: dict[str, Callable[[Reader, Node, Index], Entry]] = {
     **dict.fromkeys(("bitwise_not", "logical_not"), _not),
     "new_full": _filled_with(2), "unsqueeze": _unsqueeze, "getitem": _getitem, "arange": _arange,
     "tensor": _tensor, "eye": _eye, "add": _sum(1), "sub": _sum(-1), "mul": _mul, "div": _div,
-    "floordiv": _floordiv, "neg": _neg, "abs": _abs, "where": _where,
+    "floordiv": _floordiv, "neg": _neg, "abs": _abs, "diff": _diff, "cumsum": _cumsum, "where": _where,
     "masked_fill": _masked_fill, "tril": _triangle(False), "triu": _triangle(True),
     "lt": _comparison(lambda d: d < 0, _less),
     "le": _comparison(lambda d: d <= 0, _at_most),
