@@ -298,9 +298,9 @@ def kind_of(note: str) -> str:
 
 
 def test_drawn_masks():
-    kinds = check_many(range(100))
+    kinds = check_many(range(60))
     print(dict(kinds))
-    assert min(kinds[x] for x in ("explicit", "partly", "with padding", "recovered")) >= 3, kinds
+    assert min(kinds[x] for x in ("explicit", "partly", "with padding", "recovered")) >= 2, kinds
 
 
 @pytest.mark.slow

@@ -409,6 +409,8 @@ def test_slopes_that_are_cut_off_from_gradients():
     )
 
 
+#: Shapes of a bias besides its full one.
+BROADCAST = [(2, 1, 1, 8), (8, 8), (4, 1, 8), (8, 1), (8,)]
 BIASES = {
     "sdpa": lambda q, k, v, b: sdpa(q, k, v, b),
     "added": added,
@@ -421,7 +423,10 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 8, 8), (2, 1, 1, 8), (8, 8), (4, 1, 8), (8, 1), (8,)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 4, 8, 8), *(pytest.param(shape, marks=pytest.mark.slow) for shape in BROADCAST)],
+)
 @pytest.mark.parametrize("name", BIASES)
 def test_a_bias_with_gradient(name, shape):
     bias = torch.randn(shape, requires_grad=True)
@@ -785,3 +790,81 @@ def test_value_head_dims_where_a_gradient_is_wanted():
     q, k, _ = qkv()
     v = torch.randn(2, 4, 8, 24, requires_grad=True)
     assert ops(check(lambda q, k, v: sdpa(q, k, v), q, k, v, lower="eager")) == ["attention"]
+
+
+def with_sinks(q, k, v, sinks, mask=None, shift=True):
+    """As gpt-oss has it."""
+    scores = q @ k.mT * 0.25
+    if mask is not None:
+        scores = scores + mask
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    joined = torch.cat([scores, column], dim=-1)
+    if shift:
+        joined = joined - joined.max(dim=-1, keepdim=True).values
+    weights = F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1]
+    return F.dropout(weights, p=0.1, training=False).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_sinks(shift):
+    sinks = torch.randn(4, requires_grad=True)
+    found = check(lambda *x: with_sinks(*x, shift=shift), *qkv(), sinks, lower="eager")
+    assert ops(found) == ["attention"], str(found.report)
+    assert "sinks = " in found.graph
+
+
+def test_sinks_where_all_keys_are_hidden():
+    def fn(q, k, v, sinks, padding):
+        mask = torch.where(transformers_mask(q, k, padding, window=3), 0.0, LEAST)
+        return with_sinks(q, k, v, sinks, mask)
+
+    expect(
+        "causal and window (2, 0) and explicit padding (mask-data)", fn, *qkv(), torch.randn(4),
+        PADDING, operand=True,
+    )  # fmt: skip
+
+
+def test_sinks_and_decode():
+    def fn(q, k, v, sinks, p):
+        mask = torch.where(transformers_mask(q, k, offset=p), 0.0, LEAST)
+        return with_sinks(q, k, v, sinks, mask)
+
+    args = *qkv(1, 40, grad=False), torch.randn(4), torch.tensor(9)
+    expect("lengths", fn, *args, op="decode")
+
+
+def two_columns(q, k, v, sinks):
+    column = sinks.reshape(1, -1, 1, 1).expand(2, -1, 8, 2)
+    return torch.cat([q @ k.mT, column], -1).softmax(-1)[..., :-2] @ v
+
+
+def beside(q, k, v, column, items=(..., slice(None, -1)), first=False):
+    scores = q @ k.mT
+    parts = [column, scores] if first else [scores, column]
+    return torch.cat(parts, -1).softmax(-1)[items] @ v
+
+
+NO_SINKS = {
+    "two columns": two_columns,
+    "of each query": lambda q, k, v, s: beside(q, k, v, q[..., :1]),
+    "first": lambda q, k, v, s: beside(q, k, v, s.view(1, 4, 1, 1).expand(2, 4, 8, 1), first=True),
+    "the first is cut off": lambda q, k, v, s: beside(
+        q, k, v, s.view(1, 4, 1, 1).expand(2, 4, 8, 1), (..., slice(1, None))
+    ),
+    "not cut off": lambda q, k, v, s: (
+        torch.cat([q @ k.mT, s.view(1, 4, 1, 1).expand(2, 4, 8, 1)], -1).softmax(-1)
+        @ torch.cat([v, v[:, :, :1]], 2)
+    ),
+    "nothing but cut off": lambda q, k, v, s: (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, 1:],
+    "less another's maximum": lambda q, k, v, s: (
+        (q @ k.mT - (q @ k.mT * 2).amax(-1, keepdim=True)).softmax(-1) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_SINKS)
+def test_columns_that_are_no_sinks(name):
+    found = check(NO_SINKS[name], *qkv(), SLOPES, lower="eager")
+    for site in found.report:
+        assert "sinks" not in site.notes
+        assert site.reason in ("scores-unknown", "weights-unknown") or "explicit" in mask_of(found)

@@ -34,6 +34,7 @@ class Attention:
     out_dims: tuple[int, ...] = (0, 1, 2, 3)  #: which of (B, H, S, D) each dim of the result is
     scale: float | None = None
     softcap: float = 0.0
+    sinks: Poly | None = None
     mask: Recovered = field(default_factory=Recovered)
     between: list[Node] = field(default_factory=list)  #: recognised, and no more needed for this
     notes: list[str] = field(default_factory=list)
@@ -133,12 +134,16 @@ def check_gradients(found: Attention) -> None:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
         sources = [tensor(x.node) for x in (found.q, found.k, found.v)]
         sources += [tensor(kept.term.node) for kept in found.mask.kept]
+        of_sinks = atoms_of(found.sinks) if found.sinks is not None else ()
+        sources += [value(x.node) for x in of_sinks if isinstance(x, Lookup)]
         last = [x for x in found.result.all_input_nodes if tensor(x).requires_grad]
         _leave_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
         return
     for node in found.between:
         wanted = any(is_tensor(x) and value(x).requires_grad for x in node.all_input_nodes)
-        _leave_if(wanted and not tensor(node).requires_grad, "gradient", _CUT_OFF)
+        # (A maximum with its index is a pair, whose first half comes next.)
+        cut_off = is_tensor(node) and not tensor(node).requires_grad
+        _leave_if(wanted and cut_off, "gradient", _CUT_OFF)
 
 
 def _leave_if(condition: bool, code: str, detail: str) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend import scores as scores_of
 from torch_fdattn.compile_backend import weights as weights_of
 from torch_fdattn.compile_backend.attention import Attention, unrepeated
-from torch_fdattn.compile_backend.masks import Masks
+from torch_fdattn.compile_backend.masks import Masks, sinks_of
 from torch_fdattn.compile_backend.mutations import writes
 from torch_fdattn.compile_backend.nodes import arguments, described, known, op_name, tensor
 from torch_fdattn.compile_backend.operands import B, H, Operand, seen_through
@@ -29,7 +29,7 @@ def match(node: Node, masks: Masks) -> Attention | None:
     if op_name(node) != "softmax":
         return None
     source, dim = _softmax(node)
-    scores, above = _or_left(scores_of.follow, source)
+    scores, above = _or_left(scores_of.below_softmax, source)
     weights, below = _or_left(weights_of.follow, node)
     if scores is None and weights is None:
         return None  # a classifier's or a router's softmax
@@ -48,6 +48,12 @@ def match(node: Node, masks: Masks) -> Attention | None:
     found.mask = masks.recover(
         scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result, safe=False
     )
+    if (scores.sinks is None) == weights.without_last:
+        raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")
+    if scores.sinks is not None:
+        found.sinks = sinks_of(scores.sinks, found.sizes)
+        found.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
+        found.notes.append("sinks")
     if found.softcap:
         found.notes.append(f"softcap {found.softcap:g}")
     if scores.masks:

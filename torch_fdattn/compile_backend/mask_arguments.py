@@ -53,6 +53,9 @@ class MaskArguments:
             found["softcap"] = self.found.softcap
         if self.found.mask.slopes is not None:
             found["alibi_slopes"] = self._slopes(self.found.mask.slopes)
+        if self.found.sinks is not None:
+            made = Operands(self.add, self.found.sizes, ("h",)).number(self.found.sinks)
+            found["sinks"] = self.add.call("expand", made, self.found.sizes.heads)
         mask = self._explicit()
         if mask is not None:
             found["attn_mask"] = mask

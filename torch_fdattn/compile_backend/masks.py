@@ -145,6 +145,17 @@ def top_left(sizes: Sizes) -> Recovered:
     return Recovered(Structure(number(0), -1, 0).aligned(sizes, distances=False))
 
 
+def sinks_of(node: Node, sizes: Sizes) -> Poly:
+    """What stands in a column beside the scores: a number of each head, or else raises `Left`."""
+    found = Reader().read(node, ("b", "h", "q", "k")) if value(node).dim() == 4 else None
+    if not isinstance(found, Poly) or axes_of(found) - {"h"} or not is_expressible(found, sizes):
+        raise Left("scores-unknown", "a column beside the scores that is no sink of each head")
+    looked_up = {value(x.node).requires_grad for x in atoms_of(found) if isinstance(x, Lookup)}
+    if any(looked_up) != value(node).requires_grad:
+        raise Left("gradient")
+    return found
+
+
 class Masks:
     """Recovers the masks of one graph; remembers them, since all layers mostly share one."""
 

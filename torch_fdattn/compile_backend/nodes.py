@@ -26,13 +26,13 @@ _ALIASES = {
     "greater_equal": "ge", "not_equal": "ne",
 }  # fmt: skip
 _NAMES = (
-    "abs", "add", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
+    "abs", "add", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "cumsum", "diff", "div",
     "divide", "dropout", "einsum", "eq", "eye", "flatten", "floor_divide", "floordiv", "full", "full_like", "ge",
     "getitem", "greater", "greater_equal",
     "gt", "inv", "invert", "le", "less", "less_equal", "linear", "logical_and", "logical_not",
     "logical_or", "logical_xor", "lt",
-    "masked_fill", "matmul", "mul", "multiply", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
+    "masked_fill", "matmul", "max", "mul", "multiply", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
     "or_", "outer", "permute", "pow", "repeat_interleave", "reshape", "rsqrt",
     "scaled_dot_product_attention", "softmax", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
     "swapdims", "tanh", "tensor", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",

@@ -15,6 +15,7 @@ from torch_fdattn.compile_backend.nodes import (
     arguments,
     described,
     is_tensor,
+    known,
     op_name,
     same_shape,
     tensor,
@@ -34,6 +35,45 @@ class Scores:
     softcap: float = 0.0
     masks: list[MaskTerm] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)  #: the nodes between
+    sinks: Node | None = None  #: a last column beside the scores
+
+
+def below_softmax(node: object) -> Scores:
+    """The scores that go into a softmax: less their maximum, which changes nothing, and beside sinks, if so."""
+    tensor(node)
+    unshifted = _shifted_by_maximum(node)
+    if unshifted is not None:
+        source, between = unshifted
+        found = below_softmax(source)
+        found.path += [*between, node]
+        return found
+    if op_name(node) != "cat":
+        return follow(node)
+    parts, dim = arguments(node, tensors=None, dim=0)
+    last = value(node).dim() - 1
+    if dim not in (-1, last) or len(parts) != 2 or not known(value(parts[1]).shape[last] == 1):
+        raise Left("scores-unknown", "a concatenation of scores with something that is no sink")
+    found = follow(parts[0])
+    found.sinks = parts[1]
+    return _passed(node, found)
+
+
+def _shifted_by_maximum(node: Node) -> tuple[Node, list[Node]] | None:
+    """(x, the nodes of the maximum) where a node is x - x.max(-1, keepdim=True).values."""
+    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
+        return None
+    source, maximum = node.args
+    between = [maximum]
+    if (op_name(maximum) == "getitem" and maximum.args[1] == 0) or (
+        getattr(maximum, "target", None) is getattr and maximum.args[1] == "values"
+    ):
+        between.append(maximum.args[0])
+    if op_name(between[-1]) not in (("max",) if len(between) > 1 else ("amax",)):
+        return None
+    x, dim, keepdim = arguments(between[-1], input=None, dim=None, keepdim=False)
+    if x is not source or dim not in (-1, value(x).dim() - 1) or keepdim is not True:
+        return None
+    return source, between
 
 
 def follow(node: object, factor: float = 1.0) -> Scores:
