@@ -116,6 +116,10 @@ RECOVERED = {
         "causal",
         lambda q, k, v: sdpa(q, k, v, unpacked(8) & triangle()),
     ),
+    "indices of at least 0": (
+        "full",
+        lambda q, k, v: sdpa(q, k, v, (index(8)[:, None] >= 0) & ~(index(8) + 1 < 0)),
+    ),
     "two added masks": (
         "causal and window (2, 0)",
         lambda q, k, v: added(

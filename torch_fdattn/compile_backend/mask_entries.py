@@ -305,9 +305,7 @@ def _gathered(reader: Reader, source: Node, items: list, tensors: list[int], ind
     for item in items:
         at = reader.numeric(item, index)
         # A negative index counts from the end.
-        if not all(isinstance(atom, Axis) for atom in at.atoms) or not all(
-            isinstance(c, int) and c >= 0 for _, c in at.terms
-        ):
+        if not at.is_made_of_indices or not all(c >= 0 for _, c in at.terms):
             raise _Unknown
         found.append(at)
     return reader.entry(source, tuple(found))

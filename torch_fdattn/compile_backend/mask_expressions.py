@@ -105,6 +105,13 @@ class Poly:
         return {atom for monomial, _ in self.terms for atom, _ in monomial}
 
     @property
+    def is_made_of_indices(self) -> bool:
+        """Whether it is a sum of indices, which are at least 0, times whole numbers."""
+        return all(
+            isinstance(c, int) and all(isinstance(x, Axis) for x, _ in m) for m, c in self.terms
+        )
+
+    @property
     def single(self) -> tuple[Atom, Coefficient, Poly] | None:
         """(atom, its factor, the rest) of a polynomial with one `Select` or `Magnitude`, to the first power."""
         found = [
@@ -209,6 +216,12 @@ def at_least_zero(poly: Poly) -> Condition:
     value = poly.constant
     if isinstance(value, (int, float)):
         return TRUE if value >= 0 else FALSE
+    if poly.is_made_of_indices:
+        signs = {c > 0 for _, c in poly.terms}
+        if signs == {True}:
+            return TRUE
+        if signs == {False} and dict(poly.terms).get(frozenset(), 0) < 0:
+            return FALSE
     found = poly.single
     if found is None:
         return AtLeastZero(poly)
