@@ -116,6 +116,12 @@ RECOVERED = {
         "causal",
         lambda q, k, v: sdpa(q, k, v, unpacked(8) & triangle()),
     ),
+    "repeated": (
+        "causal",
+        lambda q, k, v: sdpa(
+            q, k, v, index(8).repeat(2, 1)[:, None, None] <= index(8).view(8, 1).repeat(1, 8)
+        ),
+    ),
     "indices of at least 0": (
         "full",
         lambda q, k, v: sdpa(q, k, v, (index(8)[:, None] >= 0) & ~(index(8) + 1 < 0)),
@@ -139,6 +145,7 @@ def test_recovered(name):
 
 
 NEAR_MISSES = {
+    "repeated keys": lambda q, k, v: sdpa(q, k, v, index(4).repeat(2) <= index(8)[:, None]),
     "data": lambda q, k, v: sdpa(q, k, v, q[0, 0, :, :8] > 0),
     "numbers from data": lambda q, k, v: sdpa(q, k, v, q[0, 0, :, :8]),
     "a small bias": lambda q, k, v: sdpa(q, k, v, causal(8, -1.0)),
@@ -835,6 +842,17 @@ def test_sinks_and_decode():
 
     args = *qkv(1, 40, grad=False), torch.randn(4), torch.tensor(9)
     expect("lengths", fn, *args, op="decode")
+
+
+def test_sinks_without_gradients():
+    def fn(q, k, v, sinks):
+        with torch.no_grad():
+            out = with_sinks(q, k, v, sinks)
+        return out, sinks * 2
+
+    found = check(fn, *qkv(20, grad=False), torch.randn(4, requires_grad=True), lower="eager")
+    assert ops(found) == ["attention"], str(found.report)
+    assert "detach()" in found.graph
 
 
 def two_columns(q, k, v, sinks):

@@ -34,7 +34,7 @@ class Attention:
     out_dims: tuple[int, ...] = (0, 1, 2, 3)  #: which of (B, H, S, D) each dim of the result is
     scale: float | None = None
     softcap: float = 0.0
-    sinks: Poly | None = None
+    sinks: tuple[Poly, Node] | None = None  #: and the scores with them beside
     mask: Recovered = field(default_factory=Recovered)
     between: list[Node] = field(default_factory=list)  #: recognised, and no more needed for this
     notes: list[str] = field(default_factory=list)
@@ -134,8 +134,7 @@ def check_gradients(found: Attention) -> None:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
         sources = [tensor(x.node) for x in (found.q, found.k, found.v)]
         sources += [tensor(kept.term.node) for kept in found.mask.kept]
-        of_sinks = atoms_of(found.sinks) if found.sinks is not None else ()
-        sources += [value(x.node) for x in of_sinks if isinstance(x, Lookup)]
+        sources += [tensor(found.sinks[1])] if found.sinks is not None else []
         last = [x for x in found.result.all_input_nodes if tensor(x).requires_grad]
         _leave_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
         return

@@ -58,7 +58,8 @@ def match(node: Node, masks: Masks) -> Attention | None:
     if (scores.sinks is None) == weights.without_last:
         raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")
     if scores.sinks is not None:
-        found.sinks = sinks_of(scores.sinks, found.sizes)
+        column, joined = scores.sinks
+        found.sinks = sinks_of(column, found.sizes), joined
         found.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
         found.notes.append("sinks")
     if found.softcap:

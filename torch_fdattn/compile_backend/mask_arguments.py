@@ -54,8 +54,7 @@ class MaskArguments:
         if self.found.mask.slopes is not None:
             found["alibi_slopes"] = self._slopes(self.found.mask.slopes)
         if self.found.sinks is not None:
-            made = Operands(self.add, self.found.sizes, ("h",)).number(self.found.sinks)
-            found["sinks"] = self.add.call("expand", made, self.found.sizes.heads)
+            found["sinks"] = self._sinks(*self.found.sinks)
         mask = self._explicit()
         if mask is not None:
             found["attn_mask"] = mask
@@ -80,6 +79,13 @@ class MaskArguments:
             root, poly, lambda at: Operands(at, self.found.sizes, ("b",)).positions(poly)
         )
         return node if known(value(node).shape == (size,)) else self.add.call("expand", node, size)
+
+    def _sinks(self, poly: Poly, joined: Node) -> Node:
+        """(H,)."""
+        made = Operands(self.add, self.found.sizes, ("h",)).number(poly)
+        made = self.add.call("expand", made, self.found.sizes.heads)
+        # Under torch.no_grad() a parameter and its views want a gradient, but what is computed from them does not.
+        return made if value(joined).requires_grad else self.add.call("detach", made)
 
     def _slopes(self, poly: Poly) -> Node:
         """(B, H) or (H,)."""

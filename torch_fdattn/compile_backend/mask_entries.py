@@ -214,6 +214,20 @@ def _expand(reader: Reader, node: Node, index: Index) -> Entry:
     return reader.operand(node.args[0], index)
 
 
+def _repeat(reader: Reader, node: Node, index: Index) -> Entry:
+    """Of dimensions of one, as expand has it."""
+    source, *repeats = node.args
+    if len(repeats) == 1 and isinstance(repeats[0], (tuple, list)):
+        repeats = list(repeats[0])
+    shape = value(source).shape
+    last = repeats[len(repeats) - len(shape) :]
+    if node.kwargs or not all(
+        known(n == 1) or times == 1 for n, times in zip(shape, last, strict=True)
+    ):
+        raise _Unknown
+    return reader.operand(source, index)
+
+
 def _unsqueeze(reader: Reader, node: Node, index: Index) -> Entry:
     source, dim = arguments(node, input=None, dim=None)
     dim %= len(index)
@@ -559,7 +573,7 @@ _RULES: dict[str, Callable[[Reader, Node, Index], Entry]] = {
     **dict.fromkeys(("bitwise_or", "logical_or"), _logical(either)),
     **dict.fromkeys(("bitwise_xor", "logical_xor"), _logical(_exclusive)),
     **dict.fromkeys(("bitwise_not", "logical_not"), _not),
-    "new_full": _filled_with(2), "unsqueeze": _unsqueeze, "getitem": _getitem, "arange": _arange,
+    "new_full": _filled_with(2), "unsqueeze": _unsqueeze, "repeat": _repeat, "getitem": _getitem, "arange": _arange,
     "tensor": _tensor, "eye": _eye, "add": _sum(1), "sub": _sum(-1), "mul": _mul, "div": _div,
     "floordiv": _floordiv, "neg": _neg, "abs": _abs, "diff": _diff, "cumsum": _cumsum, "where": _where,
     "masked_fill": _masked_fill, "tril": _triangle(False), "triu": _triangle(True),

@@ -35,7 +35,7 @@ class Scores:
     softcap: float = 0.0
     masks: list[MaskTerm] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)  #: the nodes between
-    sinks: Node | None = None  #: a last column beside the scores
+    sinks: tuple[Node, Node] | None = None  #: a last column beside the scores, and both together
 
 
 def below_softmax(node: object) -> Scores:
@@ -54,7 +54,7 @@ def below_softmax(node: object) -> Scores:
     if dim not in (-1, last) or len(parts) != 2 or not known(value(parts[1]).shape[last] == 1):
         raise Left("scores-unknown", "a concatenation of scores with something that is no sink")
     found = follow(parts[0])
-    found.sinks = parts[1]
+    found.sinks = parts[1], node
     return _passed(node, found)
 
 
