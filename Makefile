@@ -21,7 +21,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-slow test-gpu test-multigpu fuzz soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-slow test-gpu test-multigpu fuzz coverage soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -50,6 +50,9 @@ test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU ca
 
 test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 	$(PYTHON) -m tests multigpu
+
+coverage: $(TESTED)  ## What the compile backend makes of transformers' models: a table, of about ten minutes.
+	$(PYTHON) -m tests.compile_backend.coverage $(MODELS)
 
 FUZZ := -m pytest -q -n 2 tests/ops/decode/test_serving_drawn.py
 

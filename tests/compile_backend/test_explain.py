@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 import torch_fdattn
 from tests.compile_backend.harness import qkv
-from torch_fdattn.compile_backend.report import REASONS, Left, Report, Site
+from torch_fdattn.compile_backend.report import MASK_REASONS, REASONS, Left, Report, Site
 
 sdpa = F.scaled_dot_product_attention
 
@@ -67,11 +67,17 @@ def test_every_reason_in_the_sources_is_listed():
     text = "\n".join(path.read_text() for path in root.glob("*.py"))
     raised = set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text))
     raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
-    raised |= {"mask", "mask-value", "scores-used", "weights-unknown"}
+    raised |= {"scores-used", "weights-unknown"}
     assert raised == set(REASONS)
+
+
+def test_every_reason_why_masks_stay_is_listed():
+    root = Path(torch_fdattn.__file__).parent / "compile_backend"
+    used = set(re.findall(r'"(mask-[a-z]+)"', (root / "masks.py").read_text()))
+    assert used - {"mask-value"} == set(MASK_REASONS)
 
 
 def test_a_site_without_a_stack_trace():
     site = Site(form="x", node="n", op=None, reason="mask", detail=Left("mask").detail)
-    assert str(site).startswith("node n: x: left as it was, mask: an explicit mask")
+    assert str(site).startswith("node n: x: left as it was, mask: a mask that is no")
     assert Report([site]).reasons == ["mask"]

@@ -60,12 +60,14 @@ def test_every_site_is_rewritten(name, attention):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_padding_is_reported(attention):
+def test_padding_stays_beside_the_causal_flag(attention):
     found = model("Llama", attention)
     padding = torch.ones(2, 20, dtype=torch.long)
     padding[0, :5] = 0
     report = run(found, torch.randint(0, 64, (2, 20)), attention_mask=padding)
-    assert report.reasons == ["mask"] * 2
+    for site in report:
+        assert site.op == "attention"
+        assert "mask: causal and explicit padding (mask-data)" in site.notes
 
 
 @pytest.mark.slow

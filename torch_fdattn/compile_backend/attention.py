@@ -6,12 +6,14 @@ not known for every size the graph may be called with: it adds no guards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.masks import Causal
+from torch_fdattn.compile_backend.mask_expressions import Lookup, Poly, atoms_of
+from torch_fdattn.compile_backend.mask_recovery import Sizes, Structure
+from torch_fdattn.compile_backend.masks import Recovered
 from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import described, is_tensor, known, tensor, value
 from torch_fdattn.compile_backend.operands import B, D, H, Operand, S, seen_through
@@ -31,10 +33,20 @@ class Attention:
     v: Operand
     out_dims: tuple[int, ...] = (0, 1, 2, 3)  #: which of (B, H, S, D) each dim of the result is
     scale: float | None = None
-    causal: Causal = "full"
+    softcap: float = 0.0
+    sinks: tuple[Poly, Node] | None = None  #: and the scores with them beside
+    mask: Recovered = field(default_factory=Recovered)
     between: list[Node] = field(default_factory=list)  #: recognised, and no more needed for this
-    makers: list[Node] = field(default_factory=list)  #: of recovered masks, likewise
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes(self.q, self.k)
+
+
+def sizes(q: Operand, k: Operand) -> Sizes:
+    """Of the scores."""
+    return Sizes(q.size(B), q.size(H), q.size(S), k.size(S))
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,7 @@ class Plan:
 
     op: str
     dtype: torch.dtype  #: to which autocast, or nothing, converts q, k and v
-    causal: bool
-    from_first_key: bool  #: queries begin at the first key, and are not the last of the keys
+    structure: Structure  #: where queries stand, and what they see
     scale: float | None
 
 
@@ -55,14 +66,19 @@ def choose(found: Attention) -> Plan:
     _check_shapes(found)
     if found.scale is not None and not 1e-37 <= found.scale <= 1e37:
         raise Left("scale", f"the scale is {found.scale:g}, not a positive number")
-    q_len, kv_len = found.q.size(S), found.k.size(S)
-    causal = found.causal != "full"
-    # Where queries and keys are equally many, both alignments are one.
-    from_first = found.causal == "top-left" and not known(q_len == kv_len)
-    op = "decode" if _is_decode(found) else "attention"
-    if op == "attention" and not known(found.v.size(D) == found.q.size(D)):
-        raise Left("v-head-dim")
-    return Plan(op, dtype, causal, from_first, found.scale)
+    structure = found.mask.structure
+    if not _is_decode(found):
+        return Plan("attention", dtype, structure, found.scale)
+    start = structure.start
+    if structure.right == 0 and structure.lengths is None and _is_from_data(start):
+        # What follows from it, and keeps decode from the rest of a cache.
+        structure = replace(structure, lengths=start + found.sizes.poly("queries"))
+        found.mask.roots[structure.lengths] = found.mask.roots[start]
+    return Plan("decode", dtype, structure, found.scale)
+
+
+def _is_from_data(start: Poly | None) -> bool:
+    return start is not None and any(isinstance(atom, Lookup) for atom in atoms_of(start))
 
 
 def unrepeated(found: Operand, attention: Attention) -> Operand:
@@ -82,7 +98,8 @@ def _is_decode(found: Attention) -> bool:
     q_len, kv_len = found.q.size(S), found.k.size(S)
     few = known(q_len >= 1) and known(q_len <= MAX_QUERY_TOKENS)
     wanted = tensor(found.result).requires_grad
-    return few and not wanted and not known(kv_len <= q_len)
+    # decode takes no explicit mask.
+    return few and not wanted and not found.mask.kept and not known(kv_len <= q_len)
 
 
 def _dtype(found: Attention) -> torch.dtype:
@@ -116,12 +133,16 @@ def check_gradients(found: Attention) -> None:
     if not tensor(found.result).requires_grad:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
         sources = [tensor(x.node) for x in (found.q, found.k, found.v)]
+        sources += [tensor(kept.term.node) for kept in found.mask.kept]
+        sources += [tensor(found.sinks[1])] if found.sinks is not None else []
         last = [x for x in found.result.all_input_nodes if tensor(x).requires_grad]
         _leave_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
         return
     for node in found.between:
         wanted = any(is_tensor(x) and value(x).requires_grad for x in node.all_input_nodes)
-        _leave_if(wanted and not tensor(node).requires_grad, "gradient", _CUT_OFF)
+        # (A maximum with its index is a pair, whose first half comes next.)
+        cut_off = is_tensor(node) and not tensor(node).requires_grad
+        _leave_if(wanted and cut_off, "gradient", _CUT_OFF)
 
 
 def _leave_if(condition: bool, code: str, detail: str) -> None:

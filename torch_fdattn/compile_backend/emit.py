@@ -2,80 +2,65 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
+from torch_fdattn.compile_backend.mask_arguments import MaskArguments
+from torch_fdattn.compile_backend.masks import Empty, Masks
 from torch_fdattn.compile_backend.nodes import known, op_name, tensor, value
-from torch_fdattn.compile_backend.operands import B, Operand
+from torch_fdattn.compile_backend.operands import Operand
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.attention.op import empty_state
 
 
-def emit(found: Attention, plan: Plan) -> None:
+def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     """Replaces the attention's result; raises `Left`, having changed nothing, where it cannot."""
-    add = _Adder(found.result)
+    add = Adder(found.result)
+    given = MaskArguments(add, found, masks.made)
     try:
         q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        q_start = None
-        if plan.from_first_key:
-            size = found.q.size(B)
-            if not isinstance(size, int):
-                size = add.call("size", q, B)
-            q_start = add.call(torch.zeros, size, dtype=torch.int32, device=value(q).device)
+        positions = given.positions(plan.structure, q)
+        options = given.options(plan.structure, plan.scale)
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
             pair = empty_state(value(q), value(v))
-        pair = add.new(
-            op, (q, k, v, None, q_start), causal=plan.causal, scale=plan.scale, yields=pair
-        )
-        out = _as_result(add, add.call(operator.getitem, pair, 0), found.out_dims)
+        pair = add.new(op, (q, k, v, *positions), yields=pair, **options)
+        out = add.call(operator.getitem, pair, 0)
+        if found.mask.empty != "zero":
+            out = _with_empty_rows(add, pair, out, v, found.mask.empty)
+        out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
     except Left:
         add.undo()
+        given.undo()
         raise
+    given.keep()
     found.result.replace_all_uses_with(out)
-    _erase([*found.makers, *found.between, found.result])
+    _erase([*found.mask.nodes, *found.between, found.result])
 
 
-class _Adder:
-    """Inserts nodes before a node, each with what it yields (the AOTAutograd cache asks for it)."""
-
-    def __init__(self, before: Node) -> None:
-        self.before = before
-        self.graph = before.graph
-        self.mode = tensor(before).fake_mode
-        self.added: list[Node] = []
-
-    def new(self, target: Callable | str, args: tuple, *, yields: object, **kwargs) -> Node:
-        kind = "call_method" if isinstance(target, str) else "call_function"
-        with self.graph.inserting_before(self.before):
-            node = self.graph.create_node(kind, target, args, kwargs)
-        node.meta = {key: x for key, x in self.before.meta.items() if key != "example_value"}
-        node.meta["example_value"] = yields
-        self.added.append(node)
-        return node
-
-    def call(self, target: Callable | str, *args, **kwargs) -> Node:
-        """A function's or, by its name, a method's call; what it yields is found by calling it."""
-        function = getattr(Tensor, target) if isinstance(target, str) else target
-        # Autocast that is on here need not be on where the node stands, and all casts are explicit.
-        device = value(self.before).device.type
-        with self.mode, torch.autocast(device, enabled=False):
-            yields = function(*map_arg(args, value), **map_arg(kwargs, value))
-        return self.new(target, args, yields=yields, **kwargs)
-
-    def undo(self) -> None:
-        for node in reversed(self.added):
-            self.graph.erase_node(node)
+def _with_empty_rows(add: Adder, pair: Node, out: Node, v: Node, empty: Empty) -> Node:
+    """The output where queries that saw no key get what the original gave them."""
+    hidden = add.call(operator.eq, add.call(operator.getitem, pair, 1), -math.inf)
+    hidden = add.call("unsqueeze", hidden, -1)
+    if empty == "nan":
+        return add.call("masked_fill", out, hidden, math.nan)
+    mean = add.call("mean", v, 2, keepdim=True)
+    heads, kv_heads = value(out).shape[1], value(v).shape[1]
+    if not known(kv_heads == 1) and not known(heads == kv_heads):
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise Left("heads", f"a mean of {kv_heads} heads of v for {heads} of q")
+        mean = add.call("repeat_interleave", mean, heads // kv_heads, 1)
+    return add.call(torch.where, hidden, mean, out)
 
 
-def _ordered(add: _Adder, operand: Operand, dtype: torch.dtype) -> Node:
+def _ordered(add: Adder, operand: Operand, dtype: torch.dtype) -> Node:
     """An operand as (B, H, S, D), in the dtype that autocast gave the original."""
     node = operand.node
     order = [dim for dim in operand.dims if dim is not None]
@@ -85,7 +70,7 @@ def _ordered(add: _Adder, operand: Operand, dtype: torch.dtype) -> Node:
     return node if value(node).dtype == dtype else add.call("to", node, dtype)
 
 
-def _permuted(add: _Adder, node: Node, order: list[int]) -> Node:
+def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
     moved = [i for i, dim in enumerate(order) if i != dim]
     if not moved:
         return node
@@ -94,7 +79,7 @@ def _permuted(add: _Adder, node: Node, order: list[int]) -> Node:
     return add.call("permute", node, *order)
 
 
-def _as_result(add: _Adder, out: Node, dims: tuple[int, ...]) -> Node:
+def _as_result(add: Adder, out: Node, dims: tuple[int, ...]) -> Node:
     if len(dims) == 3:
         out = add.call("squeeze", out, 1)
         dims = tuple(sorted(dims).index(dim) for dim in dims)
@@ -107,7 +92,7 @@ _ANY_STRIDES = ("contiguous", "matmul", "bmm", "linear")
 _PASS_STRIDES = ("transpose", "permute", "reshape", "flatten", "unsqueeze", "squeeze")
 
 
-def _with_strides(add: _Adder, out: Node, result: Node) -> Node:
+def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     """The output with the strides of what it replaces, where anything could tell: `view`, for example."""
     expected = tensor(result)
     if _same_strides(value(out), expected) or _strides_do_not_matter(result):

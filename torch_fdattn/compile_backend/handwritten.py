@@ -12,10 +12,17 @@ from torch.fx import Node
 from torch_fdattn.compile_backend import scores as scores_of
 from torch_fdattn.compile_backend import weights as weights_of
 from torch_fdattn.compile_backend.attention import Attention, unrepeated
-from torch_fdattn.compile_backend.masks import Masks
+from torch_fdattn.compile_backend.masks import Masks, sinks_of
 from torch_fdattn.compile_backend.mutations import writes
-from torch_fdattn.compile_backend.nodes import arguments, described, known, op_name, tensor
-from torch_fdattn.compile_backend.operands import B, H, Operand, S, seen_through
+from torch_fdattn.compile_backend.nodes import (
+    arguments,
+    described,
+    is_tensor,
+    known,
+    op_name,
+    tensor,
+)
+from torch_fdattn.compile_backend.operands import B, H, Operand, seen_through
 from torch_fdattn.compile_backend.products import Product
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.compile_backend.scores import Scores
@@ -29,9 +36,9 @@ def match(node: Node, masks: Masks) -> Attention | None:
     if op_name(node) != "softmax":
         return None
     source, dim = _softmax(node)
-    scores, above = _or_left(scores_of.follow, source)
+    scores, above = _or_left(scores_of.below_softmax, source)
     weights, below = _or_left(weights_of.follow, node)
-    if scores is None and weights is None:
+    if scores is None and weights is None and not _stands_between_products(node, source):
         return None  # a classifier's or a router's softmax
     if above or below:
         raise above or below
@@ -45,10 +52,20 @@ def match(node: Node, masks: Masks) -> Attention | None:
     dtype, result = tensor(scores.product.node).dtype, weights.product.node
     if dtype != tensor(result).dtype:
         raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
-    recovered = masks.recover(scores.masks, found.q.size(S), found.k.size(S), dtype, result)
-    found.causal, found.makers = recovered.causal, recovered.nodes
+    found.mask = masks.recover(
+        scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result, safe=False
+    )
+    if (scores.sinks is None) == weights.without_last:
+        raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")
+    if scores.sinks is not None:
+        column, joined = scores.sinks
+        found.sinks = sinks_of(column, found.sizes), joined
+        found.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
+        found.notes.append("sinks")
+    if found.softcap:
+        found.notes.append(f"softcap {found.softcap:g}")
     if scores.masks:
-        found.notes.append(f"mask recovered: {found.causal}")
+        found.notes.append(f"mask: {found.mask.name}")
     return found
 
 
@@ -57,6 +74,28 @@ def _or_left(follow, node):
         return follow(node), None
     except Left as left:
         return None, left
+
+
+#: What may stand between an attention's products and its softmax, in forms that are not known too.
+_BETWEEN = {
+    "add", "bfloat16", "contiguous", "div", "dropout", "float", "getitem", "half", "masked_fill",
+    "mul", "reshape", "sub", "tanh", "to", "type_as", "view",
+}  # fmt: skip
+_PRODUCTS = {"baddbmm", "bmm", "einsum", "matmul"}
+
+
+def _stands_between_products(softmax: Node, source: object) -> bool:
+    """Whether this looks like an attention, that it may at least be reported."""
+    above, below = source, softmax
+    while op_name(above) in _BETWEEN:
+        above = next((x for x in above.args if is_tensor(x)), None)
+    if op_name(above) not in _PRODUCTS:
+        return False
+    while len(below.users) == 1:
+        (below,) = below.users
+        if op_name(below) not in _BETWEEN:
+            break
+    return op_name(below) in _PRODUCTS
 
 
 def _softmax(node: Node) -> tuple[object, object]:
@@ -112,7 +151,8 @@ def _operands(scores: Scores, weights: Weights) -> Attention:
     found = Attention(
         FORM, weights.product.node, q_operand, k_operand, v_operand,
         out_dims=tuple(roles.index(label) for label in result_labels),
-        scale=scores.factor * q_operand.scale * k_operand.scale, between=between,
+        scale=scores.factor * q_operand.scale * k_operand.scale, softcap=scores.softcap,
+        between=between,
     )  # fmt: skip
     if k_operand.repeats:
         found.notes.append("heads of K and V not repeated")

@@ -1,12 +1,15 @@
-"""Masks: what is added to scores or fills them. The one place where a mask becomes a keyword of ours.
+"""Masks: what is added to scores or fills them. The one place where a mask becomes keywords of ours.
 
-Now only masks that a graph makes from nothing are recovered: they are computed when the graph is compiled
-and compared with the causal ones, entry by entry. Everything else is left with the reason "mask".
+What is proven of a mask (`mask_entries.py` reads it, `mask_recovery.py` understands it) becomes a start, a window,
+lengths or slopes. What is left over stays a tensor: of a few dimensions where it depends on few, as padding does,
+or else the mask itself. So no mask keeps an attention from being rewritten, but for those whose meaning our ops
+lack: scores that a number replaces which may not hide them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -14,14 +17,43 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import constant
+from torch_fdattn.compile_backend.mask_entries import Entry, Reader, axis
+from torch_fdattn.compile_backend.mask_expressions import (
+    FALSE,
+    TRUE,
+    Condition,
+    Holds,
+    Lookup,
+    Poly,
+    Select,
+    at_least_zero,
+    atoms_of,
+    axes_of,
+    both,
+    conjuncts,
+    negation,
+    number,
+)
+from torch_fdattn.compile_backend.mask_operands import is_expressible
+from torch_fdattn.compile_backend.mask_recovery import (
+    Sizes,
+    Structure,
+    is_for_all_keys,
+    slopes,
+    split,
+    structured,
+)
 from torch_fdattn.compile_backend.mutations import written_between
+from torch_fdattn.compile_backend.nodes import value
 from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.ops.scores import MASK_LIMIT
 
-#: Which keys a query sees: all; those up to its own index; or so, with the last query at the last key.
-Causal = Literal["full", "top-left", "bottom-right"]
+#: What a query that sees no key gets: zeros, as our ops give it; NaN; or the mean of all values, which is
+#: softmax's answer where a finite number hid all of its scores.
+Empty = Literal["zero", "nan", "mean"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class MaskTerm:
     """One operation that hides scores."""
 
@@ -32,90 +64,348 @@ class MaskTerm:
     fill: float = 0.0  #: what hidden scores become, where the mask itself does not say
     factor: float = 1.0  #: by which the scores are multiplied afterwards
 
+    @property
+    def is_added(self) -> bool:
+        return self.kind == "added"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays a tensor of a term: a condition, to be made from what the mask was made of, or the mask itself."""
+
+    term: MaskTerm
+    condition: Condition | None = None
+    fill: float = -math.inf  #: of a boolean mask's hidden entries
+    limited: bool = False  #: whether the mask may hold finite numbers that our ops take for -inf
+
 
 @dataclass
 class Recovered:
-    causal: Causal = "full"
+    structure: Structure = field(default_factory=Structure)
+    slopes: Poly | None = None
+    kept: list[Kept] = field(default_factory=list)  #: in the order in which they meet the scores
+    empty: Empty = "zero"
+    reason: str = ""  #: why something stays a tensor: a key of `report.MASK_REASONS`
+    roots: dict[Poly, Node] = field(
+        default_factory=dict
+    )  #: the masks that hold what these are made of
     nodes: list[Node] = field(default_factory=list)  #: that made the masks, and are needed no more
+
+    @property
+    def name(self) -> str:
+        """As a report says it."""
+        found, words = self.structure, []
+        if found.right == 0:
+            words.append("causal" if found.start is None else "causal from an offset")
+        if found.left >= 0 or found.right > 0:
+            left, right = ("all" if n < 0 else n for n in (found.left, found.right))
+            words.append(f"window ({left}, {right})")
+        if found.lengths is not None:
+            words.append("lengths")
+        if self.slopes is not None:
+            words.append("ALiBi")
+        for kept in self.kept:
+            what = "mask" if kept.condition is None else "padding"
+            words.append(f"explicit {what} ({self.reason})")
+        return " and ".join(words) or "full"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A term as it was understood: a bias where the condition holds, and elsewhere one of `fills`, which hide.
+
+    `bias` None: it was not, and is kept.
+    """
+
+    term: MaskTerm
+    condition: Condition = TRUE
+    fills: frozenset[float] = frozenset()
+    bias: Poly | None = None
+    reason: str = "mask-form"
+    limited: bool = False
+    infinite: bool = False  #: whether an added mask may hold -inf
+
+    @property
+    def hides(self) -> bool:
+        return bool(self.fills) or self.bias is None
+
+    def whole(self, reason: str = "") -> _Read:
+        """An added mask as the numbers that it holds."""
+        return replace(
+            self, condition=TRUE, fills=frozenset(), bias=None, reason=reason or self.reason
+        )
+
+
+class _Kept(Exception):
+    """Raised where terms are not to be taken apart."""
+
+
+def top_left(sizes: Sizes) -> Recovered:
+    """SDPA's is_causal."""
+    return Recovered(Structure(number(0), -1, 0).aligned(sizes, distances=False))
+
+
+def sinks_of(node: Node, sizes: Sizes) -> Poly:
+    """What stands in a column beside the scores: a number of each head, or else raises `Left`."""
+    found = Reader().read(node, ("b", "h", "q", "k")) if value(node).dim() == 4 else None
+    if not isinstance(found, Poly) or axes_of(found) - {"h"} or not is_expressible(found, sizes):
+        raise Left("scores-unknown", "a column beside the scores that is no sink of each head")
+    return found
 
 
 class Masks:
     """Recovers the masks of one graph; remembers them, since all layers mostly share one."""
 
     def __init__(self) -> None:
-        self._constants: dict[Node, tuple[Tensor, list[Node]] | None] = {}
+        self._entries: dict[tuple, tuple[Entry, frozenset[Node]]] = {}
+        #: Nodes made from masks, by (mask, what of it); `mask_arguments.py` fills it.
+        self.made: dict[tuple, Node] = {}
 
     def recover(
-        self, terms: list[MaskTerm], q_len: object, kv_len: object, dtype: torch.dtype, until: Node
-    ) -> Recovered:
-        """What all masks together let a query see; raises `Left` where that is not proven.
+        self, terms: list[MaskTerm], sizes: Sizes, rank: int, dtype: torch.dtype, until: Node, *, safe: bool
+    ) -> Recovered:  # fmt: skip
+        """What all masks together do; raises `Left` where our ops cannot do it.
 
-        dtype: of the scores; until: the node where attention happens.
+        rank, dtype: of the scores; until: the node where attention happens; safe: whether it is SDPA, which gives
+        zeros where -inf hides all keys.
         """
         if not terms:
             return Recovered()
-        if not isinstance(q_len, int) or not isinstance(kv_len, int):
-            raise Left("mask", "an explicit mask over lengths that are not known before the call")
-        visible = torch.ones(q_len, kv_len, dtype=torch.bool)
-        nodes: list[Node] = []
+        axes = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
+        reads, makers = [], []
         for term in terms:
-            if term.node not in self._constants:
-                self._constants[term.node] = constant(term.node)
-            found = self._constants[term.node]
-            if found is None:
-                raise Left("mask", "an explicit mask that is not made of constants in this graph")
-            mask, makers = found
-            if written_between(makers[0], until, makers) is not None:
-                raise Left("mask", "an explicit mask that is written to in place")
-            visible = visible & _one_for_all(_visible(term, mask, dtype), q_len, kv_len)
-            nodes += makers
-        return Recovered(_kind(visible), nodes)
+            read, nodes = self._understood(term, axes, sizes, dtype, until)
+            reads.append(read)
+            makers += nodes
+        wanted = value(until).requires_grad
+        try:
+            found = _taken_apart(reads, sizes, safe)
+        except _Kept as why:
+            found = _all_kept(reads, wanted, safe, str(why))
+        found.nodes = makers
+        found.structure = found.structure.aligned(sizes, found.slopes is not None)
+        return found
+
+    def _understood(
+        self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node
+    ) -> tuple[_Read, list[Node]]:
+        fake = value(term.node)
+        if term.is_added and not fake.is_floating_point():
+            raise Left("mask", f"a mask of {fake.dtype} is added to the scores")
+        if not term.is_added and fake.dtype != torch.bool:
+            raise Left("mask", f"a mask of {fake.dtype}, not bool")
+        entry, visited = self._entry(term.node, axes, sizes, until)
+        makers = sorted(visited, key={n: i for i, n in enumerate(until.graph.nodes)}.__getitem__)
+        if not term.is_added:
+            seen = entry if term.kind == "visible" else negation(entry)
+            fill = term.fill * term.factor
+            if seen == TRUE:
+                return _Read(term, bias=number(0)), makers
+            if not _hides(fill, dtype):
+                raise Left(
+                    "mask-value",
+                    f"scores are hidden by {fill:g}, which does not hide them for certain",
+                )
+            return _Read(term, seen, frozenset({fill}), number(0)), makers
+        constants = _constants(entry)
+        limited = fake.dtype != torch.float16 and any(
+            -math.inf < x < -MASK_LIMIT for x in constants
+        )
+        data = any(isinstance(x, Lookup) for x in atoms_of(entry))
+        found = _Read(
+            term, reason="mask-data" if data else "mask-form", limited=limited,
+            infinite=-math.inf in constants,
+        )  # fmt: skip
+        parts = split(entry * number(term.factor), lambda fill: _hides(fill, dtype))
+        bias = parts.bias
+        if is_for_all_keys(bias):
+            bias = number(0)
+        looked_up = (x.node for x in atoms_of(bias) if isinstance(x, Lookup))
+        if fake.requires_grad != any(value(x).requires_grad for x in looked_up):
+            return replace(found, reason="mask-gradient"), makers
+        condition = both(*parts.conditions)
+        return replace(found, condition=condition, fills=frozenset(parts.fills), bias=bias), makers
+
+    def _entry(
+        self, node: Node, axes: tuple[str, ...], sizes: Sizes, until: Node
+    ) -> tuple[Entry, frozenset[Node]]:
+        key = node, axes
+        if key not in self._entries:
+            reader = Reader()
+            entry = reader.read(node, axes)
+            visited = frozenset(reader.visited)
+            looked_up = {x.node for x in atoms_of(entry) if isinstance(x, Lookup)}
+            if looked_up:
+                entry, visited = _from_entries(node, entry, visited, sizes)
+            if not _is_as_read(node, visited, looked_up):
+                entry, visited = unread(node, axes), frozenset()
+            self._entries[key] = entry, visited
+        entry, visited = self._entries[key]
+        if visited and written_between(node, until, [node]) is not None:
+            return unread(node, axes), frozenset()
+        return entry, visited
 
 
-def _visible(term: MaskTerm, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as True where a score stays as it is."""
-    if term.kind == "added":
-        if not mask.is_floating_point():
-            raise Left("mask", f"a mask of {mask.dtype} is added to the scores")
-        for fill in mask[mask != 0].unique().tolist():
-            _check_hides(fill * term.factor, dtype, "mask")
-        return mask == 0
-    if mask.dtype != torch.bool:
-        raise Left("mask", f"a mask of {mask.dtype}, not bool")
-    seen = mask if term.kind == "visible" else ~mask
-    if not seen.all():
-        _check_hides(term.fill * term.factor, dtype, "mask-value")
-    return seen
+def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool) -> Recovered:
+    """What is proven as structure, and the rest kept; raises `_Kept` where all is better kept."""
+    found = Recovered(structured(both(*(read.condition for read in reads)), sizes))
+    for i, read in enumerate(reads):
+        if read.bias is None or not read.bias.terms:
+            continue
+        alibi = None if found.slopes else slopes(read.bias, found.structure, sizes)
+        if alibi is None or not is_expressible(alibi[0], sizes):
+            whole = read.whole()
+            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, safe)
+        found.slopes, found.structure = alibi
+        found.roots[found.slopes] = read.term.node
+    for poly in (found.structure.start, found.structure.lengths):
+        if poly is not None and poly.constant is None:
+            found.roots[poly] = _root(poly, reads, sizes)
+    fills = {fill for read in reads for fill in read.fills}
+    finite = any(map(math.isfinite, fills))
+    for read in reads:
+        found.kept += _kept(read, found, sizes, finite)
+    if not found.kept and found.structure.is_never_empty(sizes):
+        return found
+    if finite:
+        _check_one_fill(reads, fills)
+        found.empty = "mean"
+    elif not safe and (fills or any(r.bias is None and r.infinite for r in reads)):
+        found.empty = "nan"
+    return found
 
 
-def _check_hides(fill: float, dtype: torch.dtype, code: str) -> None:
+def _check_one_fill(reads: list[_Read], fills: set[float]) -> None:
+    """Where a finite number hides scores, a query all of whose scores are hidden weighs all values the same.
+
+    Exactly so if one operation hid them, or all filled in the same number. A score to which -3e38 is added is gone
+    with all its bits: our gradient with respect to it is 0 there, while autograd sees a sum.
+    """
+    hiding = [read for read in reads if read.hides]
+    filled = not any(read.term.is_added for read in hiding)
+    if len(fills) > 1 or not (filled or len(hiding) == 1):
+        raise _Kept("mask-rows")
+
+
+def _all_kept(reads: list[_Read], wanted: bool, safe: bool, reason: str) -> Recovered:
+    found = Recovered(reason=reason)
+    added = any(read.term.is_added and read.hides for read in reads)
+    fills = {fill for read in reads if not read.term.is_added for fill in read.fills}
+    as_numbers = len(fills) > 1 or (added and any(map(math.isfinite, fills)))
+    if as_numbers and wanted:
+        # No gradient flows to scores that were filled, and one would to those to which a number is added.
+        raise Left("mask-value", "several numbers hide scores, and gradients are wanted")
+    for read in reads:
+        if read.term.is_added:
+            if read.hides or read.bias.terms:
+                found.kept.append(Kept(read.term, limited=read.limited))
+        elif read.fills:
+            (fill,) = read.fills
+            if as_numbers and math.isfinite(fill):
+                fill = max(fill, -MASK_LIMIT)
+            else:
+                fill = -math.inf
+            found.kept.append(Kept(read.term, fill=fill))
+    if not as_numbers and any(map(math.isfinite, fills)):
+        found.empty = "mean"
+    elif not safe and (-math.inf in fills or any(read.infinite for read in reads)):
+        found.empty = "nan"
+    return found
+
+
+def _kept(read: _Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kept]:
+    """What of a term the structure does not say."""
+    if read.bias is None:
+        found.reason = read.reason
+        return [Kept(read.term, limited=read.limited)]
+    condition = both(*(x for x in conjuncts(read.condition) if x in found.structure.rest))
+    if condition == TRUE:
+        return []
+    data = any(isinstance(x, Lookup) for x in atoms_of(condition))
+    found.reason = "mask-data" if data else "mask-form"
+    by_rows = {"q", "k"} <= axes_of(condition)
+    if not by_rows and condition != FALSE and is_expressible(condition, sizes):
+        return [Kept(read.term, condition)]
+    if read.bias.terms:  # which the mask holds too
+        raise _Kept(found.reason)
+    if read.term.is_added and finite:
+        raise _Kept("mask-rows")
+    return [Kept(read.term)]
+
+
+def _root(poly: Poly, reads: list[_Read], sizes: Sizes) -> Node:
+    """A mask that holds all that a polynomial is made of: there it can be computed."""
+    wanted = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
+    for read in reads:
+        if wanted <= set(atoms_of(read.condition)) and is_expressible(poly, sizes):
+            return read.term.node
+    raise _Kept("mask-data")
+
+
+def _hides(fill: float, dtype: torch.dtype) -> bool:
     """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
     least = torch.finfo(dtype).min
     # float16 has no such room: scores of some ten thousand are possible.
-    if not fill <= (least if dtype == torch.float16 else least / 4):
-        raise Left(code, f"scores are hidden by {fill:g}, which does not hide them for certain")
+    return fill <= (least if dtype == torch.float16 else least / 4)
 
 
-def _one_for_all(visible: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """The mask as (S_q, S_kv), where it is the same for every batch and head."""
+def _is_as_read(root: Node, visited: frozenset[Node], looked_up: set[Node]) -> bool:
+    """Whether nothing is written to while the mask is made."""
+    node = root
+    if not visited:
+        return True
+    remaining = set(visited)
+    while True:
+        remaining.discard(node)
+        if not remaining:
+            break
+        node = node.prev
+    return written_between(node, root, {*visited, *looked_up}) is None
+
+
+def unread(node: Node, axes: tuple[str, ...]) -> Entry:
+    index = tuple(map(axis, axes))[len(axes) - value(node).dim() :]
+    found = Lookup(node, index)
+    return Holds(found) if value(node).dtype == torch.bool else Poly.atom(found)
+
+
+def _constants(entry: Poly) -> list[float]:
+    """The constants that an entry is one of; [-inf, least] where it may be anything."""
+    if isinstance(entry.constant, (int, float)):
+        return [float(entry.constant)]
+    single = entry.single
+    if single is None or not isinstance(single[0], Select):
+        return [-math.inf, -2 * MASK_LIMIT]
+    atom, factor, rest = single
+    return [x for branch in (atom.yes, atom.no) for x in _constants(branch * number(factor) + rest)]
+
+
+def _from_entries(
+    node: Node, entry: Entry, visited: frozenset[Node], sizes: Sizes
+) -> tuple[Entry, frozenset[Node]]:
+    """A mask that the graph makes from nothing in some unknown way: a band, if its entries are one."""
+    found = constant(node)
+    if found is None or found[0].dtype != torch.bool or not all(isinstance(n, int) for n in sizes):
+        return entry, visited
+    band = _band(found[0], sizes)
+    return (entry, visited) if band is None else (band, frozenset(found[1]))
+
+
+def _band(mask: Tensor, sizes: Sizes) -> Condition | None:
+    """The condition from the first to the last diagonal that is seen, where that is all of it."""
+    whole = (sizes.queries, sizes.keys)
     try:
-        visible = visible.expand(*torch.broadcast_shapes(visible.shape, (q_len, kv_len)))
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, whole)).reshape(-1, *whole)
     except RuntimeError:
-        raise Left("mask", f"a mask of shape {tuple(visible.shape)}") from None
-    flat = visible.reshape(-1, *visible.shape[-2:])
-    if flat.shape[1:] != (q_len, kv_len) or not flat.shape[0] or not (flat == flat[0]).all():
-        raise Left("mask", "an explicit mask that differs between batches or heads")
-    return flat[0]
-
-
-def _kind(visible: Tensor) -> Causal:
-    q_len, kv_len = visible.shape
-    if visible.all():
-        return "full"
-    everything = torch.ones_like(visible)
-    if torch.equal(visible, everything.tril()):
-        return "top-left"
-    # With fewer keys than queries some rows would see nothing: NaN or a mean there, and zero here.
-    if kv_len >= q_len and torch.equal(visible, everything.tril(kv_len - q_len)):
-        return "bottom-right"
-    raise Left("mask", "an explicit mask that is neither empty nor causal")
+        return None
+    if not mask.any() or not (mask == mask[:1]).all():
+        return None
+    diagonals = torch.arange(whole[1]) - torch.arange(whole[0])[:, None]
+    seen = diagonals[mask[0]]
+    first, last = int(seen.min()), int(seen.max())
+    if not torch.equal(mask[0], (diagonals >= first) & (diagonals <= last)):
+        return None
+    offset = axis("k") - axis("q")
+    above = at_least_zero(number(last) - offset) if last < whole[1] - 1 else TRUE
+    below = at_least_zero(offset - number(first)) if first > 1 - whole[0] else TRUE
+    return both(above, below)

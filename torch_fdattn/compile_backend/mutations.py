@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -24,6 +25,8 @@ def storages(nodes: Iterable[object]) -> set[StorageWeakRef]:
     for node in nodes:
         fake = value(node) if isinstance(node, Node) else None
         for leaf in fake if isinstance(fake, (tuple, list)) else (fake,):
+            while isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf):  # inside of vmap
+                leaf = get_unwrapped(leaf)
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
                 found.add(StorageWeakRef(leaf.untyped_storage()))
     return found

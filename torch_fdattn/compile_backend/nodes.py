@@ -22,17 +22,20 @@ _ALIASES = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "swapaxes": "transpose", "swapdims": "transpose", "and_": "bitwise_and", "or_": "bitwise_or",
     "xor": "bitwise_xor", "inv": "bitwise_not", "invert": "bitwise_not", "negative": "neg",
-    "concat": "cat",
+    "concat": "cat", "floor_divide": "floordiv", "less": "lt", "less_equal": "le", "greater": "gt",
+    "greater_equal": "ge", "not_equal": "ne",
 }  # fmt: skip
 _NAMES = (
-    "abs", "add", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
+    "abs", "add", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "cumsum", "diff", "div",
-    "divide", "dropout", "einsum", "eq", "eye", "flatten", "full", "full_like", "ge", "getitem",
-    "gt", "inv", "invert", "le", "linear", "logical_and", "logical_not", "logical_or", "lt",
-    "masked_fill", "matmul", "mul", "multiply", "ne", "neg", "negative", "ones", "ones_like",
+    "divide", "dropout", "einsum", "eq", "eye", "flatten", "floor_divide", "floordiv", "full", "full_like", "ge",
+    "getitem", "greater", "greater_equal",
+    "gt", "inv", "invert", "le", "less", "less_equal", "linear", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "lt",
+    "masked_fill", "matmul", "max", "mul", "multiply", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
     "or_", "outer", "permute", "pow", "repeat_interleave", "reshape", "rsqrt",
     "scaled_dot_product_attention", "softmax", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
-    "swapdims", "tensor", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
+    "swapdims", "tanh", "tensor", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
     "unsqueeze", "where", "xor", "zeros", "zeros_like",
 )  # fmt: skip
 _FUNCTIONS: dict[object, str] = {

@@ -21,8 +21,8 @@ REASONS = {
     "heads": "the heads of q are not known to be a multiple of those of k and v",
     "in-place": "something is written in place between its parts",
     "layout": "a tensor is not strided, or the result's strides cannot be kept",
-    "mask": "an explicit mask (or bias) whose meaning is not proven to be causal or empty",
-    "mask-value": "what hidden scores are filled with is too small to hide them for certain",
+    "mask": "a mask that is no tensor of ours: its dtype, or how it is given",
+    "mask-value": "a number fills scores in that may not hide them, or not as a bias does",
     "metadata": "the graph does not say what a tensor is",
     "nested": "a nested tensor",
     "opaque": "one call that holds an attention inside, and is not opened",
@@ -35,8 +35,15 @@ REASONS = {
     "softmax-dim": "the softmax is not over the last dimension",
     "tensor-subclass": "a tensor subclass",
     "unexpected": "a call in a form that is not known",
-    "v-head-dim": "v has another head dim than q, which only decode takes",
     "weights-unknown": "an operation on the weights that attention does not have",
+}
+
+#: Why a mask, or a part of it, stays a tensor that the op is given. Stable too.
+MASK_REASONS = {
+    "mask-data": "which keys it hides follows from data",
+    "mask-form": "it is neither causal nor a window, lengths or ALiBi",
+    "mask-gradient": "its gradient is wanted, or was cut off",
+    "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
 
 

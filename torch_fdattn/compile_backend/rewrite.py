@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch._functorch import predispatch as vmap
 from torch.fx import GraphModule, Node
 
 from torch_fdattn.compile_backend import handwritten, opaque, sdpa
@@ -31,11 +32,11 @@ def rewrite(gm: GraphModule, *, dryrun: bool = False) -> Report:
 
 def _rewrite_one(gm: GraphModule, module: str, dryrun: bool) -> list[Site]:
     masks, sites = Masks(), []
-    transformed = any(_is_functorch(node) for node in gm.graph.nodes)
+    transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
         form = opaque if opaque.is_opaque(node) else _FORMS.get(op_name(node))
         if form is not None:
-            sites += _site(form, node, masks, module, transformed, dryrun)
+            sites += _site(form, node, masks, module, node in transformed, dryrun)
     if any(site.op for site in sites) and not dryrun:
         gm.graph.lint()
         gm.recompile()
@@ -53,7 +54,7 @@ def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun
         plan = choose(found)
         check_gradients(found)
         if not dryrun:
-            emit(found, plan)
+            emit(found, plan, masks)
     except Left as left:
         return [Site(op=None, reason=left.code, detail=left.detail, **about)]
     return [Site(op=plan.op, notes=tuple(found.notes), **about)]
@@ -67,9 +68,25 @@ def _matched(form, node: Node, masks: Masks) -> Attention | None:
         raise Left("unexpected", f"a call in a form that is not known ({error})") from error
 
 
+_VMAP = {vmap._vmap_increment_nesting: 1, vmap._vmap_decrement_nesting: -1}
+_AROUND_VMAP = {vmap._add_batch_dim, vmap._remove_batch_dim, vmap.lazy_load_decompositions}
+
+
+def _transformed(gm: GraphModule) -> set[Node]:
+    """Nodes whose tensors are not what their metadata says: those inside of a vmap, or all, for grad and jvp."""
+    inside, depth = set(), 0
+    for node in gm.graph.nodes:
+        depth += _VMAP.get(node.target, 0)
+        if depth:
+            inside.add(node)
+        elif _is_functorch(node):
+            return set(gm.graph.nodes)
+    return inside
+
+
 def _is_functorch(node: Node) -> bool:
-    """vmap, grad and jvp inside of a graph: tensors there are not what their metadata says."""
-    if node.op != "call_function":
+    """grad, jvp and the like."""
+    if node.op != "call_function" or node.target in _VMAP or node.target in _AROUND_VMAP:
         return False
     module = getattr(node.target, "__module__", None) or ""
     name = getattr(node.target, "__name__", "")

@@ -15,6 +15,7 @@ from torch_fdattn.compile_backend.nodes import (
     arguments,
     described,
     is_tensor,
+    known,
     op_name,
     same_shape,
     tensor,
@@ -31,8 +32,48 @@ _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 class Scores:
     product: Product
     factor: float = 1.0  #: of the product
+    softcap: float = 0.0
     masks: list[MaskTerm] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)  #: the nodes between
+    sinks: tuple[Node, Node] | None = None  #: a last column beside the scores, and both together
+
+
+def below_softmax(node: object) -> Scores:
+    """The scores that go into a softmax: less their maximum, which changes nothing, and beside sinks, if so."""
+    tensor(node)
+    unshifted = _shifted_by_maximum(node)
+    if unshifted is not None:
+        source, between = unshifted
+        found = below_softmax(source)
+        found.path += [*between, node]
+        return found
+    if op_name(node) != "cat":
+        return follow(node)
+    parts, dim = arguments(node, tensors=None, dim=0)
+    last = value(node).dim() - 1
+    if dim not in (-1, last) or len(parts) != 2 or not known(value(parts[1]).shape[last] == 1):
+        raise Left("scores-unknown", "a concatenation of scores with something that is no sink")
+    found = follow(parts[0])
+    found.sinks = parts[1], node
+    return _passed(node, found)
+
+
+def _shifted_by_maximum(node: Node) -> tuple[Node, list[Node]] | None:
+    """(x, the nodes of the maximum) where a node is x - x.max(-1, keepdim=True).values."""
+    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
+        return None
+    source, maximum = node.args
+    between = [maximum]
+    if (op_name(maximum) == "getitem" and maximum.args[1] == 0) or (
+        getattr(maximum, "target", None) is getattr and maximum.args[1] == "values"
+    ):
+        between.append(maximum.args[0])
+    if op_name(between[-1]) not in (("max",) if len(between) > 1 else ("amax",)):
+        return None
+    x, dim, keepdim = arguments(between[-1], input=None, dim=None, keepdim=False)
+    if x is not source or dim not in (-1, value(x).dim() - 1) or keepdim is not True:
+        return None
+    return source, between
 
 
 def follow(node: object, factor: float = 1.0) -> Scores:
@@ -48,8 +89,10 @@ def follow(node: object, factor: float = 1.0) -> Scores:
     if scaled is not None:
         return _passed(node, follow(scaled[0], factor * scaled[1]))
     name = op_name(node)
-    if name == "add":
-        return _added(node, factor)
+    if name == "tanh":
+        return _capped(node, factor)
+    if name in ("add", "sub"):
+        return _added(node, name, factor)
     if name in ("masked_fill", "where"):
         return _filled(node, name, factor)
     raise Left("scores-unknown", f"the scores come from {described(node)}")
@@ -70,12 +113,26 @@ def _passed(node: Node, found: Scores) -> Scores:
     return found
 
 
-def _added(node: Node, factor: float) -> Scores:
-    """scores + mask, in either order; the scores are what comes from a product."""
+def _capped(node: Node, cap: float) -> Scores:
+    """cap · tanh(factor · product), which is the product times cap · factor under that cap."""
+    (source,) = arguments(node, input=None)
+    found = follow(source)
+    if found.masks or found.softcap:
+        raise Left("scores-unknown", "tanh of scores that are masked or capped already")
+    if not 1e-37 <= cap <= 1e37:
+        raise Left("scores-unknown", f"a cap of {cap:g}, not a positive number")
+    found.factor *= cap
+    found.softcap = cap
+    return _passed(node, found)
+
+
+def _added(node: Node, name: str, factor: float) -> Scores:
+    """scores + mask, in either order, or scores - mask; the scores are what comes from a product."""
     if len(node.args) != 2 or node.kwargs:
-        raise Left("scores-unknown", "add with alpha")
+        raise Left("scores-unknown", f"{name} with alpha")
     reason = None
-    for scores, mask in (node.args, node.args[::-1]):
+    orders = (node.args, node.args[::-1]) if name == "add" else (node.args,)
+    for scores, mask in orders:
         if not is_tensor(scores) or not is_tensor(mask) or not _keeps_shape(scores, node):
             continue
         try:
@@ -83,7 +140,7 @@ def _added(node: Node, factor: float) -> Scores:
         except Left as left:
             reason = reason or left
             continue
-        found.masks.append(MaskTerm(mask, "added", factor=factor))
+        found.masks.append(MaskTerm(mask, "added", factor=factor if name == "add" else -factor))
         return _passed(node, found)
     raise reason or Left("scores-unknown", "something that is no mask is added to the scores")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.attention import Attention, unrepeated
-from torch_fdattn.compile_backend.masks import Masks, MaskTerm
+from torch_fdattn.compile_backend.attention import Attention, sizes, unrepeated
+from torch_fdattn.compile_backend.masks import Masks, MaskTerm, top_left
 from torch_fdattn.compile_backend.nodes import arguments, is_tensor, known, op_name, tensor
-from torch_fdattn.compile_backend.operands import H, S, operand
+from torch_fdattn.compile_backend.operands import H, operand
 from torch_fdattn.compile_backend.report import Left
 
 FORM = "scaled_dot_product_attention"
@@ -43,13 +44,14 @@ def match(node: Node, masks: Masks) -> Attention | None:
         if is_causal:
             raise Left("mask", "both attn_mask and is_causal are given")
         # A bool mask is True where a key is seen; any other is added.
-        kind = "visible" if tensor(attn_mask).is_floating_point() is False else "added"
+        kind = "visible" if tensor(attn_mask).dtype == torch.bool else "added"
         terms = [MaskTerm(attn_mask, kind, fill=float("-inf"))]
-    recovered = masks.recover(terms, given[0].size(S), given[1].size(S), tensor(q).dtype, node)
-    found.causal = "top-left" if is_causal else recovered.causal
-    found.makers = recovered.nodes
+    rank = tensor(q).dim()
+    found.mask = top_left(sizes(*given[:2])) if is_causal else masks.recover(
+        terms, sizes(*given[:2]), rank, tensor(q).dtype, node, safe=True
+    )  # fmt: skip
     if terms:
-        found.notes.append(f"mask recovered: {found.causal}")
+        found.notes.append(f"mask: {found.mask.name}")
     with_copies = replace(found, between=[], notes=[*found.notes])
     found.k, found.v = (unrepeated(x, found) for x in (found.k, found.v))
     # Where only one of them was repeated, the copy is what makes their heads equally many.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.nodes import described, op_name
+from torch_fdattn.compile_backend.nodes import described, op_name, tensor
 from torch_fdattn.compile_backend.products import Product, product
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.compile_backend.scores import cast_of
@@ -20,11 +20,12 @@ class Weights:
     path: list[Node] = field(
         default_factory=list
     )  #: from the softmax, excluded, to the product, excluded
+    without_last: bool = False  #: whether the last column, a sink's, is cut off
 
 
 def follow(softmax: Node) -> Weights:
     path: list[Node] = []
-    node = softmax
+    node, cut = softmax, None
     while True:
         users = list(node.users)
         if len(users) != 1:
@@ -33,14 +34,29 @@ def follow(softmax: Node) -> Weights:
         below = users[0]
         found = product(below)
         if found is not None:
-            return _with_weights(found, node, path)
-        if op_name(below) == "dropout":
+            weights = _with_weights(found, node, path)
+            weights.without_last = cut is not None
+            return weights
+        if cut is None and _is_without_last(below):
+            cut = below
+        elif op_name(below) == "dropout":
             _check_idle(below)
         elif cast_of(below) is not node:
             name = described(below)
             raise Left("scores-used" if below.op == "output" else "weights-unknown", _used_by(name))
         path.append(below)
         node = below
+
+
+def _is_without_last(node: Node) -> bool:
+    """x[..., :-1]"""
+    if op_name(node) != "getitem":
+        return False
+    items = node.args[1] if isinstance(node.args[1], tuple) else ()
+    *others, last = items or (None,)
+    rank = tensor(node).dim()
+    everything = [Ellipsis] if Ellipsis in others else [slice(None)] * (rank - 1)
+    return last == slice(None, -1) and others == everything
 
 
 def _used_by(name: str) -> str:

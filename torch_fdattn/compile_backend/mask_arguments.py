@@ -1,0 +1,178 @@
+"""A recovered mask as arguments of our ops: nodes for what tensors it takes, keywords for the rest."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch._functorch.predispatch import _vmap_decrement_nesting
+from torch.fx import Node
+
+from torch_fdattn.compile_backend.adder import Adder
+from torch_fdattn.compile_backend.attention import Attention
+from torch_fdattn.compile_backend.mask_expressions import Poly
+from torch_fdattn.compile_backend.mask_operands import Operands
+from torch_fdattn.compile_backend.mask_recovery import Structure
+from torch_fdattn.compile_backend.masks import Kept
+from torch_fdattn.compile_backend.mutations import written_between
+from torch_fdattn.compile_backend.nodes import described, known, tensor, value
+from torch_fdattn.compile_backend.operands import B
+from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.ops.scores import MASK_LIMIT
+
+
+class MaskArguments:
+    """Makes the nodes of one attention; what depends on a mask alone is made once for all layers."""
+
+    def __init__(self, add: Adder, found: Attention, made: dict[tuple, Node]) -> None:
+        self.add, self.found, self.made = add, found, made
+        self.new: dict[tuple, Node] = {}
+        self.adders: list[Adder] = []
+
+    def keep(self) -> None:
+        """The nodes stay: other attentions may use them."""
+        self.made.update(self.new)
+
+    def undo(self) -> None:
+        for adder in reversed(self.adders):
+            adder.undo()
+
+    def positions(self, structure: Structure, q: Node) -> tuple[Node | None, Node | None]:
+        """(kv_lens, q_start); q (B, H, S, D)."""
+        return self._of_each(structure.lengths, q), self._of_each(structure.start, q)
+
+    def options(self, structure: Structure, scale: float | None) -> dict:
+        """Keywords; none of masks that says what is so by default."""
+        found: dict = {"causal": structure.right == 0, "scale": scale}
+        if structure.left >= 0:
+            found["window_left"] = structure.left
+        if structure.right > 0:
+            found["window_right"] = structure.right
+        if self.found.softcap:
+            found["softcap"] = self.found.softcap
+        if self.found.mask.slopes is not None:
+            found["alibi_slopes"] = self._slopes(self.found.mask.slopes)
+        if self.found.sinks is not None:
+            found["sinks"] = self._sinks(*self.found.sinks)
+        mask = self._explicit()
+        if mask is not None:
+            found["attn_mask"] = mask
+        return found
+
+    def _of_each(self, poly: Poly | None, q: Node) -> Node | None:
+        """An int32 for each sequence."""
+        if poly is None:
+            return None
+        size = self.found.q.size(B)
+        if not isinstance(size, int):
+            size = self.add.call("size", q, 0)
+        constant, device = poly.constant, value(q).device
+        if constant == 0:
+            return self.add.call(torch.zeros, size, dtype=torch.int32, device=device)
+        if isinstance(constant, int):
+            return self.add.call(torch.full, (size,), constant, dtype=torch.int32, device=device)
+        if constant is not None:
+            raise Left("mask", f"queries begin at {constant}, a symbolic number")
+        root = self.found.mask.roots[poly]
+        node = self._made(
+            root, poly, lambda at: Operands(at, self.found.sizes, ("b",)).positions(poly)
+        )
+        return node if known(value(node).shape == (size,)) else self.add.call("expand", node, size)
+
+    def _sinks(self, poly: Poly, joined: Node) -> Node:
+        """(H,)."""
+        made = Operands(self.add, self.found.sizes, ("h",)).number(poly)
+        made = self.add.call("expand", made, self.found.sizes.heads)
+        # Under torch.no_grad() a parameter and its views want a gradient, but what is computed from them does not.
+        return made if value(joined).requires_grad else self.add.call("detach", made)
+
+    def _slopes(self, poly: Poly) -> Node:
+        """(B, H) or (H,)."""
+        root = self.found.mask.roots[poly]
+        node = self._made(
+            root, poly, lambda at: Operands(at, self.found.sizes, ("b", "h")).number(poly)
+        )
+        sizes = (self.found.sizes.batch, self.found.sizes.heads)
+        if known(value(node).shape[0] == 1):
+            node, sizes = self.add.call("select", node, 0, 0), sizes[1:]
+        same = all(known(a == b) for a, b in zip(value(node).shape, sizes, strict=True))
+        return node if same else self.add.call("expand", node, *sizes)
+
+    def _explicit(self) -> Node | None:
+        """The one operand that all kept masks are together, boolean if none is added."""
+        join = self.add.call
+        found: Node | None = None
+        for kept in self.found.mask.kept:
+            node = self._four_dims(self._of_term(kept), kept)
+            boolean = value(node).dtype == torch.bool
+            if found is None:
+                found = node
+            elif boolean and value(found).dtype == torch.bool:
+                found = join(operator.and_, found, node)
+            elif boolean:
+                found = join("masked_fill", found, join(torch.logical_not, node), -math.inf)
+            elif value(found).dtype == torch.bool:
+                found = join("masked_fill", node, join(torch.logical_not, found), -math.inf)
+            else:
+                found = join(operator.add, found, node)
+        return found
+
+    def _of_term(self, kept: Kept) -> Node:
+        if kept.condition is not None:
+            condition, sizes = kept.condition, self.found.sizes
+            return self._made(
+                kept.term.node, condition, lambda at: Operands(at, sizes).condition(condition)
+            )
+        root = kept.term.node
+        written = written_between(_after(root), self.found.result, [root]) is not None
+        if written or value(root).requires_grad:
+            return _as_operand(self.add, kept)  # where attention is, as it is there
+        return self._made(root, kept, lambda at: _as_operand(at, kept))
+
+    def _made(self, root: Node, what: object, make) -> Node:
+        """A node beside the mask, where what it is made from holds what it held for the mask."""
+        key = root, what
+        node = self.made.get(key) or self.new.get(key)
+        if node is None:
+            adder = Adder(_after(root), like=root)
+            self.adders.append(adder)
+            node = self.new[key] = make(adder)
+        writer = written_between(_after(root), self.found.result, [node])
+        if writer is not None:
+            raise Left("in-place", f"{described(writer)} may write into what a mask is made of")
+        return node
+
+    def _four_dims(self, node: Node, kept: Kept) -> Node:
+        """Of scores with 3 dimensions there are no heads."""
+        rank = len([dim for dim in self.found.q.dims if dim is not None])
+        if kept.condition is None and rank == 3 and value(node).dim() == 3:
+            return self.add.call("unsqueeze", node, 1)
+        return node
+
+
+def _after(node: Node) -> Node:
+    """The first place behind a node where others may stand: outside of the vmap whose result it is."""
+    node = node.next
+    while node.op == "placeholder" or node.target is _vmap_decrement_nesting:
+        node = node.next
+    return node
+
+
+def _as_operand(add: Adder, kept: Kept) -> Node:
+    """A mask itself, as our ops take it."""
+    node, term = kept.term.node, kept.term
+    if not term.is_added:
+        if term.kind == "hidden":
+            node = add.call(torch.logical_not, node)
+        if math.isfinite(kept.fill):
+            zeros = add.call(torch.zeros, (), device=tensor(node).device)
+            node = add.call(torch.where, node, zeros, kept.fill)
+        return node
+    if term.factor != 1:
+        node = add.call(operator.mul, node, term.factor)
+    if kept.limited:
+        # Finite numbers that our ops would take for -inf, which to a softmax is another thing.
+        infinite = add.call(operator.eq, node, -math.inf)
+        node = add.call(torch.where, infinite, node, add.call("clamp", node, -MASK_LIMIT))
+    return node
