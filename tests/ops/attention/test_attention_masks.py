@@ -184,7 +184,8 @@ def test_any_strides(dtype, device):
         table[:1, :, :21, :37].expand(2, 4, 21, 37), table[0, 0, 0, :37].expand(21, 37),
     ):  # fmt: skip
         found, dense = (torch_fdattn.attention(q, k, v, attn_mask=x) for x in (mask, mask.clone()))
-        assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+        for a, b in zip(found, dense, strict=True):  # other strides may be another kernel
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreter
