@@ -132,7 +132,7 @@ FAULTS = (
     ),
     Fault(
         "only the group's first head in dK and dV", f"{_KERNELS}/attention/backward.py",
-        "for member in tl.range(0, group, num_stages=1):", "for member in tl.range(0, 1, num_stages=1):", ATTENTION,
+        "head64 = first_head64 + member", "head64 = first_head64", ATTENTION,
     ),
     Fault(
         "the cap's slope forgotten", f"{_KERNELS}/score_tiles.py",
