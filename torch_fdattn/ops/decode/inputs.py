@@ -58,7 +58,9 @@ def check_decode(
         checks.expect_page_table(page_table, batch, "q's batch", q.device)
         checks.expect_pages("k_cache", slots)
         slots *= page_table.shape[1]
-    checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots if whole is None else whole.most)
+    # Of a shard, whoever knows whole sequences has compared them with a bound that is the same on all ranks: one
+    # rank that raised alone, for want of keys, would be waited for by the others.
+    checks.check_lengths("kv_lens", mask.kv_lens, q, bound=slots if whole is None else None)
     checks.check_window(mask.window_left, mask.window_right)
     # The position of the last key follows from the length, if that is the whole sequence's.
     masked = whole is None and (
