@@ -203,6 +203,7 @@ def test_cache_options_that_do_not_go_together(tiny):
         assert option in result.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_share_positions_may_page_and_quantise_them(tiny):
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     cache = "--kv-cache", "paged", "--page-size", "3", "--kv-dtype", "int8"
@@ -217,7 +218,11 @@ def test_ranks_that_share_positions_may_page_and_quantise_them(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--strategy", "fused"), "--strategy fused needs ranks that map each other's memory"),
+        pytest.param(
+            ("--strategy", "fused"),
+            "--strategy fused needs ranks that map each other's memory",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--strategy", "hierarchical", "--tensor-parallel", "2"),
             "--strategy hierarchical needs --tensor-parallel 1, got 2",

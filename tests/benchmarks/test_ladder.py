@@ -187,6 +187,7 @@ def ladder(tiny: Path, *words: str, device: str | None = None) -> list[str]:
     return ["ladder", "--model", str(tiny), "--logs", str(tiny / "logs"), *where, *small, *words]
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_the_whole_ladder(
     tiny: Path, kernel_device: str, capsys: pytest.CaptureFixture[str]

@@ -88,7 +88,9 @@ def qkv(device, *, q_len=5, kv_len=37, head_dim=32, v_dim=24, dtype=torch.float3
 @pytest.mark.parametrize(
     "op", [torch_fdattn.attention, pytest.param(torch_fdattn.decode, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sinks", "all"])
+@pytest.mark.parametrize(
+    "name", ["all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("softcap", "alibi_slopes", "sinks"))]
+)  # fmt: skip
 def test_gradcheck(op, name):
     q, k, v = qkv("cpu", q_len=3, kv_len=7, head_dim=16, v_dim=24, dtype=torch.float64)
     given = parameters(dtype=torch.float64) if name == "all" else {}

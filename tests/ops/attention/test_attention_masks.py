@@ -171,7 +171,10 @@ def test_nan_in_a_mask_is_seen(device):
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bool, torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    [
+        torch.bool,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float16, torch.float32)),
+    ],
     ids=str,
 )
 def test_any_strides(dtype, device):

@@ -218,7 +218,9 @@ def test_autotune_finds_and_remembers(kernel_device, fresh, tmp_path) -> None:
     with torch_fdattn.autotune(path=path):
         out, _ = torch_fdattn.attention(*inputs)
         assert len(fresh) == 4  # the table's and three candidates
-        torch.testing.assert_close(out, plain)
+        torch.testing.assert_close(
+            out, plain, rtol=2e-3, atol=1e-3
+        )  # another tile rounds otherwise
         out.float().sum().backward()
         assert len(fresh) == 4 + 7  # the backward's table, three for each sweep
         with Watched(forward._attention_forward_kernel) as seen:

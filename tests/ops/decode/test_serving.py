@@ -35,6 +35,7 @@ def in_pages(x, page):
     return pages.contiguous(), table
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_batch_invariant_bits(kernel_device):
     """A sequence alone, among others, and in a larger cache: the same bits; by default they differ."""
@@ -344,7 +345,8 @@ def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("invariant", [False, True])
 def test_what_a_workspace_holds_does_not_matter(invariant, kernel_device):
     q, k, v, lens = caches(kernel_device, lens=(2500, 64, 0, 513), capacity=2600)
     expected = torch_fdattn.decode(q, k, v, lens, batch_invariant=invariant)
