@@ -1,6 +1,7 @@
 """A dozen cases of the coverage table: all sites rewritten, with the masks that they have, and the same numbers."""
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -36,5 +37,17 @@ def test_models(name, attention, use, masks):
     result = Case(model, attention, use).run()
     assert not result.report.left, str(result.report)
     assert len(result.report) >= 2
+    if name == "ViT" and seems_exported():
+        masks = {"full": 2}  # made all the same, and found to hide nothing
     assert result.masks == masks
     assert result.error < 1e-5
+
+
+def seems_exported() -> bool:
+    """Whether a model that is compiled is told that it is exported, as by Dynamo of torch 2.11.
+
+    Then transformers doesn't leave out masks that hide nothing.
+    """
+    torch._dynamo.reset()
+    told = torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager")
+    return bool(told(torch.zeros(())))

@@ -158,7 +158,7 @@ def attend(q, k, v, *, scaled=lambda s: s / 4.0, mask=None, soften=None, finish=
     scores = scaled(torch.matmul(q, k.transpose(2, 3)))
     if mask is not None:
         scores = scores + mask
-    weights = soften(scores) if soften else F.softmax(scores, dim=-1)
+    weights = soften(scores) if soften is not None else F.softmax(scores, dim=-1)
     return torch.matmul(finish(weights), v)
 
 

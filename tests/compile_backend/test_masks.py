@@ -108,6 +108,10 @@ RECOVERED = {
         "causal",
         lambda q, k, v: filled(q, k, v, torch.ones(8, 8).tril() == 0),
     ),
+    "equal, by its method": (
+        "causal",
+        lambda q, k, v: filled(q, k, v, torch.ones(8, 8).tril().__eq__(0)),
+    ),
     "1 - mask times the least number": (
         "causal",
         lambda q, k, v: added(q, k, v, (1.0 - torch.ones(8, 8).tril()) * LEAST),
@@ -365,7 +369,7 @@ class GraphModule(torch.nn.Module):
 
 ALIBI = {
     "distance": lambda q, k, v, s: added(
-        q, k, v, causal(8) - s[:, None, None] * (index(8)[:, None] - index(8)).abs()
+        q, k, v, causal(q.shape[2]) - s[:, None, None] * (index(8)[:, None] - index(8)).abs()
     ),
     "keys alone": lambda q, k, v, s: added(
         q, k, v, causal(8) + s.view(1, 4, 1, 1) * (index(8) - 7).view(1, 1, 1, 8)
@@ -388,10 +392,10 @@ def test_alibi(name):
             found.graph,
             """\
 class GraphModule(torch.nn.Module):
-    def forward(self, L_s_: "f32[4]", L_k_: "f32[2, 4, 8, 16]", L_q_: "f32[2, 4, 8, 16]", L_v_: "f32[2, 4, 8, 16]"):
+    def forward(self, L_q_: "f32[2, 4, 8, 16]", L_s_: "f32[4]", L_k_: "f32[2, 4, 8, 16]", L_v_: "f32[2, 4, 8, 16]"):
+        l_q_ = L_q_
         l_s_ = L_s_
         l_k_ = L_k_
-        l_q_ = L_q_
         l_v_ = L_v_
         getitem_2: "f32[1, 4]" = l_s_[(None, slice(None, None, None))];  l_s_ = None
         select: "f32[4]" = getitem_2.select(0, 0);  getitem_2 = None

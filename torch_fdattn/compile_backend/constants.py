@@ -62,7 +62,7 @@ def number(factor: object) -> float | None:
         found = constant(factor)
         if found is None or found[0].dtype == torch.bool or found[0].is_complex():
             return None
-        last = next(reversed(factor.graph.nodes))
+        last = next(iter(reversed(factor.graph.nodes)))
         if written_between(found[1][0], last, found[1]) is None:
             return float(found[0])
     return None

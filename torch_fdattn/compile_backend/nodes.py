@@ -24,6 +24,7 @@ _ALIASES = {
     "xor": "bitwise_xor", "inv": "bitwise_not", "invert": "bitwise_not", "negative": "neg",
     "concat": "cat", "floor_divide": "floordiv", "less": "lt", "less_equal": "le", "greater": "gt",
     "greater_equal": "ge", "not_equal": "ne",
+    "__eq__": "eq",  # as Dynamo of torch 2.11 writes a == b
 }  # fmt: skip
 _NAMES = (
     "abs", "add", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
