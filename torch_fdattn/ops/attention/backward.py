@@ -137,7 +137,7 @@ def _dkdv_tiles(
 
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
-    # dP before the exponentials, so that dV and dK stand side by side: 9 to 12 % of this sweep at hd128; nothing
+    # dP before the exponentials, so that dV and dK stand side by side: 8 to 14 % of this sweep at hd128; nothing
     # at hd64, and 8 % lost at hd256, whose registers are full.
     EARLY_DP: tl.constexpr = BLOCK_D == 128
     m = tl.arange(0, BLOCK_M)
