@@ -158,6 +158,7 @@ def test_smollm2_remembers_what_was_asked():
     assert "Paris" in france
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_smollm2_on_two_processes_says_the_same():
     result = under_torchrun(CAPITALS, 2, *SMOLLM2)
