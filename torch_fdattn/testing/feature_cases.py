@@ -13,6 +13,19 @@ from torch_fdattn.ops.positions import Mask, query_key_positions
 from torch_fdattn.testing.cases import AttentionCase, draw_attention, draw_decode
 
 
+def score_parameters(case, device: torch.device | str) -> dict[str, Tensor]:
+    """The slopes and sinks that a drawn case asks for: keywords that are tensors and have gradients."""
+    generator = torch.Generator().manual_seed(case.seed + 4)
+    found = {}
+    if case.alibi:
+        shape = (case.heads,) if case.alibi == "head" else (case.batch, case.heads)
+        found["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.1
+    if case.sinks:
+        found["sinks"] = torch.randn(case.heads, generator=generator)
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    return {name: x.to(device, wide) for name, x in found.items()}
+
+
 @dataclass(frozen=True)
 class FeatureCase(AttentionCase):
     """A call whose parameters (slopes, sinks) have gradients too."""
@@ -62,15 +75,7 @@ class FeatureCase(AttentionCase):
         return kept_weights(dropout, q_pos, k_pos, self.batch, self.heads)
 
     def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed + 4)
-        found = {}
-        if self.alibi:
-            shape = (self.heads,) if self.alibi == "head" else (self.batch, self.heads)
-            found["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.1
-        if self.sinks:
-            found["sinks"] = torch.randn(self.heads, generator=generator)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        found = {name: x.to(device, wide) for name, x in found.items()}
+        found = score_parameters(self, device)
         return found | ({"attn_mask": self._attn_mask(device)} if self.mask else {})
 
     def _attn_mask(self, device: torch.device | str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
 from torch_fdattn.ops.positions import Mask, query_key_positions
 from torch_fdattn.testing.cases import PEAKY, draw_head_dim, draw_mask, dtypes
+from torch_fdattn.testing.feature_cases import score_parameters
 from torch_fdattn.testing.inputs import LAYOUTS, make_tensor
 from torch_fdattn.testing.oracle import attention_oracle, visible_keys
 
@@ -140,15 +141,7 @@ class VarlenCase:
 
     def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
         """Keywords that are tensors and have gradients."""
-        generator = torch.Generator().manual_seed(self.seed + 4)
-        found = {}
-        if self.alibi:
-            shape = (self.heads,) if self.alibi == "head" else (self.batch, self.heads)
-            found["alibi_slopes"] = torch.rand(shape, generator=generator) * 0.1
-        if self.sinks:
-            found["sinks"] = torch.randn(self.heads, generator=generator)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return {name: x.to(device, wide) for name, x in found.items()}
+        return score_parameters(self, device)
 
     def options(self, device: torch.device | str) -> dict:
         """Keywords of `torch_fdattn.varlen_attention` but parameters, page_table and cu_seqlens."""
