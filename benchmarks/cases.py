@@ -50,6 +50,7 @@ FEATURES = (
     "window1024",
     "sinks",
     "dropout",
+    "varlen",
 )
 FEATURE_CASES: tuple[AttentionCase, ...] = (
     *(AttentionCase(f"8k {x}", 1, 16, 16, 8192, 128, True, feature=x) for x in FEATURES),

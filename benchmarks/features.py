@@ -4,7 +4,8 @@
 FlexAttention through score and mask functions, `sdpa` through scaled_dot_product_attention with what the
 feature amounts to written out as one additive or boolean mask (dropout through its own argument).
 
-    plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout
+    plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout,
+    varlen (documents packed one after the other, each attending to itself)
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .shapes import AttentionCase
 DROPOUT, SOFTCAP = 0.1, 30.0
 #: Keys that a written-out sink adds: SDPA wants masks whose rows are multiples of 16 bytes.
 SINK_KEYS = 8
+#: Where varlen's documents end, in parts of the whole.
+DOCUMENTS = (0.4, 0.65, 0.85, 0.95, 1.0)
 
 
 class Extras(NamedTuple):
@@ -36,11 +39,19 @@ class Extras(NamedTuple):
     slopes: Tensor | None = None  # (H,) fp32
     sinks: Tensor | None = None  # (H,) fp32
     window: int | None = None
+    cu_seqlens: Tensor | None = None  # (documents + 1,) int32
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
         """What wants a gradient besides q, k, v."""
         return tuple(x for x in self[1:4] if x is not None and x.requires_grad)
+
+    def documents(self, length: int) -> Tensor:
+        """(length,): which document each position belongs to; 0 without documents."""
+        position = torch.arange(length, device=self.device)
+        if self.cu_seqlens is None:
+            return torch.zeros_like(position)
+        return torch.searchsorted(self.cu_seqlens[1:], position, right=True)
 
 
 @functools.lru_cache(maxsize=1)  # every implementation of a case is given the same ones
@@ -57,6 +68,9 @@ def extras_of(case: AttentionCase, device: torch.device) -> Extras:
         return Extras(device, sinks=torch.randn(heads, generator=made, device=device))
     if feature.startswith("window"):
         return Extras(device, window=int(feature.removeprefix("window")))
+    if feature == "varlen":
+        ends = [0, *(round(part * length) for part in DOCUMENTS)]
+        return Extras(device, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device))
     if feature not in ("plain", "softcap", "dropout"):
         raise ValueError(f"feature must be one of those in cases.py, got {feature!r}")
     return Extras(device)
@@ -102,6 +116,8 @@ def chosen(names: str) -> tuple[Implementation, ...]:
 def with_ours(case: AttentionCase, extras: Extras) -> Attention:
     import torch_fdattn
 
+    if extras.cu_seqlens is not None:
+        return functools.partial(packed, extras.cu_seqlens)
     options: dict[str, object] = {}
     if case.feature == "softcap":
         options["softcap"] = SOFTCAP
@@ -114,13 +130,23 @@ def with_ours(case: AttentionCase, extras: Extras) -> Attention:
     return lambda q, k, v: torch_fdattn.attention(q, k, v, causal=True, **options)[0]
 
 
+def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """varlen_attention of (1, H, S, D) tensors, taken as (S, H, D) by their strides."""
+    import torch_fdattn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, _ = torch_fdattn.varlen_attention(q, k, v, cu_seqlens, causal=True)
+    return out.transpose(0, 1)[None]
+
+
 def with_flex(case: AttentionCase, extras: Extras) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if case.feature == "dropout":
         raise NotImplementedError("flex has no dropout")
-    device, bias, slopes, sinks, window = extras
+    device, bias, slopes, sinks, window, cu_seqlens = extras
     length = case.seq_len
+    document = extras.documents(length)
 
     def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if bias is not None:
@@ -130,6 +156,8 @@ def with_flex(case: AttentionCase, extras: Extras) -> Attention:
         return SOFTCAP * torch.tanh(score / SOFTCAP)
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if cu_seqlens is not None:
+            return (q >= k) & (document[q] == document[k])
         return (q >= k) if window is None else (q >= k) & (q - k < window)
 
     mask = create_block_mask(seen, None, None, length, length, device=device)
@@ -190,6 +218,8 @@ def added(case: AttentionCase, extras: Extras, dtype: torch.dtype) -> Tensor:
     hidden = distance < 0
     if extras.window is not None:
         hidden |= distance >= extras.window
+    document = extras.documents(case.seq_len)
+    hidden |= document[:, None] != document[None, :]
     scores = torch.zeros(1, 1, 1, 1, dtype=dtype, device=extras.device)
     if extras.bias is not None:
         scores = extras.bias.to(dtype)
