@@ -53,7 +53,7 @@ def kernel_options(
         scores.softcap or None,
         slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
-        scores.attn_mask, mask[0].stride() if mask else None,
+        scores.attn_mask, (*mask[0].stride(), k.shape[2]) if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
         # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a

@@ -48,7 +48,7 @@ def score_tile(
     scale, slope, mask_ptr = head[0], head[1], head[2]
     unit = scale_log2
     cap_slope = 1.0
-    if options[0] is not None or options[1] is not None or options[5] is not None:
+    if options[0] is not None or options[1] is not None:
         products *= scale
         unit = LOG2E
     if options[0] is not None:
@@ -61,20 +61,27 @@ def score_tile(
     if options[5] is not None:
         first_row, q_len, q_start = queries
         strides = (options[6][2], options[6][3])
-        row = q_pos - q_start
+        first_key = first_key // 16 * 16  # as it is: tiles begin at multiples of their size
         mask_ptr += first_row.to(tl.int64) * strides[0] + first_key.to(tl.int64) * strides[1]
-        offsets = tile_offsets(row - first_row, index - first_key, strides, WIDE)
-        inside = (row < q_len) & (index < keys[0])
+        row = tl.minimum(q_pos - q_start, q_len - 1) - first_row
+        if index.shape[0] == 1:
+            column = tl.arange(0, index.shape[1])[None, :]
+        else:
+            column = tl.arange(0, index.shape[0])[:, None]
+        # All for loads of whole vectors, 5 times as fast: `index` would hide where it begins, and the mask's own
+        # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key, and rows
+        # behind the last are nobody's.
+        offsets = tile_offsets(row, column, strides, WIDE)
+        inside = first_key + column < options[6][4]
         entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
         if options[5].dtype.element_ty == tl.int1:
             products = tl.where(entries, products, float("-inf"))
         else:
             entries = entries.to(tl.float32)
-            most = tl.where(entries > MASK_LIMIT, MASK_LIMIT, entries)  # NaN stays
-            products = (products + most) * LOG2E
+            products = products * unit + entries * LOG2E
             # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
-            # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The selects keep it out.
-            products = tl.where(products > MASK_LIMIT, MASK_LIMIT, products)
+            # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The minimum keeps it out.
+            products = tl.minimum(products, MASK_LIMIT, propagate_nan=tl.PropagateNan.ALL)
             products = tl.where(entries < -MASK_LIMIT, float("-inf"), products)
             unit = 1.0
     return products, unit, cap_slope
