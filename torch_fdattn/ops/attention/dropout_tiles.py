@@ -26,8 +26,9 @@ def kept_tile(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexp
     if STRIPED:
         draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
     else:
-        # Both give the same bits; whole groups of eight keys, an eighth of the work.
-        if (keys[1] + first_key) & 7 == 0:
+        # Both give the same bits; whole groups of eight keys, an eighth of the work. Tiles begin at multiples of
+        # 16 keys: where no kv_start was given, the compiler drops the other way.
+        if keys[1] & 7 == 0:
             draws = _draws_by_group(head, q_pos, keys[1] + first_key, index.shape[0])
         else:
             draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
