@@ -151,7 +151,8 @@ def main() -> int:
                 flush=True,
             )
             if code:
-                print(text[-3000:])
+                reports = [line for line in text.splitlines() if line.startswith("=====")]
+                print("\n".join(reports[:60]), text[-2000:], sep="\n")
     return 1 if failed else 0
 
 

@@ -30,6 +30,11 @@ class Scores(NamedTuple):
     def is_plain(self) -> bool:
         return self.softcap == 0.0 and all(x is None for x in self[1:])
 
+    @property
+    def changes_tiles(self) -> bool:
+        """Whether every score is changed; sinks join the softmax at its end."""
+        return not self._replace(sinks=None).is_plain
+
 
 #: What changes nothing.
 NO_SCORES = Scores()

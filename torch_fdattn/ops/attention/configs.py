@@ -81,10 +81,14 @@ def forward_config(
         return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
-    if scores.attn_mask is not None or dropout.p:
-        # The pointers of a tile of the mask take registers: 128 x 64 spilled 512 bytes a thread and more on
-        # sm_90, these none there and on sm_80. Not measured.
-        return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)
+    masked = scores.attn_mask is not None
+    if capability[0] == 9 and (masked or dropout.p) and head_dim <= 128:
+        # Swept on one H100 (README.md). The draws of dropout take the registers of a wider tile.
+        if head_dim <= 64:
+            return TileConfig(64, 64, 4, 3)
+        return TileConfig(64, 64, 4, 2) if dropout.p else TileConfig(128, 64, 8, 3)
+    if dropout.p or (masked and capability[0] != 9):
+        return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)  # spills nothing; not measured
     if capability[0] == 9:
         # Swept on one H100 (README.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
         # 16k causal. At hd128 the wider key tile wins 1 to 2 % where nothing is masked, else it loses 2 %.
@@ -110,32 +114,37 @@ def backward_config(
         return BackwardConfig(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1))
     if dtype == torch.float32:
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
-    if scores.attn_mask is not None or dropout.p:
-        # As in the forward. Not measured.
-        small = TileConfig(32, 32, 8, 1)
-        dkdv = TileConfig(64, 64, 8, 2) if capability[0] == 9 and head_dim <= 64 else small
-        wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
-        return BackwardConfig(dkdv, TileConfig(64, 64, 8, 2) if wide else small)
-    if capability[0] == 9 and not scores.is_plain:
-        # Not measured. Registers decide (`python -m benchmarks resources`, softcap and ALiBi together): the plain
-        # tiles spill 136 and 288 bytes a thread at hd64, 440 in dK/dV at hd128 and 648 at hd256; these 0,
-        # 0 and 104.
+    masked = scores.attn_mask is not None
+    if capability[0] == 9 and (masked or dropout.p) and head_dim <= 128:
+        # Swept on one H100 (README.md): four warps of 64 x 64 at hd64 and 128 keys at hd128 win over what
+        # spills less, by up to half.
         if head_dim <= 64:
-            return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2))
-        if head_dim <= 128:
-            return BackwardConfig(TileConfig(32, 64, 8, 2), TileConfig(128, 64, 8, 3))
+            dkdv = TileConfig(64, 64, 4, 3) if masked else TileConfig(64, 128, 8, 2)
+            return BackwardConfig(dkdv, TileConfig(64 if dropout.p else 128, 64, 4, 3))
+        dkdv = TileConfig(32 if masked else 64, 128, 8, 2)
+        return BackwardConfig(dkdv, TileConfig(128, 64, 8, 3))
+    if capability[0] == 9 and (scores.changes_tiles or dropout.p) and head_dim > 128:
+        # The plain tiles spill up to 648 bytes a thread in dK/dV; these up to 120. Not measured.
         return BackwardConfig(TileConfig(32, 64, 8, 2), TileConfig(128, 32, 8, 2))
+    if capability[0] != 9 and (masked or dropout.p):
+        small = TileConfig(32, 32, 8, 1)  # spills little; not measured
+        wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
+        return BackwardConfig(small, TileConfig(64, 64, 8, 2) if wide else small)
     if capability[0] == 9:
         # Swept on one H100 (README.md). At hd128 three stages win 16 % over two in the dK/dV sweep where nothing
         # is masked; at hd256 only narrow key tiles leave the dQ sweep its registers, and a third stage wins 30 %.
+        # Softcap and ALiBi spill up to 150 bytes a thread in dK/dV, and yet win 40 % over tiles that do not.
         if head_dim <= 64:
-            return BackwardConfig(TileConfig(64, 64, 4, 3), TileConfig(128, 64, 4, 3))
+            rows = (
+                64 if scores.changes_tiles else 128
+            )  # not measured: 280 to 660 bytes of spills less
+            return BackwardConfig(TileConfig(64, 64, 4, 3), TileConfig(rows, 64, 4, 3))
         if head_dim <= 128:
             return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 3))
     if head_dim <= 128:
         # With options 64 keys spilled 208 bytes a thread at hd128 on sm_80. Not measured.
-        dkdv = TileConfig(32, 64 if scores.is_plain else 32, 4, 2)
+        dkdv = TileConfig(32, 32 if scores.changes_tiles else 64, 4, 2)
         return BackwardConfig(dkdv, TileConfig(64, 32, 4, 2))
     return BackwardConfig(TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1))
 
