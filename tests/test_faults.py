@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .interpreting import needs_interpreter
+
 WORKER = Path(__file__).parent / "fault_worker.py"
 CASES = [
     pytest.param("kill", "fused", marks=pytest.mark.slow),
@@ -32,6 +34,7 @@ def lose_a_rank(fault: str, strategies: str, device: str, folder: Path) -> None:
     assert done.stdout.count("as it should") == (3 if fault == "late" else 2), done.stdout
 
 
+@needs_interpreter
 @pytest.mark.parametrize(("fault", "strategies"), CASES)
 def test_survivors_go_on(fault: str, strategies: str, tmp_path: Path) -> None:
     lose_a_rank(fault, strategies, "cpu", tmp_path)

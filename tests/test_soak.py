@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+from .interpreting import needs_interpreter
 
+
+@needs_interpreter
 def test_sixteen_calls() -> None:
     done = subprocess.run(
         [
