@@ -337,11 +337,12 @@ def test_a_full_disk_is_one_line(tiny):
 @pytest.mark.parametrize(
     "command",
     [
-        "torch_fdattn --help",
         "torch_fdattn generate --help",
         "torch_fdattn doctor --json",
-        "torch_fdattn",
-        "torch_fdattn.doctor",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("torch_fdattn", "torch_fdattn --help", "torch_fdattn.doctor")
+        ),
     ],
 )
 def test_a_full_disk_is_one_line_in_every_command(command):

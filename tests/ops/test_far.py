@@ -51,7 +51,9 @@ def test_starts_and_windows(name, window, kv_start, device):
     check(getattr(torch_fdattn, name), inputs, options, gradients=name == "attention")
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    "window", [WINDOWS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in WINDOWS[1:])], ids=str
+)
 @pytest.mark.parametrize("name", ["attention", "decode"])
 def test_strided_keys(name, window, device):
     """50 keys in blocks of 2 whose last stands almost at FAR, and queries around each of them."""

@@ -157,7 +157,10 @@ def test_a_workspace_for_more_sequences_than_a_launch_scans(kernel_device, monke
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["column", "every other", "expanded", "transposed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["every other", *(pytest.param(x, marks=pytest.mark.slow) for x in ("column", "expanded", "transposed"))],
+)  # fmt: skip
 def test_strided_tables_slopes_and_sinks(kind, device):
     q, k, v, lens = caches(device)
     (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
@@ -319,6 +322,7 @@ def test_tensors_that_only_the_dispatcher_understands(device):
     assert (out.shape, lse.shape, out.device.type) == (q.shape, q.shape[:3], "meta")
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
     """Stopped between its two kernels, a call leaves parts behind that no later call reads."""
