@@ -45,8 +45,14 @@ def sdpa(q, k, v, **options):
 
 def with_gradients(fn, inputs, **options):
     out = fn(*inputs, **options)
-    torch.manual_seed(1)
-    return out, *torch.autograd.grad(out, inputs, torch.randn_like(out))
+    return out, *torch.autograd.grad(out, inputs, gradient_of(out))
+
+
+def gradient_of(out):
+    """The same numbers whatever the dtype: all of them hold bfloat16's."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    drawn = torch.randn(out.shape, device="cuda", generator=generator)
+    return drawn.bfloat16().to(out.dtype)
 
 
 def math_in_double(q, k, v, *, scale=None, is_causal=False):
@@ -64,10 +70,8 @@ def math_in_double(q, k, v, *, scale=None, is_causal=False):
         ({"queries": 77, "keys": 900, "dim": 64}, {"scale": 0.2}),
         ({"heads": (6, 6), "dim": 72}, {"is_causal": True}),
         ({"heads": (4, 1), "dim": 256}, {}),
-        (
-            {"heads": (4, 4), "dim": 60},
-            {"is_causal": True},
-        ),  # SDPA pads it to 64, and names the scale
+        # SDPA pads it to 64, and names the scale.
+        ({"heads": (4, 4), "dim": 60}, {"is_causal": True}),
     ],
 )
 def test_sdpa_and_its_gradients_are_ours_and_right(sizes, options, dtype):
@@ -84,10 +88,7 @@ def test_sdpa_and_its_gradients_are_ours_and_right(sizes, options, dtype):
     for name, ours, flash, wanted in zip(
         ("out", "dq", "dk", "dv"), found, torchs, exact, strict=True
     ):
-        assert ours.stride() == flash.stride() or name != "out"
-        error, allowed = (ours - wanted).abs().max(), (flash - wanted).abs().max()
-        rounding = (wanted.to(dtype) - wanted).abs().max()
-        assert error <= 2 * allowed + 2 * rounding, (name, error, allowed, rounding)
+        check_close(name, ours, wanted, [flash - wanted])
 
 
 def test_what_the_op_returns_is_what_torchs_own_returns():
@@ -97,9 +98,8 @@ def test_what_the_op_returns_is_what_torchs_own_returns():
     with fdattn():
         found = op(*inputs, 0.0, True)
         assert launches[FORWARD] == 1
-    exact, exact_lse = attention_oracle(*inputs, causal=True)[:2]
+    exact_lse = attention_oracle(*(x.double() for x in inputs), causal=True)[1]
     check_lse(found[1], exact_lse, torch.bfloat16)
-    check_lse(torchs[1], exact_lse, torch.bfloat16)
     for ours, flash in zip(found, torchs, strict=True):
         if isinstance(flash, torch.Tensor):
             assert (ours.shape, ours.dtype, ours.stride(), ours.device) == (
@@ -107,21 +107,20 @@ def test_what_the_op_returns_is_what_torchs_own_returns():
             )  # fmt: skip
         else:
             assert ours == flash
-    assert check_close is not None and exact.shape == found[0].shape
 
 
 def test_a_forward_and_a_backward_of_different_implementations_fit():
     inputs = qkv()
     torchs = with_gradients(sdpa, inputs, is_causal=True)
     out = sdpa(*inputs, is_causal=True)
-    torch.manual_seed(1)
-    grad = torch.randn_like(out)
+    grad = gradient_of(out)
     with fdattn():
         mixed = [torch.autograd.grad(out, inputs, grad)]
-        assert launches[BACKWARD] == 1
+        assert launches == {BACKWARD: 1}
         out = sdpa(*inputs, is_causal=True)
+        assert launches == {BACKWARD: 1, FORWARD: 1}
     mixed.append(torch.autograd.grad(out, inputs, grad))
-    assert launches[BACKWARD] == 0 or launches[FORWARD] == 1
+    assert launches == {BACKWARD: 1, FORWARD: 1}
     for grads in mixed:
         for a, b in zip(grads, torchs[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
