@@ -410,6 +410,21 @@ def test_what_there_is_not():
         assert dropin.fdattn_attention(LAYER, *qkv(), None, output_attentions=True)[1] is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_that_attend_by_themselves_are_refused(compiled):
+    """BLOOM adds its mask to its scores, whatever it is given as one."""
+    torch._dynamo.reset()
+    config = transformers.BloomConfig(
+        vocab_size=64, hidden_size=64, n_layer=1, n_head=4, attn_implementation="fdattn"
+    )
+    model = transformers.BloomModel(config).eval()
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    message = "BloomModel of transformers .* does not take its attention from AttentionInterface"
+    with pytest.raises(NotImplementedError, match=message):
+        model(tokens()[0], use_cache=False)
+
+
 def test_continuous_batching_is_refused():
     """By transformers, before anything runs: with these, an unknown cache would be attended to."""
     _, ours = decoders("Llama")

@@ -17,6 +17,7 @@ sdpa is given them, and stay explicit operands.
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,9 @@ from torch import Tensor
 from torch_fdattn.functional import attention, decode, varlen_attention
 
 NAME = "fdattn"
+_hf: types.ModuleType | None = None  # transformers.masking_utils, from register() on
 _MOST_QUERIES = 16  # of decode
+_CHECKED: set[type] = set()  # configurations whose models are known to fit
 
 
 def register() -> None:
@@ -37,6 +40,7 @@ def register() -> None:
     Raises:
         ImportError: transformers is not installed, or is older than 5.5.
     """
+    global _hf
     try:
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -46,11 +50,12 @@ def register() -> None:
             f"({error})"
         ) from error
     # Before, masks were described by cache positions: another signature under the same name.
-    if "q_offset" not in masking_utils.sdpa_mask.__code__.co_varnames:
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(
             'attn_implementation="fdattn" needs transformers >= 5.5, got transformers '
             f"{transformers.__version__}"
         )
+    _hf = masking_utils
     # Without the second, layers would get no mask, and padding would be attended to.
     AttentionInterface.register(NAME, fdattn_attention)
     AttentionMaskInterface.register(NAME, fdattn_mask)
@@ -66,8 +71,8 @@ def fdattn_mask(
 
     The arguments are transformers'; attention_mask is the padding, (B, tokens so far) and True at tokens.
     """
-    from transformers import masking_utils as hf
-
+    hf = _hf
+    _check_model(type(kwargs.get("config")))
     if mask_function is None:
         mask_function = hf.causal_mask_function
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
@@ -102,12 +107,33 @@ def fdattn_mask(
             return None
         return torch.empty(batch_size, 1, window + 1, 0, dtype=torch.uint8, device=device)
     if padding is None:
-        first = torch.as_tensor(q_offset, device=device) - kv_offset
+        first = torch.as_tensor(q_offset, device=device).reshape(()) - kv_offset
         state = torch.stack((first, first + q_length)).to(torch.int32)
         # Kernels read starts and lengths as vectors, one behind the other: (2, B) in memory.
         state = state[:, None].expand(2, batch_size).contiguous().mT
         return state[:, :, None, None].expand(batch_size, 2, window + 1, 1)
     return _explicit(hf, *sizes, mask_function, attention_mask, local_size, device, kwargs)
+
+
+@torch.compiler.assume_constant_result  # or Dynamo would trace it
+def _check_model(config_class: type) -> None:
+    """Raises for models that attend by themselves: they would add to their scores what is no mask of theirs.
+
+    transformers lets any model have any registered name. Classes that it does not list are not checked.
+    """
+    if config_class in _CHECKED:
+        return
+    import transformers
+
+    model = transformers.MODEL_MAPPING.get(config_class, None)
+    for one in model if isinstance(model, tuple) else (model,):
+        if one is not None and not one._can_set_attn_implementation():
+            raise NotImplementedError(
+                f'attn_implementation="fdattn": {one.__name__} of transformers {transformers.__version__} does '
+                "not take its attention from AttentionInterface; use its own, or "
+                'torch.compile(model, backend="fdattn")'
+            )
+    _CHECKED.add(config_class)
 
 
 def _explicit(hf, *arguments) -> Tensor:
@@ -151,13 +177,11 @@ def _padding(
     It reads the values, once a forward, as transformers' own sdpa and flash attention do: without padding, decode
     has a kernel of its own.
     """
-    from transformers.utils.import_utils import is_tracing
-
     if attention_mask is None:
         return None
     given = attention_mask[:, kv_offset : kv_offset + kv_length]
     # Keys behind the mask's end count as padding, which matters where queries reach them.
-    if not is_tracing(given) and bool(given.all() & (attention_mask.shape[1] >= end)):
+    if not _hf.is_tracing(given) and bool(given.all() & (attention_mask.shape[1] >= end)):
         return None
     return torch.nn.functional.pad(given, (0, kv_length - given.shape[1]))
 
