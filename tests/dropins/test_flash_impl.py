@@ -82,6 +82,14 @@ def test_importing_registers_and_does_not_activate():
     assert registry.current_flash_attention_impl() is None
 
 
+def test_the_modules_are_loaded_by_their_names():
+    dropins = torch_fdattn.dropins
+    assert dropins.__getattr__("flash_impl") is flash_impl
+    assert dropins.__getattr__("transformers").NAME == "fdattn"
+    with pytest.raises(AttributeError, match="'torch_fdattn.dropins' has no attribute 'nothing'"):
+        _ = dropins.nothing
+
+
 def kernels(key="CUDA"):
     found = []
     for name in NAMES:

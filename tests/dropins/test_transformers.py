@@ -421,7 +421,8 @@ def test_models_that_attend_by_themselves_are_refused(compiled):
     if compiled:
         model = torch.compile(model, backend="eager")
     message = "BloomModel of transformers .* does not take its attention from AttentionInterface"
-    with pytest.raises(NotImplementedError, match=message):
+    # Dynamo wraps what is raised while it traces.
+    with pytest.raises(Exception if compiled else NotImplementedError, match=message):
         model(tokens()[0], use_cache=False)
 
 

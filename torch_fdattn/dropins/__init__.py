@@ -7,7 +7,17 @@ taken by a call: `torch.nn.attention.activate_flash_attention_impl("FDATTN")`,
 
 from __future__ import annotations
 
+import importlib
+import types
+
 import torch
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """The two modules, loaded by the first use of their names."""
+    if name in ("flash_impl", "transformers"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _activate():
