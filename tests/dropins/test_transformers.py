@@ -115,9 +115,12 @@ def test_gradient_checkpointing():
 GENERATE = dict(max_new_tokens=8, do_sample=False, use_cache=True)
 
 
+_OTHERS = (pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GptOss"))
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", *_OTHERS])
 def test_greedy_text(name, side, cache):
     eager, ours = decoders(name)
     ids, mask = tokens(side)
@@ -348,12 +351,12 @@ LAYER = SimpleNamespace(is_causal=True)
 
 
 def test_dropout_drops_and_keeps_the_mean():
-    q, k, v = qkv()
-    torch.manual_seed(0)
-    drawn = torch.stack([dropin.fdattn_attention(LAYER, q, k, v, None, 0.5)[0] for _ in range(600)])
-    wanted = dropin.fdattn_attention(LAYER, q, k, v, None)[0]
+    """Over rows of the batch that are equal but for what is dropped."""
+    q, k, v = (x[:1].expand(1000, -1, -1, -1) for x in qkv())
+    drawn = dropin.fdattn_attention(LAYER, q, k, v, None, 0.5)[0]
+    wanted = dropin.fdattn_attention(LAYER, q[:1], k[:1], v[:1], None)[0]
     assert (drawn[0] - drawn[1]).abs().max() > 0.1
-    error = (drawn.mean(0) - wanted) / (drawn.std(0) / 600**0.5 + 1e-6)
+    error = (drawn.mean(0) - wanted) / (drawn.std(0) / len(drawn) ** 0.5 + 1e-6)
     assert error.square().mean() < 1.5  # of a standard normal: 1
 
 
