@@ -309,6 +309,7 @@ def test_without_a_kernel_to_fall_back_to():
             SDPA(*qkv(), 0.5)
     finally:
         handle.remove()
+    assert kernels("CPU") == [None] * 4  # while the handle is still held
 
 
 def attend_each(q, k, v, cu_q, cu_k, lens, **options):

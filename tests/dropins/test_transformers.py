@@ -233,6 +233,47 @@ def test_compiled(name, side):
     assert launches["attention_forward/reference"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_generating_with_a_compiled_step(side):
+    """As generate() does on GPUs with a static cache: masks are made outside of the graph, which keeps decode."""
+    eager, ours = decoders("Llama")
+    ids, mask = tokens(side)
+    compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    options = {
+        **GENERATE,
+        "attention_mask": mask,
+        "eos_token_id": None,
+        "cache_implementation": "static",
+    }
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = ours.generate(ids, **options, compile_config=compiling)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    counted = dict(launches)
+    assert torch.equal(found, eager.generate(ids, **options, disable_compile=True))
+    steps = "decode" if side == "none" else "attention"
+    assert counted[f"{steps}_forward/reference"] >= 14
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_on_a_gpu(name, side):
+    eager, ours = (model.cuda() for model in decoders(name))
+    ids, mask = (x.cuda() for x in tokens(side))
+    agree(run(ours, ids, mask), run(eager, ids, mask))
+    assert launches["attention_forward/triton"] == launches["attention_backward/triton"] == 2
+    if side == "right":
+        return
+    options = {**GENERATE, "attention_mask": mask, "eos_token_id": None}
+    wanted = eager.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), wanted)
+    static = {"cache_implementation": "static", "disable_compile": name != "Llama"}
+    assert torch.equal(ours.generate(ids, **options, **static), wanted)
+
+
 # What layers are told in place of a mask.
 
 
@@ -251,7 +292,7 @@ def drawn_call(rng: random.Random):
     """A call of transformers' for a mask, with any offsets, and whether the mask is causal."""
     q_length, past = rng.choice([1, 3, 8]), rng.choice([0, 0, 5, 11])
     kv_offset = rng.choice([0, 0, min(past, 4)])
-    room = rng.choice([0, 0, 7])
+    room = rng.choice([0, 0, 7, -min(2, q_length - 1)])  # keys behind the last query
     kv_length = past - kv_offset + q_length + room
     causal = rng.random() < 0.8
     call = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
@@ -260,7 +301,7 @@ def drawn_call(rng: random.Random):
     call["allow_is_bidirectional_skip"] = not causal and rng.random() < 0.8
     padding = rng.choice([None, "ones", "left", "right", "mixed"])
     if padding is not None:
-        given = torch.ones(2, past + q_length + rng.choice([0, room]), dtype=torch.bool)
+        given = torch.ones(2, past + q_length + rng.choice([0, max(0, room)]), dtype=torch.bool)
         if padding in ("left", "right"):
             given[0, slice(0, 2) if padding == "left" else slice(-2, None)] = False
         elif padding == "mixed":
@@ -315,6 +356,12 @@ def test_masks_that_are_made_are_few():
     both = {"mask_function": hf.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
     mask = dropin.fdattn_mask(2, 64, 64, attention_mask=left, allow_is_causal_skip=False, **both)
     assert mask.untyped_storage().nbytes() == 2 * 64
+
+
+def test_values_are_not_read_while_tracing():
+    with torch._subclasses.FakeTensorMode():
+        mask = dropin.fdattn_mask(2, 8, 8, attention_mask=torch.ones(2, 8, dtype=torch.bool))
+    assert (mask.dtype, mask.shape) == (torch.uint8, (2, 1, 1, 8))
 
 
 @pytest.mark.parametrize(
