@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
 # Each package may import itself and what stands to its right.
 ORDER = (
-    "cli", "engine", "models", "compile_backend", "dist", "functional", "ops", "checks",
+    "cli", "engine", "models", "compile_backend", "dist", "dropins", "functional", "ops", "checks",
     "environment",
 )  # fmt: skip
 
@@ -60,6 +60,13 @@ def test_only_ops_know_references(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_builds_on_the_dropins(path: Path) -> None:
+    """They are ways in, each loaded by whoever takes it."""
+    if path != PACKAGE / "__init__.py" and "dropins" not in path.parts:
+        assert not [name for name in imported(path) if room(name) == "dropins"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_testing_is_for_tests_alone(path: Path) -> None:
     if "testing" not in path.parts:
         assert not [name for name in imported(path) if room(name) == "testing"]
@@ -79,6 +86,8 @@ def test_import_is_light() -> None:
     heavy = [
         "torch_fdattn.ops.attend",
         "torch_fdattn.models",
+        "torch_fdattn.dropins.flash_impl",
+        "torch_fdattn.dropins.transformers",
         "torch.distributed.tensor",
         "torch._dynamo",
         "transformers",

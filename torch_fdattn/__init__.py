@@ -3,7 +3,7 @@
 Importing registers the ops under ``torch.ops.fdattn``; it needs no GPU and compiles nothing.
 """
 
-from torch_fdattn import dist, ops
+from torch_fdattn import dist, dropins, ops
 from torch_fdattn.compile_backend import explain
 from torch_fdattn.functional import (
     append_kv,
@@ -27,6 +27,7 @@ __all__ = [
     "decode",
     "decode_workspace",
     "dist",
+    "dropins",
     "explain",
     "merge_states",
     "ops",
@@ -36,3 +37,5 @@ __all__ = [
     "tiles",
     "varlen_attention",
 ]
+
+dropins.register_flash_impl()

@@ -1,4 +1,4 @@
-"""The command line: `fdattn generate`, `fdattn chat` and `fdattn doctor`.
+"""The command line: `fdattn generate`, `fdattn chat`, `fdattn explain` and `fdattn doctor`.
 
 `generate` and `chat` run on one process, or on every rank of torchrun: with the KV cache sharded over
 them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError, one_line_errors
 from torch_fdattn.cli.setup import (
     CacheOptions,
@@ -200,6 +201,32 @@ def chat(
                         write("\n", world)
                     except PromptError as error:  # too long a line: the next may be shorter
                         note(str(error), world)
+
+
+@app.command()
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:NAME or MODULE:NAME of a function without arguments, which returns "
+            "(function or module, example arguments[, keywords])."
+        ),
+    ],
+    require_all: Annotated[
+        bool, typer.Option("--require-all", help="Exit code 1 if any attention is left.")
+    ] = False,
+) -> None:
+    """Say what torch.compile(backend="fdattn") makes of each attention of a function, which is called once."""
+    from torch_fdattn import explain as explain_function
+    from torch_fdattn.cli.explain import load_case, table
+
+    with one_line_errors():
+        fn, args, kwargs = load_case(target)
+        report = explain_function(fn)(*args, **kwargs)
+        any_text()
+        stdout.write(table(report) + "\n")
+    if require_all and report.left:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,497 @@
+"""attn_implementation="fdattn" against "eager", in small random models whose weights make attention matter."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_fdattn.dropins import transformers as dropin
+from torch_fdattn.ops.library import launches
+
+transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
+hf = pytest.importorskip("transformers.masking_utils", reason="transformers is the reference here")
+
+SMALL = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+WINDOW = {"head_dim": 16, "sliding_window": 6}
+DECODERS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {**WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "GptOss": {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+LENGTH, PADDED = 20, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    dropin.register()
+    dropin.register()  # twice is once
+
+
+@pytest.fixture(autouse=True)
+def counted():
+    launches.clear()
+
+
+def models(name: str, head: str = "ForCausalLM", **config):
+    """The same weights under eager and under ours."""
+    made = []
+    for attention in ("eager", "fdattn"):
+        made_config = getattr(transformers, f"{name}Config")(
+            **config, attn_implementation=attention
+        )
+        made.append(getattr(transformers, name + head)(made_config).eval())
+    torch.manual_seed(0)
+    for parameter in made[0].parameters():
+        # Small ones, as models are born with, would spread all attention evenly.
+        torch.nn.init.normal_(parameter, std=0.2)
+    made[1].load_state_dict(made[0].state_dict())
+    return made
+
+
+def decoders(name: str):
+    return models(name, **SMALL, **DECODERS[name])
+
+
+def tokens(side: str = "none", length: int = LENGTH):
+    """Two rows of tokens, the first padded on that side, and their attention mask."""
+    ids = torch.randint(3, 64, (2, length))
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[0, : PADDED if side == "left" else None] = side != "left"
+        if side == "right":
+            mask[0, -PADDED:] = 0
+    return ids * mask, mask
+
+
+def run(model, ids, mask, **options):
+    """Logits at tokens, and gradients of all parameters."""
+    model.zero_grad()
+    logits = model(ids, attention_mask=mask, **options).logits[mask.bool()]
+    logits.logsumexp(-1).sum().backward()
+    return logits.detach(), [x.grad for x in model.parameters() if x.grad is not None]
+
+
+def agree(found, wanted):
+    logits, gradients = found
+    torch.testing.assert_close(logits, wanted[0], rtol=1e-4, atol=1e-4)
+    assert len(gradients) == len(wanted[1]) > 0
+    for a, b in zip(gradients, wanted[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_and_gradients(name, side):
+    eager, ours = decoders(name)
+    ids, mask = tokens(side)
+    agree(run(ours, ids, mask), run(eager, ids, mask))
+    assert launches == {"attention_forward/reference": 2, "attention_backward/reference": 2}
+
+
+def test_without_an_attention_mask():
+    eager, ours = decoders("Mistral")
+    ids, _ = tokens()
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_checkpointing():
+    eager, ours = decoders("Gemma2")
+    ids, mask = tokens("left")
+    wanted = run(eager, ids, mask)
+    ours.gradient_checkpointing_enable()
+    ours.train()  # without dropout in these
+    agree(run(ours, ids, mask, use_cache=False), wanted)
+    assert launches["attention_forward/reference"] == 4
+
+
+GENERATE = dict(max_new_tokens=8, do_sample=False, use_cache=True)
+
+
+_OTHERS = (pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GptOss"))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", *_OTHERS])
+def test_greedy_text(name, side, cache):
+    eager, ours = decoders(name)
+    ids, mask = tokens(side)
+    options = {**GENERATE, "attention_mask": mask, "eos_token_id": None}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    found = ours.generate(ids, **options)
+    counted = dict(launches)
+    assert torch.equal(found, eager.generate(ids, **options))
+    if name == "Llama" and side == "none":  # all steps but the prompt's
+        assert counted == {"attention_forward/reference": 2, "decode_forward/reference": 14}
+
+
+def test_a_prompt_in_chunks():
+    """Several queries over a cache of more keys stand at its end; by one mask each."""
+    eager, ours = decoders("Mistral")
+    ids, mask = tokens("left")
+    results = []
+    for model in (eager, ours):
+        cache = transformers.DynamicCache(config=model.config)
+        parts = []
+        for start, end in ((0, 7), (7, 17), (17, 20)):
+            with torch.no_grad():
+                out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            parts.append(out.logits)
+        results.append(torch.cat(parts, 1)[mask.bool()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_packed_sequences_by_position_ids(name):
+    eager, ours = decoders(name)
+    ids, _ = tokens()
+    ids, positions = ids[:1], torch.cat([torch.arange(n) for n in (9, 4, 7)])[None]
+    options = {"position_ids": positions, "use_cache": False}
+    wanted = eager(ids, **options).logits
+    torch.testing.assert_close(ours(ids, **options).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert launches["attention_forward/reference"] == 2
+    # As DataCollatorWithFlattening gives them for flash attention.
+    cu = torch.tensor([0, 9, 13, 20], dtype=torch.int32)
+    options |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
+    torch.testing.assert_close(ours(ids, **options).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert launches["varlen_attention_forward/reference"] == 2
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_bert(side):
+    config = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "eos_token_id")}
+    eager, ours = models("Bert", "ForMaskedLM", **config)
+    ids, mask = tokens(side)
+    agree(run(ours, ids, mask), run(eager, ids, mask))
+    assert launches["attention_forward/reference"] == 2
+
+
+def test_whisper():
+    """An encoder without a mask, a causal decoder, and attention from the one to the other."""
+    eager, ours = models(
+        "Whisper", "ForConditionalGeneration", vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        num_mel_bins=8, max_source_positions=12, max_target_positions=32, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    inputs = {"input_features": torch.randn(2, 8, 24), "decoder_input_ids": tokens(length=9)[0]}
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(**inputs).logits, eager(**inputs).logits, rtol=1e-4, atol=1e-4
+        )
+    assert launches["attention_forward/reference"] == 3
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_position_bias(side):
+    """T5's, which joins the causal mask, padding, or nothing, and whose gradient is wanted."""
+    config = {
+        "vocab_size": 64,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    eager, ours = models(
+        "T5", "ForConditionalGeneration", **config, dropout_rate=0.0, decoder_start_token_id=0
+    )
+    ids, mask = tokens(side)
+    target, target_mask = tokens(length=9)
+    options = {"decoder_input_ids": target, "decoder_attention_mask": target_mask}
+
+    def both(model):
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask, **options).logits
+        logits.logsumexp(-1).sum().backward()
+        return logits.detach(), [x.grad for x in model.parameters() if x.grad is not None]
+
+    agree(both(ours), both(eager))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_compiled(name, side):
+    eager, ours = decoders(name)
+    ids, mask = tokens(side)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, wanted = (
+            m(ids, attention_mask=mask, use_cache=False).logits for m in (compiled, eager)
+        )
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
+    assert launches["attention_forward/reference"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_generating_with_a_compiled_step(side):
+    """As generate() does on GPUs with a static cache: masks are made outside of the graph, which keeps decode."""
+    eager, ours = decoders("Llama")
+    ids, mask = tokens(side)
+    compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    options = {
+        **GENERATE,
+        "attention_mask": mask,
+        "eos_token_id": None,
+        "cache_implementation": "static",
+    }
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = ours.generate(ids, **options, compile_config=compiling)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    counted = dict(launches)
+    assert torch.equal(found, eager.generate(ids, **options, disable_compile=True))
+    steps = "decode" if side == "none" else "attention"
+    assert counted[f"{steps}_forward/reference"] >= 14
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_on_a_gpu(name, side):
+    eager, ours = (model.cuda() for model in decoders(name))
+    ids, mask = (x.cuda() for x in tokens(side))
+    agree(run(ours, ids, mask), run(eager, ids, mask))
+    assert launches["attention_forward/triton"] == launches["attention_backward/triton"] == 2
+    if side == "right":
+        return
+    options = {**GENERATE, "attention_mask": mask, "eos_token_id": None}
+    wanted = eager.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), wanted)
+    static = {"cache_implementation": "static", "disable_compile": name != "Llama"}
+    assert torch.equal(ours.generate(ids, **options, **static), wanted)
+
+
+# What layers are told in place of a mask.
+
+
+def visible(mask, q_length: int, kv_length: int, causal: bool):
+    """Which keys a layer lets each query see: by attention itself, whose values are the keys' numbers."""
+    one_hot = torch.eye(kv_length).expand(2, 1, -1, -1)
+    zeros = torch.zeros(2, 1, q_length, 16), torch.zeros(2, 1, kv_length, 16)
+    pad = torch.nn.functional.pad(one_hot, (0, -kv_length % 8 + 16))
+    out, _ = dropin.fdattn_attention(
+        SimpleNamespace(is_causal=causal), *zeros, pad, mask, is_causal=None
+    )
+    return out.transpose(1, 2)[..., :kv_length] > 0
+
+
+def drawn_call(rng: random.Random):
+    """A call of transformers' for a mask, with any offsets, and whether the mask is causal."""
+    q_length, past = rng.choice([1, 3, 8]), rng.choice([0, 0, 5, 11])
+    kv_offset = rng.choice([0, 0, min(past, 4)])
+    room = rng.choice([0, 0, 7, -min(2, q_length - 1)])  # keys behind the last query
+    kv_length = past - kv_offset + q_length + room
+    causal = rng.random() < 0.8
+    call = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    call["q_offset"] = torch.tensor(past) if room and rng.random() < 0.7 else past
+    call["allow_is_causal_skip"] = causal and rng.random() < 0.8
+    call["allow_is_bidirectional_skip"] = not causal and rng.random() < 0.8
+    padding = rng.choice([None, "ones", "left", "right", "mixed"])
+    if padding is not None:
+        given = torch.ones(2, past + q_length + rng.choice([0, max(0, room)]), dtype=torch.bool)
+        if padding in ("left", "right"):
+            given[0, slice(0, 2) if padding == "left" else slice(-2, None)] = False
+        elif padding == "mixed":
+            given = torch.rand(given.shape) < 0.7
+        call["attention_mask"] = given
+    if not causal:
+        call["mask_function"] = hf.bidirectional_mask_function
+    elif rng.random() < 0.5:
+        window = rng.choice([1, 3, 6, 40])
+        call["mask_function"] = hf.sliding_window_causal_mask_function(window)
+        call["local_size"] = window
+    if rng.random() < 0.1:
+        other = hf.packed_sequence_mask_function(torch.arange(64).expand(2, 64) // 3)
+        call["mask_function"] = hf.and_masks(
+            call.get("mask_function", hf.causal_mask_function), other
+        )
+    return call, causal
+
+
+def test_what_layers_are_told_is_the_mask():
+    forms = set()
+    for seed in range(300):
+        torch.manual_seed(seed)
+        call, causal = drawn_call(random.Random(seed))
+        mask = dropin.fdattn_mask(**call)
+        skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        wanted = hf.sdpa_mask(**{**call, **skip})
+        found = visible(mask, call["q_length"], call["kv_length"], causal)
+        assert torch.equal(found, wanted), (seed, call)
+        forms.add(None if mask is None else (mask.dtype, mask.shape[2] > 1, mask.shape[3] == 0))
+    kinds = {None if form is None else form[0] for form in forms}
+    assert kinds == {None, torch.bool, torch.uint8, torch.int32}
+    assert (torch.uint8, True, True) in forms
+    assert (torch.uint8, True, False) in forms
+
+
+def test_masks_that_are_made_are_few():
+    """No tensor of queries times keys where lengths and padding say all."""
+    left = torch.ones(2, 64, dtype=torch.bool)
+    left[0, :9] = False
+    sliding = {"mask_function": hf.sliding_window_causal_mask_function(8), "local_size": 8}
+    assert dropin.fdattn_mask(2, 64, 64) is None
+    assert dropin.fdattn_mask(2, 64, 64, attention_mask=torch.ones_like(left)) is None
+    assert dropin.fdattn_mask(2, 64, 64, **sliding).numel() == 0
+    for more in ({}, sliding):
+        mask = dropin.fdattn_mask(2, 64, 64, attention_mask=left, **more)
+        assert mask.untyped_storage().nbytes() == 2 * 64
+        assert mask.dtype == torch.uint8
+    state = dropin.fdattn_mask(2, 1, 4096, torch.tensor(700), allow_is_causal_skip=False)
+    assert state[:, :, 0, 0].tolist() == [[700, 701]] * 2
+    assert all(x.is_contiguous() for x in state[:, :, 0, 0].unbind(1))
+    both = {"mask_function": hf.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    mask = dropin.fdattn_mask(2, 64, 64, attention_mask=left, allow_is_causal_skip=False, **both)
+    assert mask.untyped_storage().nbytes() == 2 * 64
+
+
+def test_values_are_not_read_while_tracing():
+    with torch._subclasses.FakeTensorMode():
+        mask = dropin.fdattn_mask(2, 8, 8, attention_mask=torch.ones(2, 8, dtype=torch.bool))
+    assert (mask.dtype, mask.shape) == (torch.uint8, (2, 1, 1, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        hf.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)),
+        hf.sliding_window_causal_mask_function(7),  # not of the local size that is named
+        hf.and_masks(hf.sliding_window_overlay(8), hf.bidirectional_mask_function),
+        hf.or_masks(hf.sliding_window_overlay(8), hf.causal_mask_function),
+        lambda b, h, q, k: k <= q + 1,
+    ],
+)
+def test_other_masks_are_made(function):
+    mask = dropin.fdattn_mask(2, 16, 16, mask_function=function, local_size=8)
+    assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 16, 16))
+    assert torch.equal(
+        mask, hf.sdpa_mask(2, 16, 16, mask_function=function, allow_is_causal_skip=False)
+    )
+
+
+def test_a_mask_that_the_caller_wants_made_is_made():
+    mask = dropin.fdattn_mask(2, 16, 16, allow_is_causal_skip=False)
+    assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 16, 16))
+
+
+# One layer's call.
+
+
+def qkv(heads=4, queries=8, keys=8):
+    return [torch.randn(2, heads, n, 16) for n in (queries, keys, keys)]
+
+
+LAYER = SimpleNamespace(is_causal=True)
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    """Over rows of the batch that are equal but for what is dropped."""
+    q, k, v = (x[:1].expand(1000, -1, -1, -1) for x in qkv())
+    drawn = dropin.fdattn_attention(LAYER, q, k, v, None, 0.5)[0]
+    wanted = dropin.fdattn_attention(LAYER, q[:1], k[:1], v[:1], None)[0]
+    assert (drawn[0] - drawn[1]).abs().max() > 0.1
+    error = (drawn.mean(0) - wanted) / (drawn.std(0) / len(drawn) ** 0.5 + 1e-6)
+    assert error.square().mean() < 1.5  # of a standard normal: 1
+
+
+def test_dropout_of_a_model_in_training():
+    _, ours = models("Llama", **SMALL, attention_dropout=0.5)
+    ids, _ = tokens()
+    still, again = (ours(ids).logits for _ in range(2))
+    assert torch.equal(still, again)
+    ours.train()
+    a, b = (ours(ids).logits for _ in range(2))
+    assert not torch.allclose(a, b)
+
+
+def test_users_float_mask():
+    q, k, v = qkv()
+    bias = torch.randn(2, 1, 8, 8)
+    found = dropin.fdattn_attention(LAYER, q, k, v, bias, scaling=0.3)[0]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (
+            torch.ones(2, 8, dtype=torch.bool),
+            r"attention_mask must have 4 dimensions.*got shape \(2, 8\)",
+        ),
+        (
+            torch.ones(2, 1, 8, 8, dtype=torch.int32),
+            "attention_mask must be boolean or floating point.*int32",
+        ),
+        (
+            torch.ones(2, 4, 8, 8, dtype=torch.uint8),
+            "attention_mask must be boolean or floating point.*uint8",
+        ),
+    ],
+)
+def test_masks_that_are_not_ours(mask, message):
+    with pytest.raises(ValueError, match=message):
+        dropin.fdattn_attention(LAYER, *qkv(), mask)
+
+
+def test_what_there_is_not():
+    with pytest.raises(NotImplementedError, match="no continuous batching"):
+        dropin.fdattn_attention(LAYER, *qkv(), None, cache=object())
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q needs a batch of one row, got 2 rows"):
+        dropin.fdattn_attention(LAYER, *qkv(), None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    one, bias = [x[:1] for x in qkv()], torch.zeros(1, 4, 8, 8)
+    with pytest.raises(NotImplementedError, match="position_bias with cu_seq_lens_q"):
+        dropin.fdattn_attention(LAYER, *one, None, cu_seq_lens_q=cu, position_bias=bias)
+    with pytest.warns(UserWarning, match="makes no attention weights"):
+        assert dropin.fdattn_attention(LAYER, *qkv(), None, output_attentions=True)[1] is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_that_attend_by_themselves_are_refused(compiled):
+    """BLOOM adds its mask to its scores, whatever it is given as one."""
+    torch._dynamo.reset()
+    config = transformers.BloomConfig(
+        vocab_size=64, hidden_size=64, n_layer=1, n_head=4, attn_implementation="fdattn"
+    )
+    model = transformers.BloomModel(config).eval()
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    message = "BloomModel of transformers .* does not take its attention from AttentionInterface"
+    # Dynamo wraps what is raised while it traces.
+    with pytest.raises(Exception if compiled else NotImplementedError, match=message):
+        model(tokens()[0], use_cache=False)
+
+
+def test_continuous_batching_is_refused():
+    """By transformers, before anything runs: with these, an unknown cache would be attended to."""
+    _, ours = decoders("Llama")
+    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
+    with pytest.raises((ValueError, KeyError), match="fdattn"):
+        ours.generate_batch([[3, 4, 5]], generation_config=config)
+
+
+def test_versions(monkeypatch):
+    def old(batch_size, cache_position, kv_length):
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "sdpa_mask", old)
+        with pytest.raises(ImportError, match=r"needs transformers >= 5\.5, got transformers \d"):
+            dropin.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install \"torch-fdattn\[transformers\]\""):
+        dropin.register()

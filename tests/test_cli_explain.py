@@ -1,0 +1,138 @@
+"""`fdattn explain`: a table of what becomes of each attention of the user's function."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+
+from tests.test_cli import invoke, refused
+
+CASE = """\
+import torch
+from helper import attend
+
+def fn(q, k, v, *, scale=None):
+    first = attend(q, k, v, scale)
+    return (q @ k.mT).softmax(-2) @ first
+
+def qkv():
+    return [torch.randn(1, 2, 8, 16) for _ in range(3)]
+
+def make():
+    return fn, qkv(), {"scale": 0.5}
+
+def all_ours():
+    return attend, qkv()
+
+def none():
+    return torch.sin, (torch.ones(3),)
+
+def wrong():
+    return fn
+
+def wronger():
+    return fn, 3
+
+number = 3
+"""
+HELPER = """\
+import torch
+import torch.nn.functional as F
+
+def attend(q, k, v, scale=None):
+    at = torch.arange(8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=at[:, None] >= at, scale=scale)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "case.py").write_text(CASE)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("case", "helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in ("case", "helper"):
+        sys.modules.pop(name, None)
+
+
+MIXED = """\
+source line  written as                    becomes           mask and notes, or why it stays
+helper.py:6  scaled_dot_product_attention  fdattn.attention  mask: causal
+case.py:6    matmul, softmax, matmul       left              softmax-dim: the softmax is over dimension -2 of 4
+1 of 2 attention sites rewritten, in 1 graph
+"""
+
+
+def test_a_table_of_what_became_of_each_site(folder):
+    result = invoke("explain", "case.py:make")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == MIXED
+
+
+def test_require_all_is_an_exit_code(folder):
+    result = invoke("explain", "case.py:make", "--require-all")
+    assert (result.exit_code, result.stdout) == (1, MIXED)
+    result = invoke("explain", "case:all_ours", "--require-all")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("1 of 1 attention sites rewritten, in 1 graph\n")
+
+
+def test_a_function_without_attention(folder):
+    result = invoke("explain", "case:none")
+    assert (result.exit_code, result.stdout) == (
+        0, "0 of 0 attention sites rewritten, in 1 graph\n",
+    )  # fmt: skip
+
+
+def test_a_file_elsewhere(folder, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    result = invoke("explain", f"{folder}/case.py:all_ours")
+    assert result.exit_code == 0, result.output
+    assert f"{folder}/helper.py:6" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("case.py", "TARGET must be FILE.py:NAME or MODULE:NAME, got case.py"),
+        ("case.py:", "TARGET must be FILE.py:NAME or MODULE:NAME, got case.py:"),
+        ("missing.py:make", "missing.py: no such file"),
+        ("no.such.module:make", "no.such.module: no such module"),
+        ("case.py:nothing", "case.py:nothing must be a function, got nothing"),
+        ("case.py:number", "case.py:number must be a function, got int"),
+        ("case.py:wrong", r"must return \(function, arguments\) or .*, got function"),
+        ("case.py:wronger", r"must return .*, got \('function', 'int'\)"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(folder, target, message):
+    refused(message, "explain", target)
+
+
+def test_what_the_users_module_lacks_is_the_users_traceback(folder):
+    result = invoke("explain", "broken:make")
+    assert isinstance(result.exception, ModuleNotFoundError)
+    assert result.exception.name == "no_such_package"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(folder):
+    root = str(Path(__file__).parent.parent)
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "torch_fdattn", "explain", "case.py:none"], stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=300, env={**os.environ, "PYTHONPATH": root},
+        )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"

@@ -1,0 +1,35 @@
+"""Ways into code that stays as it is: SDPA's flash kernels (`flash_impl`) and transformers' attention (`transformers`).
+
+Nothing here acts by itself. `import torch_fdattn` only makes the name FDATTN known to torch, and each way is
+taken by a call: `torch.nn.attention.activate_flash_attention_impl("FDATTN")`,
+`torch_fdattn.dropins.transformers.register()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+import torch
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """The two modules, loaded by the first use of their names."""
+    if name in ("flash_impl", "transformers"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _activate():
+    from torch_fdattn.dropins.flash_impl import activate
+
+    return activate()
+
+
+def register_flash_impl() -> bool:
+    """Makes FDATTN known to torch.nn.attention, where this torch has such names; says whether it has."""
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        return False
+    register("FDATTN", register_fn=_activate)
+    return True
