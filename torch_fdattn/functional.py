@@ -64,7 +64,9 @@ def attention(
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
         logarithm.
         A query that sees no key has out 0 and lse -inf (or its head's sink). Both are differentiable in q, k,
-        v, alibi_slopes, sinks and a floating attn_mask.
+        v, alibi_slopes, sinks and a floating attn_mask, once: in reverse mode, in forward mode (torch.func.jvp,
+        torch.autograd.forward_ad) and in torch.func's transforms. Tangents are computed by torch's own matmuls, in
+        memory linear in the lengths; with dropout they wait for the device. Derivatives of derivatives raise.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -124,7 +126,8 @@ def varlen_attention(
     Returns:
         out (T, H, DV) in q's dtype and memory layout, and lse (H, T) float32 (float64 for float64 inputs). A
         query that sees no key has out 0 and lse -inf (or its head's sink), and so has a token of no sequence
-        (never a sink). Both are differentiable in q, k, v, alibi_slopes and sinks.
+        (never a sink). Both are differentiable in q, k, v, alibi_slopes and sinks, as `attention`'s are; tangents
+        read the lengths on the host.
 
     Source: flash_attn_varlen_func of FlashAttention-2, arXiv:2307.08691; torch.nn.attention.varlen.
     """
@@ -172,8 +175,8 @@ def decode(
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous, out not expanded.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
-    The other arguments, the results and the errors are those of `attention`; the gradient is defined for
-    q, k_cache, v_cache, alibi_slopes and sinks where the cache is not quantised.
+    The other arguments, the results and the errors are those of `attention`; derivatives of both
+    modes are defined for q, k_cache, v_cache, alibi_slopes and sinks where the cache is not quantised.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
@@ -377,7 +380,8 @@ def merge_states(
         dtype: of the merged output; default outs' dtype.
 
     Returns:
-        out (B, H, S, D) and lse (B, H, S) float32 (float64 like lses); 0 and -inf where no part saw a key. Differentiable.
+        out (B, H, S, D) and lse (B, H, S) float32 (float64 like lses); 0 and -inf where no part saw a key. Differentiable
+        once, in either mode.
 
     Source: arXiv:2501.01005, section 2.2.
     """

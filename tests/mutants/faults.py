@@ -144,7 +144,7 @@ FAULTS = (
     ),
     Fault(
         "half a sink's gradient", f"{_KERNELS}/scores.py",
-        "return -(weights * delta).sum((0, 2))", "return -(weights * delta).sum((0, 2)) * 0.5", ATTENTION,
+        "* delta).sum((0, 2))", "* delta).sum((0, 2)) * 0.5", ATTENTION,
     ),
     Fault(
         "an explicit mask's rows from the first on", f"{_KERNELS}/score_tiles.py",

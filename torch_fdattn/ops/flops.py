@@ -1,6 +1,6 @@
 """FLOP formulas, for `torch.utils.flop_counter` and for the compiler's recomputation choices.
 
-As torch counts its own attention: 2 matmuls forward, 5 backward, masked pairs included, and no gradients but those
+As torch counts its own attention: 2 matmuls forward, 5 backward, as many for tangents of q, k and v, masked pairs included, and no gradients but those
 of q, k and v. Without a formula the partitioner would take attention for free and recompute it.
 """
 
@@ -64,6 +64,10 @@ def _register() -> None:
     def backward_flops(dout_shape, dlse_shape, q_shape, k_shape, v_shape, *args, **kwargs) -> int:
         return _pair_flops(q_shape, k_shape[2], 3 * q_shape[3] + 2 * v_shape[3])
 
+    @register_flop_formula(ops.attention_tangent)
+    def tangent_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
+        return _pair_flops(q_shape, k_shape[2], 3 * q_shape[3] + 2 * v_shape[3])
+
     # Lengths are on the device: counted is the bound that shapes give, all tokens in one sequence.
     @register_flop_formula(ops.varlen_attention_forward)
     def varlen_flops(q_shape, k_shape, v_shape, cu_q, cu_k, table_shape, *args, **kwargs) -> int:
@@ -76,12 +80,20 @@ def _register() -> None:
     ) -> int:
         return _pair_flops(_by_heads(q_shape), k_shape[0], 3 * q_shape[-1] + 2 * v_shape[-1])
 
+    @register_flop_formula(ops.varlen_attention_tangent)
+    def varlen_tangent_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
+        return _pair_flops(_by_heads(q_shape), k_shape[0], 3 * q_shape[-1] + 2 * v_shape[-1])
+
     @register_flop_formula(ops.merge_states_forward)
     def merge_flops(outs_shape, *args, **kwargs) -> int:
         return 2 * prod(outs_shape)
 
     @register_flop_formula(ops.merge_states_backward)
     def merge_backward_flops(dout_shape, dlse_shape, outs_shape, *args, **kwargs) -> int:
+        return 4 * prod(outs_shape)
+
+    @register_flop_formula(ops.merge_states_tangent)
+    def merge_tangent_flops(outs_shape, *args, **kwargs) -> int:
         return 4 * prod(outs_shape)
 
 

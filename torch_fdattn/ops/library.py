@@ -137,7 +137,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
         if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in given):
             raise NotImplementedError(
                 f"torch.ops.fdattn.{name} has no forward-mode derivative (torch.func.jvp, "
-                "torch.autograd.forward_ad); use reverse mode"
+                "torch.autograd.forward_ad); attention, varlen_attention, decode and merge_states have one"
             )
         if written:
             meet(args[0])
@@ -200,6 +200,16 @@ def define_composite(schema: str, function: Callable, autocast_args: int) -> Non
     name = schema[: schema.index("(")]
     library.define(schema, tags=_TAGS)
     library.impl(name, function, "CompositeImplicitAutograd")
+
+    def transformed(first, *args, **kwargs):
+        args = first, *args
+        if autocast_args and torch.is_autocast_enabled(first.device.type):
+            dtype = torch.get_autocast_dtype(first.device.type)
+            args = [_autocast(x, dtype) for x in args[:autocast_args]] + [*args[autocast_args:]]
+        return function(*args, **kwargs)
+
+    # torch.func's own treatment of a composite runs it within a transform, where no autograd.Function can be called.
+    library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
     if not autocast_args:
         return
     overload = getattr(torch.ops.fdattn, name).default
@@ -244,6 +254,46 @@ def refuse_double_backward(op: str) -> None:
         raise NotImplementedError(
             f"torch.ops.fdattn.{op} has no second derivative: its backward cannot run with create_graph=True"
         )
+
+
+class Once(torch.autograd.Function):
+    """A raw op that computes a derivative, as part of what others differentiate: Once.apply(name, op, *arguments).
+
+    Its results are right as they are and refuse to be differentiated, in either mode, when it is asked for: a
+    derivative that is detached, or that torch.func computes with create_graph=True, is used as a constant.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name, op, *arguments):
+        return op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        refuse_second_derivative(ctx.name)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_second_derivative(ctx.name)
+
+
+def refuse_second_derivative(op: str) -> None:
+    raise NotImplementedError(
+        f"torch.ops.fdattn.{op} has no second derivative: neither its backward nor its tangent (torch.func.jvp) "
+        "can be differentiated"
+    )
+
+
+def in_forward_mode(*arguments: object) -> bool:
+    """Whether torch.func transforms a call (in any of its ways), or one of its arguments has a tangent."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
 
 
 def requires_grad(arg: object) -> bool:

@@ -82,11 +82,22 @@ def query_key_positions(
 
 def visible(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """The boolean mask (B or 1, q_len, kv_len): True where the query sees the key."""
-    queries, keys, lens = query_key_positions(mask, q_len, kv_len, device)
+    return sees(mask, *query_key_positions(mask, q_len, kv_len, device))
+
+
+def sees(mask: Mask, queries: Tensor, keys: Tensor, lens: Tensor) -> Tensor:
+    """`visible` for queries at these positions (B or 1, M); keys and lens as `query_key_positions` has them."""
     q_pos, k_pos = queries[:, :, None], keys[:, None, :]
-    seen = (torch.arange(kv_len, device=device) < lens[:, None])[:, None, :]
+    seen = (torch.arange(keys.shape[1], device=keys.device) < lens[:, None])[:, None, :]
     if mask.window_right >= 0:
         seen = seen & (k_pos <= q_pos + mask.window_right)
     if mask.window_left >= 0:
         seen = seen & (k_pos >= q_pos - mask.window_left)
-    return seen.expand(-1, q_len, -1)
+    return seen.expand(-1, queries.shape[1], -1)
+
+
+def sees_any(mask: Mask, queries: Tensor, keys: Tensor, lens: Tensor) -> Tensor:
+    """(B or 1, N): whether any of the queries, of consecutive positions and at least one, sees the key."""
+    by_first = sees(mask._replace(window_right=-1), queries[:, :1], keys, lens)
+    by_last = sees(mask._replace(window_left=-1), queries[:, -1:], keys, lens)
+    return (by_first & by_last)[:, 0]

@@ -83,9 +83,13 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     delta = rowsum(dout ∘ out) - dlse, 0 where lse is -inf.
     """
+    return -(sink_weights(sinks, lse) * delta).sum((0, 2))
+
+
+def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
+    """(B, H, M): what a sink takes of each row; 0 where lse is -inf."""
     finite = lse.masked_fill(lse == float("-inf"), float("inf"))
-    weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - finite)
-    return -(weights * delta).sum((0, 2))
+    return torch.exp(sinks.to(lse.dtype)[None, :, None] - finite)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

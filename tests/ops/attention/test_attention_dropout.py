@@ -249,11 +249,3 @@ def test_raw_ops_want_a_seed():
     mask = (None, None, None, -1, -1, 0, 0, 0.25)
     with pytest.raises(ValueError, match="dropout_seed must be given to a raw op"):
         torch.ops.fdattn.attention_forward(q, k, v, *mask, None, 0.0, None, None, None, 0.5, None)
-
-
-def test_jvp_is_an_error():
-    q, k, v = (x.detach() for x in qkv())
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(
-            lambda x: torch_fdattn.attention(x, k, v, softcap=2.0, dropout_p=0.1)[0], (q,), (q,)
-        )

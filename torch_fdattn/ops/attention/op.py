@@ -3,6 +3,7 @@
     attention_forward(q, k, v, mask…, scores…)                             -> (out, lse)
     attention_backward(dout, dlse, q, k, v, out, lse, mask…, scores…)      -> (dq, dk, dv)
     attention_backward_all(dout, dlse, q, k, v, out, lse, mask…, scores…)  -> (dq, dk, dv, dslopes, dsinks, dmask)
+    attention_tangent(q, k, v, lse, tangents…, mask…, scores…)             -> tangents of (out, lse)
     attention(q, k, v, …)                            -> (out, lse), autograd and autocast
 
 The backward serves every op whose forward is attention over some keys, `decode` and the distributed
@@ -21,8 +22,13 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch
+from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
-from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
+from torch_fdattn.ops.attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+    attention_tangent_reference,
+)
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
@@ -242,65 +248,39 @@ library.define_raw(
 )
 
 
-class _Attend(torch.autograd.Function):
-    """Autograd of any raw forward whose result is attention: the backward needs only (out, lse).
-
-    `forward(ctx, …)` rather than `setup_context`, which costs 33 µs more an eager call.
-    """
-
-    @staticmethod
-    def forward(ctx, raw_forward, where, q, k, v, *rest):
-        """rest: the fields of a mask, the scale, the fields of scores and of dropout."""
-        mask, scale, options = rest[:_MASKS], rest[_MASKS], rest[_MASKS + 1 :]
-        out, lse = raw_forward(q, k, v, *where, *mask, scale, None, *options)
-        softcap, *tensors, dropout_p, dropout_seed = options
-        ctx.save_for_backward(*where, q, k, v, out, lse, *mask[:3], *tensors, dropout_seed)
-        ctx.where = len(where)
-        ctx.options = *mask[3:], scale
-        ctx.softcap, ctx.dropout_p = softcap, dropout_p
-        # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        name = "varlen_attention" if ctx.where else "attention"
-        library.refuse_double_backward(name)
-        no_mask = (None,) * (_MASKS + 2)  # of the mask, the scale and the cap
-        no_scores = (None,) * (_SCORES - 1)
-        no_dropout = None, None
-        if dout is None and dlse is None:
-            return None, None, None, None, None, *no_mask, *no_scores, *no_dropout
-        saved = ctx.saved_tensors
-        where, (q, k, v, out, lse, *pointers) = saved[: ctx.where], saved[ctx.where :]
-        mask_and_scale = *pointers[:3], *ctx.options
-        options = ctx.softcap, *pointers[3:-1], ctx.dropout_p, pointers[-1]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        state = dout, dlse, q, k, v, out, lse, *where
-        wanted = ctx.needs_input_grad[5 + len(no_mask) : -2]
-        if not any(wanted):
-            backward = getattr(torch.ops.fdattn, f"{name}_backward")
-            found = backward(*state, *mask_and_scale, None, *options)
-            return None, None, *found, *no_mask, *no_scores, *no_dropout
-        backward = getattr(torch.ops.fdattn, f"{name}_backward_all")
-        dq, dk, dv, *found = backward(*state, *wanted, *mask_and_scale, None, *options)
-        found = [x if flag else None for x, flag in zip(found, wanted, strict=True)]
-        return None, None, dq, dk, dv, *no_mask, *found, *no_dropout
+def _checked_tangent(q, k, v, lse, rest: tuple) -> tuple[Call, tuple[Tensor | None, ...]]:
+    """The call, and the tangents by TANGENTS."""
+    tangents, rest = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
+    call = call_of((*rest[: _MASKS + 1], None, *rest[_MASKS + 1 :]))
+    call = call._replace(mask=call.mask.clamped)
+    check_inputs(q, k, v, call.mask, call.scale, ("q", "k", "v"), call.scores, call.dropout)
+    checks.expect_shape("lse", lse, q.shape[:-1], "q")
+    check_tangents((q, k, v, *call.scores[1:]), tangents)
+    return call, tangents
 
 
-def attend(
-    raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT, where: tuple[Tensor | None, ...] = (),
-):  # fmt: skip
-    """Calls a raw forward, through autograd only where a gradient is wanted.
+def _tangent(q, k, v, lse, *rest):
+    (mask, scale, _, scores, dropout), (dq, dk, dv, *of_scores) = _checked_tangent(
+        q, k, v, lse, rest
+    )
+    library.launches["attention_tangent/torch"] += 1
+    out, dlse = empty_state(q, v)
+    given = q, k, v, lse, dq, dk, dv, Scores(0.0, *of_scores)
+    copy_state(out, dlse, attention_tangent_reference(*given, mask, scale, scores, dropout))
+    return out, dlse
 
-    where: (cu_seqlens_q, cu_seqlens_k) of packed sequences, which are varlen_attention's to differentiate.
-    """
-    library.meet(q)
-    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
-        return _Attend.apply(raw_forward, where, q, k, v, *mask, scale, *scores, *dropout)
-    return raw_forward(q, k, v, *where, *mask, scale, None, *scores, *dropout)
+
+def _tangent_fake(q, k, v, lse, *rest):
+    _checked_tangent(q, k, v, lse, rest)
+    return empty_state(q, v)
+
+
+library.define_raw(
+    f"attention_tangent(Tensor q, Tensor k, Tensor v, Tensor lse, {TANGENT_SCHEMA}, {MASK_SCHEMA}, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor)",
+    _tangent,
+    _tangent_fake,
+)
 
 
 def options_to_mask(

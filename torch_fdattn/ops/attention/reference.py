@@ -10,6 +10,11 @@ where S in dQ and dK is that before the cap, whose slope multiplies dS; -Σ dS �
 
 (FlashAttention-2, arXiv:2307.08691, section 3.1; the term dlse is d lse / d S = P). The backward takes
 P from the saved lse, so a partial key set with a global (out, lse) yields that part's exact gradients.
+
+Forward mode, with primes for tangents:
+
+    S' = scale · (Q' Kᵀ + Q K'ᵀ),  lse' = rowsum(P ∘ S'),  O' = (P ∘ (S' - lse')) V + P V'
+
 Computes in fp32, or fp64 for fp64 inputs. Limit: materialises the scores of QUERY_BLOCK rows at a time.
 """
 
@@ -21,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout, kept_weights
-from torch_fdattn.ops.positions import Mask, query_key_positions, visible
+from torch_fdattn.ops.positions import Mask, query_key_positions, sees, sees_any, visible
 from torch_fdattn.ops.scores import (
     NO_SCORES,
     Scores,
@@ -29,10 +34,13 @@ from torch_fdattn.ops.scores import (
     cap_slope,
     modify_scores,
     sink_gradient,
+    sink_weights,
     sum_to,
 )
 
 QUERY_BLOCK = 512
+#: Scores that the tangents hold at a time, where 16 rows have no more: they run on GPUs too.
+TANGENT_SCORES = 1 << 24
 
 
 def attention_reference(
@@ -49,9 +57,7 @@ def attention_reference(
     seen = visible(mask, q_len, kv_len, q.device)
     if keys_in is not None:
         seen = seen & keys_in[:, None, :]
-    if (
-        mask.window_left >= 0
-    ):  # keys that every query has left behind may hold anything: 0 · NaN is NaN
+    if mask.window_left >= 0:  # keys that every query has left behind may hold anything
         v = v.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
     q_pos, k_pos, _ = query_key_positions(mask, q_len, kv_len, q.device)
     distance = k_pos[:, None, :] - q_pos[:, :, None]
@@ -130,6 +136,69 @@ def attention_backward_reference(
     return torch.cat(dq, 3).flatten(1, 2), dk, dv, gradients
 
 
+def attention_tangent_reference(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    doptions: Scores, mask: Mask, scale: float, options: Scores | None = None, dropout: Dropout = NO_DROPOUT,
+    first_sequence: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tangents of (out, lse) in the accumulation dtype, from those of the inputs, None where there is none.
+
+    Of `doptions` the tensors are tangents. Without dropout nothing here waits for a GPU.
+    """
+    options = options or NO_SCORES
+    kv_heads, q_len, kv_len = k.shape[1], q.shape[2], k.shape[2]
+    q_pos, k_pos, lens = query_key_positions(mask, q_len, kv_len, q.device)
+    if q_len:
+        # Keys that no query sees may hold anything, and so may their tangents: 0 · NaN is NaN.
+        unseen = ~sees_any(mask, q_pos, k_pos, lens)[:, None, :, None]
+        k, v, dk, dv = (None if x is None else x.masked_fill(unseen, 0.0) for x in (k, v, dk, dv))
+    k, v, dk, dv = (None if x is None else accumulated(x) for x in (k, v, dk, dv))
+    q, dq = (None if x is None else grouped(x, kv_heads) for x in (q, dq))
+    block = min(max(TANGENT_SCORES // max(q.shape[0] * lse.shape[1] * kv_len, 1), 16), QUERY_BLOCK)
+    outs, lses = [], []
+    for start in range(0, max(q_len, 1), block):
+        rows = slice(start, start + block)
+        q_rows, lse_rows, pos = q[:, :, :, rows], lse[:, :, rows], q_pos[:, rows]
+        away = k_pos[:, None, :] - pos[:, :, None]
+        entries = _rows_of(options.attn_mask, rows)
+        products = scale * _by_group(q_rows, k.mT)
+        changed = modify_scores(products.flatten(1, 2), away, options._replace(attn_mask=entries))
+        hidden = ~sees(mask, pos, k_pos, lens)[:, None]
+        p = _probabilities(changed.masked_fill(hidden, float("-inf")), lse_rows)
+        ds = torch.zeros_like(products)
+        if dq is not None:
+            ds = ds + scale * _by_group(dq[:, :, :, rows], k.mT)
+        if dk is not None:
+            ds = ds + scale * _by_group(q_rows, dk.mT)
+        ds = (ds * cap_slope(products, options)).flatten(1, 2)
+        doptions_rows = doptions._replace(softcap=0.0, attn_mask=_rows_of(doptions.attn_mask, rows))
+        ds = _add_tangents(ds, away, doptions_rows).masked_fill(p == 0, 0.0)
+        dlse = (p * ds).sum(-1)
+        if doptions.sinks is not None:
+            dlse = (
+                dlse + sink_weights(options.sinks, lse_rows) * accumulated(doptions.sinks)[:, None]
+            )
+        grid = products.shape
+        changing = (p * (ds - dlse[..., None])).view(grid)
+        out = _by_group(_kept(changing, dropout, pos, k_pos, first_sequence), v)
+        if dv is not None:
+            out = out + _by_group(_kept(p.view(grid), dropout, pos, k_pos, first_sequence), dv)
+        outs.append(out)
+        lses.append(dlse)
+    return torch.cat(outs, 3).flatten(1, 2), torch.cat(lses, 2)
+
+
+def _add_tangents(ds: Tensor, distance: Tensor, doptions: Scores) -> Tensor:
+    """ds (B, H, M, N) with the tangents of slopes and of an additive mask."""
+    if doptions.alibi_slopes is not None:
+        slopes = doptions.alibi_slopes.to(ds.dtype)
+        slopes = slopes[None] if slopes.dim() == 1 else slopes
+        ds = ds - slopes[:, :, None, None] * distance.abs()[:, None]
+    if doptions.attn_mask is not None:
+        ds = ds + doptions.attn_mask.to(ds.dtype)
+    return ds
+
+
 def _kept(x: Tensor, dropout: Dropout, q_pos: Tensor, k_pos: Tensor, first: int) -> Tensor:
     """x (B, H_kv, G, M, N) with zeros where weights are dropped, the others times 1 / (1 - p)."""
     if not dropout.threshold:
@@ -142,10 +211,15 @@ def _by_rows(options: Scores, q_len: int) -> Iterator[Scores]:
     """The options of each block of queries: with the mask's own rows, (…, M or 1, N or 1)."""
     entries = options.attn_mask
     for start in range(0, max(q_len, 1), QUERY_BLOCK):
-        rows = entries
-        if entries is not None and entries.dim() > 1 and entries.shape[-2] > 1:
-            rows = entries[..., start : start + QUERY_BLOCK, :]
-        yield options._replace(attn_mask=rows)
+        rows = slice(start, start + QUERY_BLOCK)
+        yield options._replace(attn_mask=_rows_of(entries, rows))
+
+
+def _rows_of(entries: Tensor | None, rows: slice) -> Tensor | None:
+    """A mask's entries for some queries."""
+    if entries is not None and entries.dim() > 1 and entries.shape[-2] > 1:
+        return entries[..., rows, :]
+    return entries
 
 
 def _valid(x: Tensor, mask: Mask) -> Tensor:

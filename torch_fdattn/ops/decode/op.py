@@ -6,7 +6,7 @@
     decode(q, k_cache, v_cache, kv_lens, …)                          -> (out, lse), autograd and autocast
     paged_decode(q, k_cache, v_cache, page_table, kv_lens, …)        -> (out, lse), autocast
 
-decode's gradient is attention's: the streaming backward from the saved lse.
+decode's derivatives are attention's, from the saved lse.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.autograd import attend
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.attention.op import (
     MASK_SCHEMA,
     OPTIONS_SCHEMA,
-    attend,
     copy_state,
     default_scale,
     empty_state,
@@ -287,9 +287,10 @@ def decode(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     scale = default_scale(q, scale)
-    if not torch.is_grad_enabled() or not any(
-        library.requires_grad(x) for x in (q, k_cache, v_cache, *extras)
-    ):
+    tensors = q, k_cache, v_cache, *extras
+    derived = torch.is_grad_enabled() and any(library.requires_grad(x) for x in tensors)
+    quantised = k_cache.dtype in QUANTISED or k_scale is not None or v_scale is not None
+    if not derived and (quantised or not library.in_forward_mode(*tensors)):
         library.meet(q)
         return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
     _refuse_gradients(k_cache, k_scale, v_scale)

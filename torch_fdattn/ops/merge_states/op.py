@@ -2,6 +2,7 @@
 
 merge_states_forward(outs, lses, dtype)                   -> (out, lse)
 merge_states_backward(dout, dlse, outs, lses, out, lse)   -> (douts, dlses)
+merge_states_tangent(outs, lses, lse, douts, dlses, dtype)  -> tangents of (out, lse)
 merge_states(outs, lses, dtype=None)                      -> (out, lse), autograd
 """
 
@@ -15,6 +16,7 @@ from torch_fdattn.ops import library
 from torch_fdattn.ops.merge_states.reference import (
     merge_states_backward_reference,
     merge_states_reference,
+    merge_states_tangent_reference,
 )
 
 
@@ -112,13 +114,49 @@ library.define_raw(
 )
 
 
+def _check_tangent(outs, lses, lse, douts, dlses, dtype):
+    _check(outs, lses, dtype)
+    checks.expect_shape("lse", lse, lses.shape[1:], "lses")
+    for name, tangent, of in (("outs_tangent", douts, outs), ("lses_tangent", dlses, lses)):
+        if tangent is not None:
+            checks.expect_shape(name, tangent, of.shape, name[:4])
+            checks.expect_dtype(name, tangent, of.dtype, name[:4])
+
+
+def _tangent(outs, lses, lse, outs_tangent, lses_tangent, dtype=None):
+    _check_tangent(outs, lses, lse, outs_tangent, lses_tangent, dtype)
+    library.launches["merge_states_tangent/torch"] += 1
+    out, dlse = _empty(outs, lses, dtype)
+    found = merge_states_tangent_reference(outs, lses, lse, outs_tangent, lses_tangent)
+    out.copy_(found[0])
+    dlse.copy_(found[1])
+    return out, dlse
+
+
+def _tangent_fake(outs, lses, lse, outs_tangent, lses_tangent, dtype=None):
+    _check_tangent(outs, lses, lse, outs_tangent, lses_tangent, dtype)
+    return _empty(outs, lses, dtype)
+
+
+library.define_raw(
+    "merge_states_tangent(Tensor outs, Tensor lses, Tensor lse, Tensor? outs_tangent, Tensor? lses_tangent, "
+    "ScalarType? dtype=None) -> (Tensor, Tensor)",
+    _tangent,
+    _tangent_fake,
+)
+
+
+def _exactly(outs, lses, dtype) -> tuple[Tensor, Tensor]:
+    _check(outs, lses, dtype)
+    # The gradient of lses takes differences with the merged out: rounded to `dtype` it would be wrong
+    # by that rounding, so it is kept in the precision of lse.
+    return torch.ops.fdattn.merge_states_forward(outs, lses, lses.dtype)
+
+
 class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outs, lses, dtype):
-        _check(outs, lses, dtype)
-        # The gradient of lses takes differences with the merged out: rounded to `dtype` it would be wrong
-        # by that rounding, so it is kept in the precision of lse.
-        out, lse = torch.ops.fdattn.merge_states_forward(outs, lses, lses.dtype)
+        out, lse = _exactly(outs, lses, dtype)
         ctx.save_for_backward(outs, lses, out, lse)
         ctx.set_materialize_grads(False)
         return out.to(dtype or outs.dtype), lse
@@ -126,17 +164,54 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("merge_states")
-        if dout is None and dlse is None:
-            return None, None, None
-        outs, lses, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        douts, dlses = torch.ops.fdattn.merge_states_backward(dout, dlse, outs, lses, out, lse)
-        return douts, dlses, None
+        return *_gradients(ctx, dout, dlse, lambda op, *args: op(*args)), None
+
+
+def _gradients(ctx, dout, dlse, call) -> tuple[Tensor | None, Tensor | None]:
+    if dout is None and dlse is None:
+        return None, None
+    outs, lses, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return call(torch.ops.fdattn.merge_states_backward, dout, dlse, outs, lses, out, lse)
+
+
+class _MergeForward(torch.autograd.Function):
+    """`_Merge` with forward mode too, and for torch.func's transforms; its out is in the precision of lse."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(outs, lses, dtype):
+        return _exactly(outs, lses, dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2], *output)
+        ctx.save_for_forward(*inputs[:2], *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        def once(op, *args):
+            return library.Once.apply("merge_states", op, *args)
+
+        return *_gradients(ctx, dout, dlse, once), None
+
+    @staticmethod
+    def jvp(ctx, douts, dlses, _):
+        outs, lses, _, lse = ctx.saved_tensors
+        tangent = torch.ops.fdattn.merge_states_tangent
+        return library.Once.apply(
+            "merge_states", tangent, outs, lses, lse, douts, dlses, lses.dtype
+        )
 
 
 def _merge_states(outs, lses, *, dtype=None):
     library.meet(outs)
+    if library.in_forward_mode(outs, lses):
+        out, lse = _MergeForward.apply(outs, lses, dtype)
+        return out.to(dtype or outs.dtype), lse
     if torch.is_grad_enabled() and (library.requires_grad(outs) or library.requires_grad(lses)):
         return _Merge.apply(outs, lses, dtype)
     return torch.ops.fdattn.merge_states_forward(outs, lses, dtype)

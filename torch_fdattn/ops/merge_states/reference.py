@@ -4,6 +4,8 @@
 
     dout_n = w_n dout,   dlse_n = w_n (⟨dout, out_n - out⟩ + dlse)
 
+and forward, with primes for tangents: lse' = Σ_n w_n lse_n',  out' = Σ_n w_n (out_n' + (lse_n' - lse') out_n)
+
 (Flash-Decoding; FlashInfer's "recursive attention", arXiv:2501.01005, section 2.2.) A part that saw no
 key has lse_n = -inf and weight zero, whatever its out_n holds; with no part at all out = 0, lse = -inf.
 """
@@ -36,6 +38,23 @@ def merge_states_backward_reference(
         inner = inner + dlse
     # Where no part saw a key, a loss's gradient at lse = -inf may be NaN; a weightless part has none.
     return weights[..., None] * dout, torch.where(weights == 0, 0.0, weights * inner)
+
+
+def merge_states_tangent_reference(
+    outs: Tensor, lses: Tensor, lse: Tensor, douts: Tensor | None, dlses: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Tangents of (out, lse) in the accumulation dtype."""
+    lses = accumulated(lses)
+    weights = _weights(lses, lse)
+    changes = torch.zeros_like(_seen_parts(outs, lses))
+    dlse = torch.zeros_like(lse)
+    if dlses is not None:
+        dlses = dlses.masked_fill(weights == 0, 0.0)
+        dlse = (weights * dlses).sum(0)
+        changes = (dlses - dlse)[..., None] * _seen_parts(outs, lses)
+    if douts is not None:
+        changes = changes + _seen_parts(douts, lses)
+    return (weights[..., None] * changes).sum(0), dlse
 
 
 def _weights(lses: Tensor, lse: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
     varlen_attention_forward(q, k, v, cu_seqlens…, page_table, mask…, scores…)          -> (out, lse)
     varlen_attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens…, mask…, scores…)  -> (dq, dk, dv)
     varlen_attention_backward_all(…)                                -> and gradients of what modifies the scores
+    varlen_attention_tangent(q, k, v, lse, cu_seqlens…, tangents…, mask…, scores…)     -> tangents of (out, lse)
     varlen_attention(q, k, v, cu_seqlens_q, …)                      -> (out, lse), autograd and autocast
 
 Mask, scores and dropout are attention's, and so are the kernels: programs look up which sequence's block they
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.op import (
     GRADIENTS,
@@ -24,7 +26,6 @@ from torch_fdattn.ops.attention.op import (
     SCORES_SCHEMA,
     STATE_SCHEMA,
     Call,
-    attend,
     call_of,
     copy_state,
     default_scale,
@@ -35,11 +36,13 @@ from torch_fdattn.ops.attention.op import (
     wanted_of,
 )
 from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
     varlen_attention_backward_reference,
     varlen_attention_reference,
+    varlen_attention_tangent_reference,
 )
 
 _WHERE = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -148,6 +151,35 @@ def _backward_all_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
     return *found, *or_nothing(q, wanted_of(call_of(rest).scores, flags))
 
 
+def _checked_tangent(q, k, v, lse, packed: Packed, rest: tuple):
+    """The call, and the tangents by TANGENTS."""
+    tangents, rest = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
+    after_scale = len(Mask._fields) + 1
+    call = _checked(q, k, v, packed, (*rest[:after_scale], None, *rest[after_scale:]))
+    checks.expect_shape("lse", lse, (q.shape[1], q.shape[0]), "q")
+    check_tangents((q, k, v, *call.scores[1:]), tangents)
+    return call, tangents
+
+
+def _tangent(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    packed = Packed(cu_seqlens_q, cu_seqlens_k)
+    (mask, scale, _, scores, dropout), (*of_inputs, slopes, sinks, _) = _checked_tangent(
+        q, k, v, lse, packed, rest
+    )
+    library.launches["varlen_attention_tangent/torch"] += 1
+    out, dlse = _empty_state(q, v, None)
+    found = varlen_attention_tangent_reference(
+        q, k, v, lse, packed, *of_inputs, Scores(0.0, slopes, sinks), mask, scale, scores, dropout
+    )
+    copy_state(out, dlse, found)
+    return out, dlse
+
+
+def _tangent_fake(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+    _checked_tangent(q, k, v, lse, Packed(cu_seqlens_q, cu_seqlens_k), rest)
+    return _empty_state(q, v, None)
+
+
 library.define_raw(
     f"varlen_attention_forward(Tensor q, Tensor k, Tensor v, {_WHERE}, Tensor? page_table, {MASK_SCHEMA}, "
     f"ScalarType? out_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor)",
@@ -165,6 +197,14 @@ library.define_raw(
     f"ScalarType? grad_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(GRADIENTS)})",
     _backward_all,
     _backward_all_fake,
+)
+
+
+library.define_raw(
+    f"varlen_attention_tangent(Tensor q, Tensor k, Tensor v, Tensor lse, {_WHERE}, {TANGENT_SCHEMA}, "
+    f"{MASK_SCHEMA}, {SCORES_SCHEMA}) -> (Tensor, Tensor)",
+    _tangent,
+    _tangent_fake,
 )
 
 

@@ -17,6 +17,7 @@ from torch_fdattn.ops.attention.reference import (
     accumulated,
     attention_backward_reference,
     attention_reference,
+    attention_tangent_reference,
 )
 from torch_fdattn.ops.decode.reference import gathered
 from torch_fdattn.ops.packed import Packed
@@ -66,6 +67,28 @@ def varlen_attention_backward_reference(
         if sinks is not None:
             sinks += of_options.sinks
     return dq, dk, dv, Scores(0.0, slopes, sinks)
+
+
+def varlen_attention_tangent_reference(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, packed: Packed, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, doptions: Scores, mask: Mask, scale: float, options: Scores, dropout: Dropout = NO_DROPOUT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tangents of (out, lse) in the accumulation dtype; reads the lengths on the host."""
+    out = accumulated(q).new_zeros(*q.shape[:2], v.shape[-1])
+    dlse = out.new_zeros(q.shape[1], q.shape[0])
+    of_sequences = _sequences(q, k, packed, mask, doptions)
+    for (b, rows, keys, own_mask, own), (*_, own_tangents) in zip(
+        _sequences(q, k, packed, mask, options), of_sequences, strict=True
+    ):
+        parts = ((q, rows), (k, keys), (v, keys)), ((dq, rows), (dk, keys), (dv, keys))
+        inputs, tangents = (
+            [None if x is None else by_heads(x[at]) for x, at in part] for part in parts
+        )
+        found = attention_tangent_reference(
+            *inputs, lse[None, :, rows], *tangents, own_tangents, own_mask, scale, own, dropout, b
+        )  # fmt: skip
+        out[rows], dlse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
+    return out, dlse
 
 
 def by_heads(x: Tensor) -> Tensor:
