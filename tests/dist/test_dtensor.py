@@ -50,7 +50,7 @@ def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool
 
 @pytest.mark.parametrize("slopes", [False, True])
 def test_packed_sequences_are_split_by_heads(mesh, rank_device, slopes: bool) -> None:
-    """Never by tokens; with slopes everything is replicated."""
+    """Never by tokens; replicated slopes are split with the heads."""
     world = dist.get_world_size()
     plain = [
         torch.randn(12, h * world, 16, device=rank_device).requires_grad_() for h in (2, 1, 1)
@@ -67,8 +67,7 @@ def test_packed_sequences_are_split_by_heads(mesh, rank_device, slopes: bool) ->
         out, lse = torch_fdattn.varlen_attention(*leaves, cu_seqlens, causal=True, **named)
         loss = out.sin().sum() + lse.exp().sum()
         full(loss).backward()
-    assert out.placements == ((Replicate(),) if slopes else (Shard(1),))
-    assert lse.placements == ((Replicate(),) if slopes else (Shard(0),))
+    assert (out.placements, lse.placements) == ((Shard(1),), (Shard(0),))
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(part.grad.full_tensor(), expected.grad, atol=1e-5, rtol=1e-4)
 

@@ -1,5 +1,8 @@
 """DTensor sharding rules of the raw ops: batch and whole KV groups, never the sequence.
 
+Slopes, sinks, explicit masks and scales are split with the sequences and heads that they are of, and stay whole
+along dims that they are broadcast over; their gradients there are sums over the ranks. With dropout nothing is split.
+
 Registered when the first DTensor arrives, since importing `torch.distributed.tensor` costs 0.4 s.
 Sequence-sharded keys need a merge of partial states: `torch_fdattn.dist`.
 """
@@ -9,47 +12,119 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from torch_fdattn.ops.attention.op import GRADIENTS
+from torch_fdattn.ops.scores import Scores
+
+#: Of the arguments by name, the dims that sequences and heads are split along.
+_Dims = dict[str, tuple[int | None, int | None]]
+_BY_SEQUENCE = 0, None
+_STATE: _Dims = dict.fromkeys(("q", "k", "v", "out", "lse", "dout", "dlse"), (0, 1))
+_STATE |= {f"{x}_tangent": (0, 1) for x in "qkv"}
+_STATE |= dict.fromkeys(("kv_lens", "q_start", "kv_start", "page_table"), _BY_SEQUENCE)
+_CACHES: _Dims = _STATE | dict.fromkeys(("k_cache", "v_cache"), (0, 1))
+#: Pages belong to no sequence, and tokens of packed sequences stay together.
+_PAGES: _Dims = _STATE | dict.fromkeys(("k_cache", "v_cache"), (None, 1))
+_PACKED: _Dims = dict.fromkeys(
+    ("q", "k", "v", "out", "dout", *(f"{x}_tangent" for x in "qkv")), (None, 1)
+)
+_PACKED |= dict.fromkeys(("lse", "dlse"), (None, 0))
+#: What a forward has read and written; gradients and tangents come as they come.
+_FORWARD = "q", "k", "v", "k_cache", "v_cache", "out", "lse"
+#: Options that are broadcast to a number of dims that begin with batch and heads.
+_BROADCAST = {"attn_mask": 4, "k_scale": 3, "v_scale": 3}
 
 
-def _heads_may_split(k, *by_batch) -> bool:
+def _dims(name: str, tensor, of: _Dims) -> tuple[int | None, int | None]:
+    """The dims of an argument that hold sequences and heads; None for those it has not, or is broadcast over."""
+    name = name.removesuffix("_tangent") if name not in of else name
+    by_sequence = of["q"][0] is not None
+    if name == "sinks" or (name == "alibi_slopes" and tensor.ndim == 1):
+        return None, 0
+    if name == "alibi_slopes":
+        return (0 if by_sequence else None), 1
+    if name in _BROADCAST:
+        first = tensor.ndim - _BROADCAST[name]
+        by_sequence = by_sequence and (name == "attn_mask" or of["k_cache"][0] is not None)
+        has = (x >= 0 and tensor.shape[x] > 1 for x in (first, first + 1))
+        there = zip((first, first + 1), has, (by_sequence, True), strict=True)
+        return tuple(x if held and wanted else None for x, held, wanted in there)
+    return of.get(name, (None, None))
+
+
+def _placed(dims: tuple[int | None, int | None], way: str) -> Replicate | Shard:
+    """Where a tensor with such dims is, where a mesh dimension splits nothing, sequences or heads."""
+    dim = {"whole": None, "sequences": dims[0], "heads": dims[1]}[way]
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _ways(k, tensors: dict[str, object], of: _Dims) -> list[str]:
+    """The acceptable ways to split a call.
+
+    Dropout counts the sequences and heads of its call, so that a part of them would drop other weights.
+    """
+    if "dropout_seed" in tensors:
+        return ["whole"]
+    found = ["whole"] if of["q"][0] is None else ["whole", "sequences"]
+    return [*found, "heads"] if _heads_may_split(k, tensors, of) else found
+
+
+def _heads_may_split(k, tensors: dict[str, object], of: _Dims) -> bool:
     """Whether every rank gets whole KV groups, however DTensor splits heads.
 
     It takes the cheapest combination of our choices over all mesh dimensions, and may thus come to split heads
     over those that do not now: to split what is replicated is free, and of partial sums (a gradient, say) a
-    reduce-scatter costs less than an all-reduce. Only a dimension that splits the batch of all of
-    `by_batch` stays as it is.
+    reduce-scatter costs less than an all-reduce. Only a dimension that splits the batch of all that has one
+    stays as it is (of options: of all that is split there at all).
     """
     mesh = k.mesh.shape
-    batch_dims = [i for i in range(len(mesh)) if all(x.placements[i] == Shard(0) for x in by_batch)]
-    if by_batch[0].shape[0] < prod(mesh[i] for i in batch_dims):
+    dims = {name: _dims(name, x, of)[0] for name, x in tensors.items()}
+    state = [name for name in _FORWARD if dims.get(name) is not None]
+    others = [name for name in tensors if name not in of or of[name][1] is None]
+
+    def splits_batch(i: int) -> bool:
+        return all(tensors[x].placements[i] == Shard(dims[x]) for x in state) and all(
+            tensors[x].placements[i]
+            in (Replicate(), Shard(dims[x]) if dims[x] is not None else Replicate())
+            for x in others
+        )
+
+    batch_dims = [i for i in range(len(mesh)) if state and splits_batch(i)]
+    if state and tensors[state[0]].shape[0] < prod(mesh[i] for i in batch_dims):
         batch_dims = []  # DTensor splits no dimension into more shards than it has entries
     return k.shape[1] % prod(size for i, size in enumerate(mesh) if i not in batch_dims) == 0
 
 
-def _choices(k, *by_batch) -> list[tuple]:
-    """(placement of q, k, v, out, lse …; placement of per-sequence tensors) per acceptable sharding."""
-    choices = [(Replicate(), Replicate()), (Shard(0), Shard(0))]
-    if _heads_may_split(k, *by_batch):
-        choices.append((Shard(1), Replicate()))
-    return choices
+def _split_rule(op, of: _Dims, results: tuple[str, ...], gradients: tuple[str, ...] = ()) -> None:
+    """The rule of an op over attention's arguments; results by the names of what they are placed as.
 
+    gradients: further results, of options; where an option is the same on all ranks, its gradient is a sum.
+    """
+    names = [x.name for x in op._schema.arguments]
 
-def _packed_choices(k, plain: bool) -> list[tuple]:
-    """(placement of q, k, v and out; placement of lse (H, T)): tokens of packed sequences are never split."""
-    choices = [(Replicate(), Replicate())]
-    if plain and k.shape[1] % prod(k.mesh.shape) == 0:
-        choices.append((Shard(1), Shard(0)))
-    return choices
+    @register_sharding(op)
+    def rule(*args):
+        # Trailing arguments that are defaults do not come.
+        given = dict(zip(names, args, strict=False))
+        tensors = {name: x for name, x in given.items() if hasattr(x, "placements")}
+        dims = {name: _dims(name, x, of) for name, x in tensors.items()}
 
+        def of_gradient(name: str, way: str) -> object:
+            placed = _placed(dims.get(name, (None, None)), way)
+            return Partial() if way != "whole" and placed == Replicate() else placed
 
-def _options(options) -> tuple[list, bool]:
-    """Placements of an op's further arguments, and whether no tensor (scales, slopes, sinks) is among them."""
-    tensors = [hasattr(x, "placements") for x in options]
-    return [Replicate() if tensor else None for tensor in tensors], not any(tensors)
+        k = given["k_cache" if "k_cache" in given else "k"]
+        return [
+            (
+                [
+                    *(_placed(of[x], way) for x in results),
+                    *(of_gradient(x, way) for x in gradients),
+                ],
+                [_placed(dims[x], way) if x in dims else None for x in given],
+            )
+            for way in _ways(k, tensors, of)
+        ]
 
 
 def _given(tensor: object, placement: object) -> object:
@@ -102,71 +177,16 @@ def register() -> None:
     """Registers the rules with DTensor; called once."""
     ops = torch.ops.fdattn
 
-    @register_sharding([ops.attention_forward.default, ops.decode_forward.default])
-    def forward_rule(q, k, v, kv_lens, q_start, kv_start, *options):
-        rest, plain = _options(options)
-        return [
-            ([x, x], [x, x, x, *(_given(t, per_seq) for t in (kv_lens, q_start, kv_start)), *rest])
-            for x, per_seq in (_choices(k, q, k, v) if plain else _choices(k, q, k, v)[:1])
-        ]
-
-    @register_sharding(ops.paged_decode_forward.default)
-    def paged_rule(q, k, v, page_table, kv_lens, q_start, kv_start, *options):
-        rest, plain = _options(options)
-        tables = (page_table, kv_lens, q_start, kv_start)
-        whole, by_sequence, by_head = Replicate(), Shard(0), Shard(1)
-        # (q and results, pages, tables): pages belong to no sequence, so they are never split by batch.
-        choices = [(whole, whole, whole)]
-        if plain:
-            choices.append((by_sequence, whole, by_sequence))
-            if _heads_may_split(k, q):
-                choices.append((by_head, by_head, whole))
-        return [
-            ([x, x], [x, pages, pages, *(_given(t, per_seq) for t in tables), *rest])
-            for x, pages, per_seq in choices
-        ]
-
-    @register_sharding(ops.attention_backward.default)
-    def backward_rule(dout, dlse, q, k, v, out, lse, kv_lens, q_start, kv_start, *options):
-        rest, plain = _options(options)
-        choices = _choices(k, q, k, v, out, lse)
-        return [
-            (
-                [x, x, x],
-                [x, _given(dlse, x), x, x, x, x, x]
-                + [_given(t, per_seq) for t in (kv_lens, q_start, kv_start)]
-                + rest,
-            )
-            for x, per_seq in (choices if plain else choices[:1])
-        ]
-
-    for backward_all in (ops.attention_backward_all, ops.varlen_attention_backward_all):
-
-        @register_sharding(backward_all.default)
-        def backward_all_rule(dout, dlse, *rest):
-            whole = [Replicate() if hasattr(x, "placements") else None for x in (dout, dlse, *rest)]
-            return [([Replicate()] * (3 + len(GRADIENTS)), whole)]
-
-    @register_sharding(ops.varlen_attention_forward.default)
-    def varlen_rule(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, *options
-    ):
-        rest, plain = _options(options)
-        per_sequence = cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start
-        where = [_given(x, Replicate()) for x in per_sequence]
-        return [([x, lse], [x, x, x, *where, *rest]) for x, lse in _packed_choices(k, plain)]
-
-    @register_sharding(ops.varlen_attention_backward.default)
-    def varlen_backward_rule(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, kv_lens, q_start, kv_start, *options
-    ):  # fmt: skip
-        rest, plain = _options(options)
-        per_sequence = cu_seqlens_q, cu_seqlens_k, kv_lens, q_start, kv_start
-        where = [_given(x, Replicate()) for x in per_sequence]
-        return [
-            ([x] * 3, [x, _given(dlse, rows), x, x, x, x, rows, *where, *rest])
-            for x, rows in _packed_choices(k, plain)
-        ]
+    state, inputs = ("out", "lse"), ("q", "k", "v")
+    _split_rule(ops.attention_forward.default, _STATE, state)
+    _split_rule(ops.attention_tangent.default, _STATE, state)
+    _split_rule(ops.decode_forward.default, _CACHES, state)
+    _split_rule(ops.paged_decode_forward.default, _PAGES, state)
+    _split_rule(ops.varlen_attention_forward.default, _PACKED, state)
+    _split_rule(ops.varlen_attention_tangent.default, _PACKED, state)
+    for name, of in (("attention", _STATE), ("varlen_attention", _PACKED)):
+        _split_rule(getattr(ops, f"{name}_backward").default, of, inputs)
+        _split_rule(getattr(ops, f"{name}_backward_all").default, of, inputs, Scores._fields[1:])
 
     # Stacks (N, B, H, S, …) shard as the states (B, H, S, …) that they merge into.
     @register_sharding(ops.merge_states_forward.default)
@@ -179,6 +199,16 @@ def register() -> None:
     def merge_backward_rule(dout, dlse, outs, lses, out, lse):
         def choice(stack, state):
             return [stack, stack], [state, _given(dlse, state), stack, stack, state, state]
+
+        return [choice(Replicate(), Replicate())] + [
+            choice(Shard(dim + 1), Shard(dim)) for dim in range(3)
+        ]
+
+    @register_sharding(ops.merge_states_tangent.default)
+    def merge_tangent_rule(outs, lses, lse, outs_tangent, lses_tangent, dtype=None):
+        def choice(stack, state):
+            tangents = [_given(x, stack) for x in (outs_tangent, lses_tangent)]
+            return [state, state], [stack, stack, state, *tangents, None]
 
         return [choice(Replicate(), Replicate())] + [
             choice(Shard(dim + 1), Shard(dim)) for dim in range(3)

@@ -95,8 +95,22 @@ def _gradients(ctx, saved: _Saved, dout, dlse, call: Callable) -> tuple[Tensor |
         return None, *found, *no_tensors, *no_scores, *after
     backward = getattr(torch.ops.fdattn, f"{saved.name}_backward_all")
     dq, dk, dv, *found = call(backward, *state, *wanted, *saved.mask_and_scale, None, *saved.scores)
-    found = [x if flag else None for x, flag in zip(found, wanted, strict=True)]
+    tensors = saved.scores[1:_SCORES]
+    found = [
+        _placed_as(x, tensor) if flag else None
+        for x, tensor, flag in zip(found, tensors, wanted, strict=True)
+    ]
     return None, dq, dk, dv, *no_tensors, *found, *after
+
+
+def _placed_as(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """Of DTensors: what is a sum over the ranks is reduced, so that optimizers find it as its parameter is."""
+    if not hasattr(tensor, "placements"):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if x.is_partial() else x for x in tensor.placements]
+    return gradient.redistribute(placements=placements)
 
 
 class _AttendForward(torch.autograd.Function):
