@@ -12,10 +12,23 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, experimental
 
 from torch_fdattn.ops.scores import Scores
+
+
+def _register_sharding(op):
+    """register_sharding, for ops with optional tensors."""
+
+    def register_rule(rule):
+        experimental.register_sharding(op)(rule)
+        # What a rule says is kept by the arguments from this one on and all tensors, of which which ones are missing
+        # would not count: a call with q_start alone is not one with kv_lens alone.
+        DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_argnum = 0
+        return rule
+
+    return register_rule
+
 
 #: Of the arguments by name, the dims that sequences and heads are split along.
 _Dims = dict[str, tuple[int | None, int | None]]
@@ -103,7 +116,7 @@ def _split_rule(op, of: _Dims, results: tuple[str, ...], gradients: tuple[str, .
     """
     names = [x.name for x in op._schema.arguments]
 
-    @register_sharding(op)
+    @_register_sharding(op)
     def rule(*args):
         # Trailing arguments that are defaults do not come.
         given = dict(zip(names, args, strict=False))
@@ -189,13 +202,13 @@ def register() -> None:
         _split_rule(getattr(ops, f"{name}_backward_all").default, of, inputs, Scores._fields[1:])
 
     # Stacks (N, B, H, S, …) shard as the states (B, H, S, …) that they merge into.
-    @register_sharding(ops.merge_states_forward.default)
+    @_register_sharding(ops.merge_states_forward.default)
     def merge_rule(outs, lses, dtype=None):
         return [([Replicate()] * 2, [Replicate(), Replicate(), None])] + [
             ([Shard(dim)] * 2, [Shard(dim + 1), Shard(dim + 1), None]) for dim in range(3)
         ]
 
-    @register_sharding(ops.merge_states_backward.default)
+    @_register_sharding(ops.merge_states_backward.default)
     def merge_backward_rule(dout, dlse, outs, lses, out, lse):
         def choice(stack, state):
             return [stack, stack], [state, _given(dlse, state), stack, stack, state, state]
@@ -204,7 +217,7 @@ def register() -> None:
             choice(Shard(dim + 1), Shard(dim)) for dim in range(3)
         ]
 
-    @register_sharding(ops.merge_states_tangent.default)
+    @_register_sharding(ops.merge_states_tangent.default)
     def merge_tangent_rule(outs, lses, lse, outs_tangent, lses_tangent, dtype=None):
         def choice(stack, state):
             tangents = [_given(x, stack) for x in (outs_tangent, lses_tangent)]
@@ -217,7 +230,7 @@ def register() -> None:
     def append_rule(op, batch_dim: bool) -> None:
         names = [x.name for x in op._schema.arguments]
 
-        @register_sharding(op)
+        @_register_sharding(op)
         def rule(*args):
             # Trailing arguments that are None do not come.
             return _append_choices(batch_dim, dict(zip(names, args, strict=False)))

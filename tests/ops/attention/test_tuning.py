@@ -248,6 +248,59 @@ def test_autotune_finds_and_remembers(kernel_device, fresh, tmp_path) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_autotune_of_packed_sequences(kernel_device, fresh, grad) -> None:
+    """Forward and backward have kinds of their own, by tokens and sequences, not by the lengths on the device."""
+    inputs = [
+        x[0].transpose(0, 1).detach().requires_grad_()
+        for x in small(kernel_device, dtype=torch.float32)
+    ]
+
+    def step(*begins):
+        cu_seqlens = torch.tensor(begins, dtype=torch.int32, device=kernel_device)
+        out, lse = torch_fdattn.varlen_attention(*inputs, cu_seqlens, causal=True)
+        found = torch.autograd.grad(out.square().sum() + lse.sum(), inputs) if grad else ()
+        return out, lse, *found
+
+    trials_of_a_kind = 4 + 7 * grad  # the table's and three candidates of each kernel
+    plain = step(0, 5, 24)
+    with torch_fdattn.autotune():
+        found = step(0, 5, 24)
+        assert len(fresh) == trials_of_a_kind
+        with (
+            Watched(forward._attention_forward_kernel) as seen_forward,
+            Watched(backward._dkdv_kernel) as seen_backward,
+        ):
+            step(0, 20, 24)
+        assert len(fresh) == trials_of_a_kind
+        step(0, 2, 9, 24)  # three sequences: another kind
+        assert len(fresh) == 2 * trials_of_a_kind
+        calls = next(iter(tuning.state.memory.tiles.values()))
+    assert seen_forward.sides == {(32, 16)}
+    assert seen_backward.sides == ({(32, 16)} if grad else set())
+    assert "forward float32 ieee D16/16 causal q32 k32 packed2" in calls
+    assert len(calls) == 2 * (1 + grad)
+    for x, y in zip(found, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.interpreter
+def test_autotune_of_pages(kernel_device, fresh) -> None:
+    q, k, v = small(kernel_device)
+    table = torch.arange(6, dtype=torch.int32, device=kernel_device).view(1, 6)
+    pages = [x.unflatten(2, (6, 4))[0].transpose(0, 1) for x in (k, v)]
+    begins = torch.tensor([0, 24], dtype=torch.int32, device=kernel_device)
+    with torch_fdattn.autotune():
+        out, _ = torch_fdattn.varlen_attention(
+            q[0].transpose(0, 1), *pages, begins, page_table=table
+        )
+        (calls,) = tuning.state.memory.tiles.values()
+    assert list(calls) == ["forward float16 D16/16 pages of 4 q32 k32 packed1"]
+    expected, _ = torch_fdattn.attention(q, k, v)
+    torch.testing.assert_close(out, expected[0].transpose(0, 1), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.interpreter
 def test_other_sources_and_devices_are_others(kernel_device, fresh, tmp_path) -> None:
     inputs, path = small(kernel_device), tmp_path / "tiles.json"
     with torch_fdattn.autotune(path=path):

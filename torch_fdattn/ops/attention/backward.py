@@ -559,10 +559,11 @@ def launch_backward(
         config = backward_config(
             max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
         )
-        if tuning.state.active and packed is None:
-            call = tuning.Call(q, k, v, mask, scores, dropout)
+        if tuning.state.active:
+            call = tuning.Call(q, k, v, mask, scores, dropout, packed)
             again = partial(
-                launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout
+                launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout,
+                packed=packed,
             )  # fmt: skip
             config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
     mask = contiguous_mask(mask)

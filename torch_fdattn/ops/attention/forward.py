@@ -184,9 +184,11 @@ def launch_forward(
         config = forward_config(
             max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
         )
-        if tuning.state.active and packed is None:
-            call = tuning.Call(q, k, v, mask, scores, dropout)
-            again = partial(launch_forward, q, k, v, mask, scale, out, lse, scores, dropout)
+        if tuning.state.active:
+            call = tuning.Call(q, k, v, mask, scores, dropout, packed)
+            again = partial(
+                launch_forward, q, k, v, mask, scale, out, lse, scores, dropout, packed=packed
+            )
             config = tuning.chosen("forward", config, call, (out, lse), again)
     op, row_blocks = "attention_forward", triton.cdiv(q_len, config.block_m)
     if packed is not None:

@@ -24,6 +24,7 @@ from torch_fdattn.ops.attention.candidates import candidates
 from torch_fdattn.ops.attention.configs import TileConfig, dot_precision
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.remembered import Memory
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 from torch_fdattn.sources import hash_of
@@ -55,7 +56,7 @@ def tiles(
     kernel: str | None = None, *, block_m: int | None = None, block_n: int | None = None,
     num_warps: int | None = None, num_stages: int | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Other tile sizes for `attention`, forward and backward, while it is open: for experiments.
+    """Other tile sizes for `attention` and `varlen_attention`, forward and backward, while it is open: for experiments.
 
     Args:
         kernel: "forward", "dkdv", "dq" or "dmask" (the backward's sweeps for dK and dV, for dQ, for a mask's
@@ -88,10 +89,11 @@ def tiles(
 
 
 class autotune:
-    """Searches tiles for `attention`'s forward and backward by timing, on each new kind of call; off by default.
+    """Searches tiles for `attention` and `varlen_attention` by timing, on each new kind of call; off by default.
 
     From the call on, or as a context manager for its block, as `torch.set_grad_enabled`. A kind of call is its
-    dtype, head dims, masks, options and lengths (in powers of two) on a device; its first launch tries the
+    dtype, head dims, masks, options and lengths (in powers of two; of packed sequences their number, and the tokens
+    of all, since the lengths of each are on the device) on a device; its first launch tries the
     candidates (`ops/attention/candidates.py`) on its own inputs, which takes up to a minute of compiling, and writes
     its results with the fastest, which all later launches take. A tile whose results differ from the table's by
     more than rounding is never taken. Other tiles add up in another order: results differ from those without
@@ -99,6 +101,9 @@ class autotune:
 
     While a CUDA graph is captured nothing is searched: what is known is taken, else the table's tile; call once
     before the capture. Tracing searches nothing, running the compiled graph does. Under `tiles` nothing is searched.
+
+    `decode` and `paged_decode` are not searched: their launches are plans that are kept from the first call on, with
+    tiles and a cut of the work that belong together (`ops/decode/schedule.py`).
 
     Args:
         enabled: False switches it off; what was found is kept for later.
@@ -135,6 +140,7 @@ class Call(NamedTuple):
     mask: Mask
     scores: Scores
     dropout: Dropout
+    packed: Packed | None = None
 
     def __str__(self) -> str:
         mask, scores = self.mask, self.scores
@@ -146,9 +152,20 @@ class Call(NamedTuple):
             "softcap" * (scores.softcap > 0), "alibi" * (scores.alibi_slopes is not None),
             "sinks" * (scores.sinks is not None), "dropout" * (self.dropout.p > 0),
             "" if scores.attn_mask is None else f"mask:{str(scores.attn_mask.dtype).removeprefix('torch.')}",
-            *(f"{name}{1 << (x.shape[2] - 1).bit_length()}" for name, x in (("q", self.q), ("k", self.k))),
+            *self._sizes(),
         ]  # fmt: skip
         return " ".join(word for word in words if word)
+
+    def _sizes(self) -> Iterator[str]:
+        """Lengths, in powers of two; of packed sequences all tokens, beside how many sequences they are."""
+        lengths, packed = dict(q=self.q.shape[2], k=self.k.shape[2]), self.packed
+        if packed is not None:
+            lengths["packed"] = packed.sequences
+            if packed.page_table is not None:
+                yield f"pages of {self.k.shape[2]}"
+                lengths["k"] *= packed.page_table.shape[1]
+        for name, length in lengths.items():
+            yield f"{name}{1 << (length - 1).bit_length()}"
 
 
 def chosen(
