@@ -16,7 +16,7 @@ from torch_fdattn.ops.attention import backward, forward, trials, tuning
 from torch_fdattn.ops.attention.candidates import CANDIDATES, FP32, candidates, parse_configs
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.library import launches
-from torch_fdattn.testing import FeatureCase, expected_attention, make_tensor
+from torch_fdattn.testing import FeatureCase, assert_launched, expected_attention, make_tensor
 
 CASE = FeatureCase(
     3, 2, 2, 1, 140, 150, 16, torch.float16, 16, causal=True, window=(100, -1), kv_lens=(150, 131),
@@ -264,7 +264,9 @@ def test_autotune_of_packed_sequences(kernel_device, fresh, grad) -> None:
 
     trials_of_a_kind = 4 + 7 * grad  # the table's and three candidates of each kernel
     plain = step(0, 5, 24)
-    with torch_fdattn.autotune():
+    ways = ("forward", "backward")[: 1 + grad]
+    launched = assert_launched(*(f"varlen_attention_{way}/triton" for way in ways))
+    with torch_fdattn.autotune(), launched:
         found = step(0, 5, 24)
         assert len(fresh) == trials_of_a_kind
         with (
