@@ -3,7 +3,8 @@
 memcheck sees an access outside an allocation, so PyTorch's caching of memory is off: each tensor is an
 allocation of its own. A planted overrun comes first, which must be reported, or a clean run says nothing.
 racecheck sees hazards in shared memory. Both slow a kernel down a great deal, hence the few cases a tool.
-Needs compute-sanitizer of CUDA 13.
+Needs compute-sanitizer of CUDA 13. Of 13.0 (2025.3.1) racecheck ended some cases with "Internal Sanitizer Error",
+without a hazard; that of the wheel nvidia-cuda-sanitizer-api 13.5.25 did not, and the wheel's goes first.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ class Job:
 
 def find_sanitizer() -> str:
     """compute-sanitizer of the CUDA toolkit, or of NVIDIA's wheel `nvidia-cuda-sanitizer-api`."""
-    places = [shutil.which("compute-sanitizer")]
     wheel = importlib.util.find_spec("nvidia")
-    for folder in wheel.submodule_search_locations if wheel else ():
-        places += [str(path) for path in Path(folder).glob("cu*/bin/compute-sanitizer")]
+    places = [
+        str(path)
+        for folder in (wheel.submodule_search_locations if wheel else ())
+        for path in Path(folder).glob("cu*/bin/compute-sanitizer")
+    ]
+    places.append(shutil.which("compute-sanitizer"))
     found = next((place for place in places if place), None)
     if found is None:
         sys.exit("compute-sanitizer was not found: it is part of the CUDA toolkit and of the wheel nvidia-cuda-sanitizer-api")  # fmt: skip
