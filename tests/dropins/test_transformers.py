@@ -495,3 +495,11 @@ def test_versions(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install \"torch-fdattn\[transformers\]\""):
         dropin.register()
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_what_would_be_lost_is_refused(name):
+    """Sparse models tell any interface but eager's and sdpa's of their choice of keys by an argument."""
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match=f"does not know {name} "):
+        dropin.fdattn_attention(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1)})

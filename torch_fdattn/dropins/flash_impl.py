@@ -178,10 +178,17 @@ def _flash_forward_obstacle(
     if cum_seq_q is not None:
         if seqused_k is not None and seqused_k.dtype != torch.int32:
             return "cu-seqlens"
+        if seqused_k is not None and seqused_k.device != query.device:
+            return "device"
         return _varlen_obstacle(query, (key, value), cum_seq_q, cum_seq_k, scale)
     if cum_seq_k is not None or seqused_k is not None:
         return "cu-seqlens"
     return _dense_obstacle(query, (key, value), 2, is_causal, scale)
+
+
+def _as_flash(lse: Tensor) -> Tensor:
+    """Rows without keys: flash writes +inf, and its backward, should it come to that, needs it."""
+    return torch.where(lse == -math.inf, math.inf, lse)
 
 
 def _flash_forward(
@@ -194,13 +201,12 @@ def _flash_forward(
         out, lse = torch.ops.fdattn.attention_forward(
             *(x.transpose(1, 2) for x in (query, key, value)), *tail
         )
-        return out.transpose(1, 2), lse, *_unused_results(query)
+        return out.transpose(1, 2), _as_flash(lse), *_unused_results(query)
     out, lse = torch.ops.fdattn.varlen_attention_forward(
         query, key, value, cum_seq_q, cum_seq_k, None, *tail
     )
     if cum_seq_q is not cum_seq_k or seqused_k is not None:
-        # Rows without keys: flash writes +inf, and its backward, should it come to that, needs it.
-        lse = torch.where(lse == -math.inf, math.inf, lse)
+        lse = _as_flash(lse)
     return out, lse, *_unused_results(query)
 
 

@@ -186,6 +186,10 @@ def _padding(
     return torch.nn.functional.pad(given, (0, kv_length - given.shape[1]))
 
 
+#: Arguments with which some models (DeepSeek-V3.2, MiniMax M3, Inkling 2) say what their mask does not.
+_CHOOSE_KEYS = ("indices", "block_indices", "sinks")
+
+
 def fdattn_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
@@ -205,6 +209,12 @@ def fdattn_attention(
             'attn_implementation="fdattn" has no continuous batching (a paged cache was given): use '
             'attn_implementation="sdpa" for it'
         )
+    for name in _CHOOSE_KEYS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f'attn_implementation="fdattn" does not know {name} (keys that a layer chooses, or its own '
+                'sinks), which would be lost: use attn_implementation="eager" for this model'
+            )
     if kwargs.get("output_attentions"):
         warnings.warn(
             'attn_implementation="fdattn" makes no attention weights and returns None for them: use '

@@ -1,4 +1,4 @@
-"""Softcap, ALiBi and sinks on tiles, in Triton; the torch twin, which defines them, is `ops/scores.py`."""
+"""Softcap, ALiBi, explicit masks and sinks on tiles, in Triton; the torch twin, which defines them, is `ops/scores.py`."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def score_tile(
         strides = (options[6][2], options[6][3])
         first_key = first_key // 16 * 16  # as it is: tiles begin at multiples of their size
         mask_ptr += first_row.to(tl.int64) * strides[0] + first_key.to(tl.int64) * strides[1]
-        row = tl.minimum(q_pos - q_start, q_len - 1) - first_row
+        row = q_pos - q_start
         if index.shape[0] == 1:
             column = tl.arange(0, index.shape[1])[None, :]
         else:
             column = tl.arange(0, index.shape[0])[:, None]
         # All for loads of whole vectors, 5 times as fast: `index` would hide where it begins, and the mask's own
-        # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key, and rows
-        # behind the last are nobody's.
-        offsets = tile_offsets(row, column, strides, WIDE)
-        inside = first_key + column < options[6][4]
+        # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key; rows behind
+        # the last get 0, since dK and dV sum over them: their probabilities are 0, but NaN would stay NaN.
+        offsets = tile_offsets(row - first_row, column, strides, WIDE)
+        inside = (row < q_len) & (first_key + column < options[6][4])
         entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
         if options[5].dtype.element_ty == tl.int1:
             products = tl.where(entries, products, float("-inf"))

@@ -213,3 +213,17 @@ def test_nothing_to_attend_to(sizes, device):
     dbias = torch.autograd.grad(out.sum(), bias)[0]
     assert dbias.shape == bias.shape
     assert (dbias == 0).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_nan_that_no_query_sees_leaves_no_gradient(broadcast, device):
+    """In the last row: rows behind it, up to the tile's end, must not take it for their own."""
+    q, k, v = qkv(device, q_len=17, kv_len=32)
+    bias = torch.zeros(1 if broadcast else 17, 32, device=device)
+    bias[-1, 20] = float("nan")  # of a key that causality hides from all
+    bias.requires_grad_()
+    q_start = torch.zeros(2, dtype=torch.int32, device=device)
+    out, lse = torch_fdattn.attention(q, k, v, causal=True, q_start=q_start, attn_mask=bias)
+    for gradient in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, bias)):
+        assert torch.isfinite(gradient).all()

@@ -31,8 +31,10 @@ ANY = torch.empty(1)
 KINDS = {
     "full": (False, NO_SCORES, NO_DROPOUT),
     "masked": (True, NO_SCORES, NO_DROPOUT),
-    "softcap, ALiBi, sinks": (True, Scores(30.0), NO_DROPOUT),
-    "explicit mask, dropout": (True, NO_SCORES, Dropout(0.1, ANY)),
+    "softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT),
+    "sinks": (True, Scores(sinks=ANY), NO_DROPOUT),
+    "explicit mask": (True, Scores(attn_mask=ANY), NO_DROPOUT),
+    "dropout": (True, NO_SCORES, Dropout(0.1, ANY)),
 }
 
 
