@@ -54,9 +54,9 @@ test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 coverage: $(TESTED)  ## What the compile backend makes of transformers' models: a table, of about ten minutes.
 	$(PYTHON) -m tests.compile_backend.coverage $(MODELS)
 
-FUZZ := -m pytest -q -n 2 tests/ops/decode/test_serving_drawn.py
+FUZZ := -m pytest -q -n 2 -k drawn tests/ops/decode/test_serving_drawn.py tests/ops/attention/test_attention_features.py tests/ops/varlen_attention/test_varlen_drawn.py
 
-fuzz: $(TESTED)  ## A thousand drawn decode calls, on a GPU where there is one; DRAWN=N for another number.
+fuzz: $(TESTED)  ## A thousand drawn calls of each of decode, attention and varlen_attention with features crossed, on a GPU where there is one; DRAWN=N for another number.
 	@export FDATTN_DRAWN=$(or $(DRAWN),1000); \
 	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(PYTHON) $(FUZZ); else TRITON_INTERPRET=1 $(PYTHON) $(FUZZ) -m interpreter; fi

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from . import show
 from .cases import (
     ATTENTION_CASES,
+    COMPILE_CASES,
     DECODE_CASES,
     DIST_DECODE_CASES,
     FEATURE_CASES,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _CASES = {
     "attention": ATTENTION_CASES,
+    "compile": COMPILE_CASES,
     "decode": DECODE_CASES,
     "dist_decode": DIST_DECODE_CASES,
     "generate": GENERATE_CASES,
@@ -97,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--repeats", type=int, default=3)
     _add_run_options(command)
     command.set_defaults(run=_run_floors)
+
+    command = names.add_parser("compile", help="layers of transformers' models under torch.compile")
+    command.add_argument("--cases", metavar="TEXT")
+    command.add_argument("--repeats", type=int, default=3)
+    _add_run_options(command)
+    command.set_defaults(run=_run_compile)
 
     command = names.add_parser("generate", help="a real model: tokens/s, also under torchrun")
     command.add_argument("--cases", metavar="TEXT")
@@ -203,6 +211,15 @@ def _run_host(options: argparse.Namespace, words: Sequence[str]) -> int:
     run = _start(options, words, ())
     host.measure(run, cases if options.cases else cases[:1])
     return _finish(run.recorder, options, host.render)
+
+
+def _run_compile(options: argparse.Namespace, words: Sequence[str]) -> int:
+    cases = _select(options)
+    from . import compiled
+
+    run = _start(options, words, compiled.WAYS)
+    compiled.measure(run, cases)
+    return _finish(run.recorder, options)
 
 
 def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:

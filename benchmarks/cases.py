@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from .shapes import AttentionCase, DecodeCase, GenerateCase
+from .shapes import AttentionCase, CompileCase, DecodeCase, GenerateCase
 
 
 def _smollm2(prompt_tokens: int, new_tokens: int, dtype: str, tiny: bool = False) -> GenerateCase:
@@ -61,6 +61,20 @@ FEATURE_CASES: tuple[AttentionCase, ...] = (
     *(
         AttentionCase(f"tiny {x}", 1, 4, 2, 80, 16, True, "fp32", True, x)
         for x in (*FEATURES, "window16")
+    ),
+)
+
+#: Llama-3-8B's and T5-large's layers under torch.compile; see compiled.py.
+COMPILE_CASES: tuple[CompileCase, ...] = (
+    CompileCase("prefill", 2, 32, 8, 8192, 128),
+    CompileCase("decode", 1, 32, 8, 32768, 128),
+    CompileCase("train", 2, 16, 16, 4096, 64),
+    CompileCase("prefill", 8, 32, 8, 2048, 128),
+    CompileCase("decode", 16, 32, 8, 4096, 128),
+    CompileCase("train", 8, 16, 16, 1024, 64),
+    *(
+        CompileCase(use, 2, 4, 2 if use != "train" else 4, 32, 16, "fp32", True)
+        for use in ("prefill", "decode", "train")
     ),
 )
 

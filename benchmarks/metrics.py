@@ -46,6 +46,7 @@ _SPEEDS = (
     Metric("scaling", "x", "Times faster than on one rank", True),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
     Metric("step_ms", "ms", "Training step, ms", False),
+    Metric("compile_ms", "ms", "Compiling anew, ms", False),
 )
 _OTHERS = (
     Metric("first_call_ms", "ms", "First call, compilation included, ms", None),

@@ -134,6 +134,29 @@ class DecodeCase:
         return values * DTYPE_BYTES[self.cache or self.dtype]
 
 
+@dataclass(frozen=True)
+class CompileCase:
+    """Layers of a model under torch.compile (`compiled.py`); use: prefill, decode or train."""
+
+    use: str
+    batch: int
+    heads: int
+    kv_heads: int
+    kv_len: int
+    head_dim: int
+    dtype: str = "bf16"
+    tiny: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{'tiny ' if self.tiny else ''}{self.use} B{self.batch} N{self.kv_len}"
+
+    @property
+    def name(self) -> str:
+        tags = (self.dtype, self.use)
+        return Shape(self.batch, self.heads, self.kv_heads, self.kv_len, self.head_dim, tags).name
+
+
 @functools.cache
 def sequence_lengths(batch: int, kv_len: int, ragged: str | None) -> tuple[int, ...]:
     """The lengths of a batch, from torch's CPU generator with seed 0: the same on every machine.

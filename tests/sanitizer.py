@@ -25,6 +25,8 @@ FOUND = 99  # the exit code that the tool is asked for
 OURS = "^_[a-z_]+_kernel"
 DRAWN = {
     "attention": "tests/ops/attention/test_attention_drawn.py::test_drawn",
+    "features": "tests/ops/attention/test_attention_features.py::test_drawn",
+    "varlen_attention": "tests/ops/varlen_attention/test_varlen_drawn.py::test_drawn",
     "decode": "tests/ops/decode/test_decode_drawn.py::test_drawn",
     "serving": "tests/ops/decode/test_serving_drawn.py::test_drawn",
     "append_kv": "tests/ops/append_kv/test_append_drawn.py::test_drawn",

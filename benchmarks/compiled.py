@@ -1,0 +1,237 @@
+"""Layers of transformers' models under `torch.compile`: `backend="fdattn"` beside Inductor's default, and eager.
+
+Random weights, two layers, the sizes of the real models; the model code is transformers' own, its attention "sdpa":
+
+    prefill     Llama-3-8B, a 2-D padding mask of which an eighth is padding in every second sequence
+    decode      Llama-3-8B, one token against a full static cache (its length is set back in every call)
+    train       T5-large's encoder, forward and backward: its relative positions are an additive bias with gradient
+
+Forward and step by event timing behind a flushed L2, decode in a CUDA graph, and what an eager decode step costs the
+host. `compile_ms` is a first call after `torch._dynamo.reset()` with empty caches on disk, where our own kernels
+(which do not depend on the model) are loaded; `first_call_ms` the very first one. Outputs, and in training the
+bias's gradient, must be those of the eager model within 3 %, or there is an error in place of figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .peers import Implementation
+from .peers.base import missing
+from .runner import DTYPES, Run, generator
+from .shapes import CompileCase
+from .timing import RotatedGraph
+
+LAYERS = 2
+TOLERANCE = 0.03
+#: Calls of a host timing: those of the eager model must not fill the launch queue.
+HOST_CALLS = 5
+
+Step = Callable[[], Tensor]
+
+
+class Way(Implementation):
+    """A backend of torch.compile, or the eager model."""
+
+    options: dict[str, object] | None = None  # the backend's
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def available(self, device: torch.device) -> str | None:
+        return missing("transformers")
+
+    def apply(self, fn: Callable) -> Callable:
+        from torch_fdattn.compile_backend import fdattn  # by itself: a checkout has no entry points
+
+        if self.name == "eager":
+            return fn
+        backend = {"fdattn": fdattn}.get(self.name, self.name)
+        return torch.compile(fn, backend=backend, fullgraph=True, options=self.options)
+
+
+#: The eager model first: the others are compared with what it gives.
+WAYS = (Way("eager"), Way("fdattn"), Way("inductor"))
+
+
+def measure(run: Run, cases: Sequence[CompileCase]) -> None:
+    run.cases(cases, lambda case, ways: _Measurement(run, case, ways).measure())
+
+
+class _Measurement:
+    def __init__(self, run: Run, case: CompileCase, ways: Sequence[Implementation]) -> None:
+        self.run, self.case, self.ways = run, case, ways
+        self.device = run.timer.device
+        torch.manual_seed(0)
+        self.fn, self.step = _USES[case.use](case, self.device)
+
+    def measure(self) -> None:
+        expected: Tensor | None = None
+        steps: dict[str, Step] = {}
+        for way in self.ways:
+            with self._guard(way, "first call"):
+                torch._dynamo.reset()
+                begin = time.perf_counter()
+                step = self._made(way)
+                found = self._result(step)
+                if way.name != "eager":
+                    self._add(way, "first_call_ms", 1e3 * (time.perf_counter() - begin))
+                expected = found if expected is None else expected
+                error = ((found - expected).norm() / expected.norm()).item()
+                if not error < TOLERANCE:
+                    raise ValueError(f"differs from the eager model by {error:.3g} of its norm")
+                steps[way.name] = step
+        self._times({way.name: steps[way.name] for way in self.ways if way.name in steps})
+        self._compile_times([way for way in self.ways if way.name in steps])
+
+    def _made(self, way: Way) -> Step:
+        fn = way.apply(self.fn)
+        return lambda: self.step(fn)
+
+    def _result(self, step: Step) -> Tensor:
+        found = step().float()
+        self.run.timer.synchronize()
+        return found
+
+    def _times(self, steps: dict[str, Step]) -> None:
+        timer, use = self.run.timer, self.case.use
+        metric, scale = {"train": ("step_ms", 1e-3), "prefill": ("fwd_us", 1)}.get(
+            use, ("graph_us", 1)
+        )
+        samplers = {}
+        for name, step in steps.items():
+            with self._guard(Way(name), metric):
+                if metric == "graph_us" and self.device.type == "cuda":
+                    with torch.no_grad():
+                        samplers[name] = RotatedGraph(timer, [step]).sample
+                else:
+                    samplers[name] = timer.sampler(step, target_us=200e3)
+        self._record(metric, samplers, scale)
+        if use == "decode":
+            samplers = {
+                name: lambda step=step: timer.host_us([step], HOST_CALLS)
+                for name, step in steps.items()
+            }
+            self._record("host_us", samplers, 1)
+
+    def _record(self, metric: str, samplers: dict[str, Callable[[], float]], scale: float) -> None:
+        for name, sample in self.run.interleave(self.case.name, samplers, metric).items():
+            self.run.recorder.add_sample(
+                self.case.name, name, metric, sample.median * scale, sample.spread
+            )
+
+    def _compile_times(self, ways: Sequence[Way]) -> None:
+        from torch._inductor.utils import fresh_cache
+
+        def sampler(way: Way) -> Callable[[], float]:
+            def sample() -> float:
+                torch._dynamo.reset()
+                with fresh_cache():
+                    begin = time.perf_counter()
+                    self._result(self._made(way))
+                    return 1e3 * (time.perf_counter() - begin)
+
+            return sample
+
+        self._record(
+            "compile_ms", {way.name: sampler(way) for way in ways if way.name != "eager"}, 1
+        )
+
+    def _add(self, way: Implementation, metric: str, value: float) -> None:
+        self.run.recorder.add(self.case.name, way.name, metric, value)
+
+    def _guard(self, way: Implementation, step: str) -> contextlib.AbstractContextManager[None]:
+        return self.run.recorder.guard(self.case.name, way.name, step, self.run.timer.check_device)
+
+
+def _llama(case: CompileCase, device: torch.device) -> nn.Module:
+    import transformers
+
+    hidden = case.heads * case.head_dim
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=LAYERS, vocab_size=1024,
+        num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, head_dim=case.head_dim,
+        max_position_embeddings=case.kv_len, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return _built(transformers.LlamaModel, config, case, device)
+
+
+def _built(kind: type, config: object, case: CompileCase, device: torch.device) -> nn.Module:
+    with torch.device(device):
+        return kind(config).to(DTYPES[case.dtype])
+
+
+def _tokens(case: CompileCase, length: int, device: torch.device) -> Tensor:
+    made = generator(device, 1)
+    return torch.randint(1024, (case.batch, length), generator=made, device=device)
+
+
+def _prefill(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
+    model, tokens = _llama(case, device), _tokens(case, case.kv_len, device)
+    padding = torch.ones_like(tokens)
+    padding[::2, : case.kv_len // 8] = 0
+
+    def fn(tokens: Tensor, padding: Tensor) -> Tensor:
+        return model(tokens, attention_mask=padding, use_cache=False)[0]
+
+    def step(fn: Callable) -> Tensor:
+        with torch.no_grad():
+            # What stands where there is no token is nobody's, and models differ in it.
+            return fn(tokens, padding)[:, case.kv_len // 8 :]
+
+    return fn, step
+
+
+def _decode(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
+    import transformers
+
+    model, tokens = _llama(case, device), _tokens(case, 1, device)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=case.kv_len)
+    cache.early_initialization(case.batch, case.kv_heads, case.head_dim, DTYPES[case.dtype], device)
+    made = generator(device, 2)
+    for layer in cache.layers:
+        for x in (layer.keys, layer.values):
+            x.normal_(generator=made)
+    padding = tokens.new_ones(case.batch, case.kv_len)
+
+    def fn(tokens: Tensor, padding: Tensor) -> Tensor:
+        return model(tokens, attention_mask=padding, past_key_values=cache, use_cache=True)[0]
+
+    def step(fn: Callable) -> Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(case.kv_len - 1)
+        with torch.no_grad():
+            return fn(tokens, padding)
+
+    return fn, step
+
+
+def _train(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
+    import transformers
+
+    config = transformers.T5Config(
+        d_model=case.heads * case.head_dim, d_kv=case.head_dim, d_ff=4 * case.heads * case.head_dim, vocab_size=1024,
+        num_layers=LAYERS, num_heads=case.heads, dropout_rate=0.0, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = _built(transformers.T5EncoderModel, config, case, device)
+    tokens = _tokens(case, case.kv_len, device)
+
+    def fn(tokens: Tensor) -> Tensor:
+        return model(tokens)[0]
+
+    def step(fn: Callable) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        out = fn(tokens)
+        out.float().sin().mean().backward()  # squares are the same for all: the last layer normalises
+        return model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad
+
+    return fn, step
+
+
+_USES = {"prefill": _prefill, "decode": _decode, "train": _train}

@@ -1,0 +1,56 @@
+"""Compiled layers: every way gives figures on a CPU, and one that is wrong gives a reason."""
+
+import pytest
+import torch
+
+from benchmarks import compiled
+from benchmarks.cases import COMPILE_CASES, select
+from benchmarks.results import Recorder, Results
+from benchmarks.runner import Budget, Run
+from benchmarks.timing import Timer
+
+from .test_results import META
+
+pytest.importorskip("transformers", reason="the models are transformers'")
+TINY = select(COMPILE_CASES, "tiny", tiny_only=True)
+METRICS = {
+    "prefill": {"fwd_us", "compile_ms"},
+    "decode": {"graph_us", "host_us", "compile_ms"},
+    "train": {"step_ms", "compile_ms"},
+}
+
+
+def figures(case, ways) -> dict[str, dict]:
+    recorder = Recorder(Results(META | {"gpu": "cpu"}), None)
+    compiled.measure(Run(Timer(torch.device("cpu")), recorder, ways, 1, Budget(None)), [case])
+    return {
+        way.name: {row.metric: row.value for row in recorder.results.rows if row.impl == way.name}
+        for way in ways
+    }
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.use)
+def test_every_use(case, monkeypatch) -> None:
+    from torch._dynamo.utils import counters
+
+    # Inductor's own time is not what is tested here.
+    monkeypatch.setattr(compiled.Way, "options", {"lower": "aot_eager"})
+    counters.clear()
+    found = figures(case, compiled.WAYS[:2])
+    assert "error" not in found["eager"] | found["fdattn"], found
+    assert set(found["fdattn"]) >= METRICS[case.use]
+    assert counters["fdattn"]["rewritten"] >= compiled.LAYERS
+    assert counters["fdattn"]["left"] == 0
+
+
+def test_a_wrong_model_gives_no_figures(monkeypatch) -> None:
+    made = compiled.Way.apply
+    monkeypatch.setattr(
+        compiled.Way,
+        "apply",
+        lambda way, fn: fn if way.name == "eager" else lambda *inputs: made(way, fn)(*inputs) * 1.1,
+    )
+    monkeypatch.setattr(compiled.Way, "options", {"lower": "eager"})
+    found = figures(TINY[0], compiled.WAYS[:2])
+    assert "differs from the eager model by 0.1" in found["fdattn"]["error"]
+    assert "fwd_us" not in found["fdattn"]
