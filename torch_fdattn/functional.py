@@ -153,6 +153,7 @@ def decode(
     kv_block: int = 0, kv_stride: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
+    attn_mask: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of 1 to 16 new tokens a sequence over its preallocated cache.
@@ -172,18 +173,21 @@ def decode(
             returned includes it, so that ``exp(score - lse)`` are the weights.
         batch_invariant: a sequence of n keys is cut into ⌈n / 1024⌉ pieces, so that its results are the same
             bits whatever else is in the batch (`ops/decode/README.md`).
+        attn_mask: as `attention`'s, broadcastable to (B, H, T, capacity): left padding, say. It is read where it
+            lies; what it hides is not skipped.
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous, out not expanded.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
     The other arguments, the results and the errors are those of `attention`; derivatives of both
-    modes are defined for q, k_cache, v_cache, alibi_slopes and sinks where the cache is not quantised.
+    modes are defined for q, k_cache, v_cache, alibi_slopes, sinks and a floating
+    attn_mask where the cache is not quantised.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
     left, right = (-1, -1) if window is None else window_bounds(window)
-    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask)
     if out is None and workspace is None and library.runs_unseen(
-        q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
+        q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
         return decode_op.decode_eagerly(
             q, k_cache, v_cache, None, kv_lens, q_start, kv_start, left, 0 if causal else right, kv_block,
@@ -192,7 +196,7 @@ def decode(
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
     _expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale=k_scale, v_scale=v_scale,
-        alibi_slopes=alibi_slopes, sinks=sinks,
+        alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if out is not None or workspace is not None:
@@ -202,7 +206,7 @@ def decode(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, causal=causal, window_left=left,
         window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale, k_scale=k_scale,
         v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, attn_mask=attn_mask,
     )  # fmt: skip
 
 

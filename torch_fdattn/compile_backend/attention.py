@@ -98,8 +98,7 @@ def _is_decode(found: Attention) -> bool:
     q_len, kv_len = found.q.size(S), found.k.size(S)
     few = known(q_len >= 1) and known(q_len <= MAX_QUERY_TOKENS)
     wanted = tensor(found.result).requires_grad
-    # decode takes no explicit mask.
-    return few and not wanted and not found.mask.kept and not known(kv_len <= q_len)
+    return few and not wanted and not known(kv_len <= q_len)
 
 
 def _dtype(found: Attention) -> torch.dtype:

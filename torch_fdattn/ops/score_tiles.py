@@ -74,17 +74,24 @@ def score_tile(
         offsets = tile_offsets(row - first_row, column, strides, WIDE)
         inside = (row < q_len) & (first_key + column < options[6][4])
         entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
-        if options[5].dtype.element_ty == tl.int1:
-            products = tl.where(entries, products, float("-inf"))
-        else:
-            entries = entries.to(tl.float32)
-            products = products * unit + entries * LOG2E
-            # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
-            # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The minimum keeps it out.
-            products = tl.minimum(products, MASK_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            products = tl.where(entries < -MASK_LIMIT, float("-inf"), products)
-            unit = 1.0
+        products, unit = mask_scores(products, entries, unit)
     return products, unit, cap_slope
+
+
+@triton.jit
+def mask_scores(scores, entries, unit):
+    """(scores, their unit in log2) under an explicit mask's entries, boolean or added."""
+    if entries.dtype == tl.int1:
+        scores = tl.where(entries, scores, float("-inf"))
+    else:
+        entries = entries.to(tl.float32)
+        scores = scores * unit + entries * LOG2E
+        # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
+        # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The minimum keeps it out.
+        scores = tl.minimum(scores, MASK_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        scores = tl.where(entries < -MASK_LIMIT, float("-inf"), scores)
+        unit = 1.0
+    return scores, unit
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
-    attn_mask: Tensor | None = None  # attention's only
+    attn_mask: Tensor | None = None  # broadcastable to the scores
 
     @property
     def is_plain(self) -> bool:

@@ -128,7 +128,7 @@ def draw_features(
     )
     if not decode and rng.random() < 0.3:
         case = replace(case, dropout_p=rng.choice((0.1, 0.5)))
-    if not decode and rng.random() < 0.6:
+    if rng.random() < 0.6:
         full = (case.batch, case.heads, case.q_len, case.kv_len)
         shape = tuple(x if rng.random() < 0.7 else 1 for x in full)[rng.choice((0, 0, 1, 2, 3)) :]
         kind = rng.choice(("bool", "bias", "bias with -inf"))

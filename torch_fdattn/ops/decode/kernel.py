@@ -27,7 +27,7 @@ from torch_fdattn.ops.decode.schedule import (
     units_between,
 )
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
-from torch_fdattn.ops.score_tiles import modify_scores
+from torch_fdattn.ops.score_tiles import mask_scores, modify_scores
 from torch_fdattn.ops.tiles import key_position, keys_before, visible
 
 #: Quantised caches are multiplied in float16, whose smallest number is 6e-8: probabilities are made larger.
@@ -42,19 +42,22 @@ PROBABILITY_SCALE = tl.constexpr(16384.0)
 )  # fmt: skip
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr,
-    kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr,
-    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, sink_stride,
+    kv_lens_ptr, q_start_ptr, kv_start_ptr, page_table_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, mask_ptr,
+    sinks_ptr,
+    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, mask_strides,
+    sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
     whole, scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr,
+    V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr,
     GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
+    MASKED: tl.constexpr = mask_ptr is not None
     k_row = K_ROW if K_ROW > 0 else k_strides[2]
     v_row = V_ROW if V_ROW > 0 else v_strides[2]
     pdl_trigger(PDL and SPLIT)
@@ -132,6 +135,11 @@ def _decode_kernel(
         ).to(tl.float32)
     else:
         slopes = tl.zeros([BLOCK_M], tl.float32)
+    if MASKED:
+        mask_head_ptr = mask_ptr + b64 * mask_strides[0]
+        mask_rows = (
+            head.to(tl.int64) * mask_strides[1] + (row % q_len).to(tl.int64) * mask_strides[2]
+        )
     head_scale = 1.0
     if K_SCALES == 1:
         head_scale = tl.load(
@@ -204,6 +212,17 @@ def _decode_kernel(
             scores = modify_scores(
                 scores * scale, position[None, :] - q_pos[:, None], softcap, slopes[:, None], SOFTCAP, ALIBI
             )  # fmt: skip
+        if MASKED:
+            columns = index.to(tl.int64) * mask_strides[3]
+            if MASK_ROWS:
+                entries = tl.load(
+                    mask_head_ptr + mask_rows[:, None] + columns[None, :],
+                    mask=rows_in[:, None] & inside[None, :],
+                    other=0,
+                )
+            else:  # the same for all: padding, as a rule
+                entries = tl.load(mask_head_ptr + columns, mask=inside, other=0)[None, :]
+            scores, units_of_score = mask_scores(scores, entries, units_of_score)
         seen = inside[None, :]
         if HAS_LEFT or HAS_RIGHT:
             seen = seen & visible(

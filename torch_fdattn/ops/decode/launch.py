@@ -233,7 +233,9 @@ class Plan:
         self._sinks = int(options.sinks is not None)
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
         mask = simplified(mask, q_len)
-        slopes = options.alibi_slopes
+        slopes, mask_strides = options.alibi_slopes, (0, 0, 0, 0)
+        if options.attn_mask is not None:
+            mask_strides = options.attn_mask.expand(batch, heads, q_len, cache.capacity).stride()
         strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
         flags = tuple(mask_flags(mask).values())
         window, cut_by = mask_numbers(mask), None
@@ -252,11 +254,11 @@ class Plan:
         self._decode = _Kernel(
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
-                _slope_strides(slopes), strides[1], batch, q_len, cache.capacity, k.shape[0],
+                _slope_strides(slopes), mask_strides, strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
                 ragged, size, kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), batch_invariant, least, twice, split,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), any(mask_strides[1:3]), batch_invariant, least, twice, split,
                 groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
                 config.block_n, block_d, block_dv,
             ),
@@ -293,7 +295,7 @@ class Plan:
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kv_lens: Tensor | None,
         q_start: Tensor | None, kv_start: Tensor | None, page_table: Tensor | None, k_scale: Tensor | None,
-        v_scale: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
+        v_scale: Tensor | None, alibi_slopes: Tensor | None, attn_mask: Tensor | None, sinks: Tensor | None,
         workspace: Tensor | None = None, leave_parts: bool = False,
     ) -> Unmerged | None:  # fmt: skip
         """Launches on tensors of the plan's metadata.
@@ -316,7 +318,7 @@ class Plan:
         if leave_parts and self._cut is not None:
             part_lses = parts[self.lse_offset :]
             unmerged = Unmerged(parts, part_lses, bounds, self._cut)
-        rest = page_table, k_scale, v_scale, alibi_slopes, sinks
+        rest = page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
         given = [x for x in (q, k, v, out, lse, parts, *bounds, *rest) if x is not None]
         at = [x.data_ptr() for x in given]
         if self._is_direct(at, unmerged is None):
@@ -402,7 +404,7 @@ def launch_decode(
         q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
     )
     unmerged = plan.launch(
-        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.sinks,
+        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.attn_mask, options.sinks,
         workspace=workspace, leave_parts=leave_parts,
     )  # fmt: skip
     return plan, unmerged
@@ -504,6 +506,9 @@ def _launch_in_halves(
         here_options = options
         if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2:
             here_options = options._replace(alibi_slopes=options.alibi_slopes[part])
+        if options.attn_mask is not None:
+            whole_mask = options.attn_mask.expand(*q.shape[:3], cache.capacity)
+            here_options = here_options._replace(attn_mask=whole_mask[part])
         here_mask = Mask(*(of_part(x) for x in mask[:3]), *mask[3:])
         launch_decode(
             q[part],

@@ -40,8 +40,9 @@ _EXTRAS = (
     "Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, bool batch_invariant=False"
 )
-_RAW = f"{MASK_SCHEMA}, ScalarType? out_dtype=None, {_EXTRAS}"
-_OUT = f"{MASK_SCHEMA}, {_EXTRAS}, *, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
+#: The same of a contiguous cache.
+_ALL_EXTRAS = f"{_EXTRAS}, Tensor? attn_mask=None"
+_OUT = "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
 _MASKS = len(Mask._fields)
 
 
@@ -50,12 +51,13 @@ class _Call:
 
     def __init__(
         self, q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
-        kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, whole=None,
+        kv_stride, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask=None,
+        whole=None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.page_table = q, k, v, page_table
         bounds = kv_lens, q_start, kv_start
         self.mask = Mask(*bounds, window_left, window_right, kv_block, kv_stride).clamped
-        self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks)
+        self.scale, self.options = scale, Scores(softcap, alibi_slopes, sinks, attn_mask)
         self.batch_invariant, self.whole = batch_invariant, whole
         check_decode(q, k, v, page_table, self.mask, scale, self.options, whole)
         self.k_scale = expanded_scale("k_scale", k_scale, k, q)
@@ -90,18 +92,18 @@ _MAX_PLANS = 4096
 
 def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
-    scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, given=None,
-    whole=None, leave_parts=False,
+    scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask=None,
+    given=None, whole=None, leave_parts=False,
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose metadata is known, or checked first; scale may be None.
 
     given: (out, lse, workspace or None) of the caller, instead of new ones; whole: `WholeLengths` where the
     cache is a shard and the kernels run; leave_parts: returns (out, lse, what `Plan.launch` left unmerged).
     """
-    others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks)
+    others = (q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks)
     plain = (
         q_start is None and kv_start is None and page_table is None and k_scale is None
-        and v_scale is None and alibi_slopes is None and sinks is None
+        and v_scale is None and alibi_slopes is None and attn_mask is None and sinks is None
     )  # fmt: skip
     try:
         key = (
@@ -123,7 +125,7 @@ def decode_eagerly(
         )  # fmt: skip
         call = _Call(
             q, k, v, page_table, kv_lens, q_start, kv_start, *numbers, k_scale, v_scale,
-            checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant), whole,
+            checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant), attn_mask, whole,
         )  # fmt: skip
         if given is None:
             out, lse = empty_state(q, v, out_dtype)
@@ -154,8 +156,8 @@ def decode_eagerly(
         lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
         workspace = None
     unmerged = plan.launch(
-        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, sinks, workspace,
-        leave_parts,
+        q, k, v, out, lse, kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks,
+        workspace, leave_parts,
     )  # fmt: skip
     return (out, lse, unmerged) if leave_parts else (out, lse)
 
@@ -166,7 +168,7 @@ def _metadata(tensor: Tensor | None) -> tuple | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-_NO_EXTRAS = (None, None, 0.0, None, None, False)
+_NO_EXTRAS = (None, None, 0.0, None, None, False, None)
 
 
 def _arguments(paged: bool, rest: tuple, has_dtype: bool) -> tuple:
@@ -256,14 +258,17 @@ def workspace_size(
     return workspace_elements(q, Cache(k, v, page_table), batch_invariant)
 
 
-for _name, _inputs in (("decode", _INPUTS), ("paged_decode", _PAGED_INPUTS)):
+for _name, _inputs, _extras in (
+    ("decode", _INPUTS, _ALL_EXTRAS),
+    ("paged_decode", _PAGED_INPUTS, _EXTRAS),
+):
     _paged = _name == "paged_decode"
     library.define_raw(
-        f"{_name}_forward({_inputs}, {_RAW}) -> (Tensor, Tensor)",
+        f"{_name}_forward({_inputs}, {MASK_SCHEMA}, ScalarType? out_dtype=None, {_extras}) -> (Tensor, Tensor)",
         *_raw(_paged),
     )
     library.define_raw(
-        f"{_name}_out({_inputs}, {_OUT}) -> ()",
+        f"{_name}_out({_inputs}, {MASK_SCHEMA}, {_extras}, *, {_OUT}) -> ()",
         *_raw_out(_paged),
     )
 
@@ -271,12 +276,12 @@ for _name, _inputs in (("decode", _INPUTS), ("paged_decode", _PAGED_INPUTS)):
 def decode(
     q, k_cache, v_cache, kv_lens=None, q_start=None, kv_start=None, *, causal=True, window_left=-1,
     window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None, softcap=0.0,
-    alibi_slopes=None, sinks=None, batch_invariant=False,
+    alibi_slopes=None, sinks=None, batch_invariant=False, attn_mask=None,
 ):  # fmt: skip
     """The composite op."""
     if causal:
         window_right = 0
-    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask)
     others = (kv_lens, q_start, kv_start, *extras)
     if library.runs_directly(q, k_cache, v_cache) and _is_plain(others):
         return decode_eagerly(
@@ -294,7 +299,7 @@ def decode(
         library.meet(q)
         return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
     _refuse_gradients(k_cache, k_scale, v_scale)
-    scores = Scores(softcap, alibi_slopes, sinks)
+    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     return attend(
         functools.partial(_forward_of_scores, batch_invariant),
         q,
@@ -310,7 +315,7 @@ def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
     """decode_forward of an unquantised cache by the arguments of attention_forward."""
     options, scores = rest[: _MASKS + 2], rest[_MASKS + 2 :]
     return torch.ops.fdattn.decode_forward(
-        q, k, v, *options, None, None, *scores[:3], batch_invariant
+        q, k, v, *options, None, None, *scores[:3], batch_invariant, scores[3]
     )
 
 
@@ -355,12 +360,12 @@ def _refuse_gradients(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None)
         )
 
 
-for _name, _inputs, _function in (
-    ("decode", _INPUTS, decode),
-    ("paged_decode", _PAGED_INPUTS, paged_decode),
+for _name, _inputs, _extras, _function in (
+    ("decode", _INPUTS, _ALL_EXTRAS, decode),
+    ("paged_decode", _PAGED_INPUTS, _EXTRAS, paged_decode),
 ):
     library.define_composite(
-        f"{_name}({_inputs}, {OPTIONS_SCHEMA.format(causal='bool causal=True')}, {_EXTRAS}) "
+        f"{_name}({_inputs}, {OPTIONS_SCHEMA.format(causal='bool causal=True')}, {_extras}) "
         "-> (Tensor out, Tensor lse)",
         _function,
         autocast_args=3,

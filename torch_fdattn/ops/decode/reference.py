@@ -24,6 +24,8 @@ def decode_reference(
         _dequantised(cache[:, :, :longest], None if x is None else x[:, :, :longest], q)
         for cache, x in ((k_cache, k_scale), (v_cache, v_scale))
     )
+    if options is not None and options.attn_mask is not None and options.attn_mask.shape[-1] > 1:
+        options = options._replace(attn_mask=options.attn_mask[..., :longest])
     return attention_reference(q, k, v, mask, scale, options)
 
 
