@@ -607,13 +607,21 @@ def test_positions_of_each_sequence():
 
     expect("lengths", fn, *qkv(1, 40, grad=False), torch.tensor([[5], [39]]), op="decode")
     positions = torch.tensor([[5, 6], [20, 7]])
-    expect("explicit mask (mask-data)", fn, *qkv(2, 40, grad=False), positions, operand=True)
+    expect(
+        "explicit mask (mask-data)",
+        fn,
+        *qkv(2, 40, grad=False),
+        positions,
+        operand=True,
+        op="decode",
+    )
 
 
 def test_a_few_queries_with_an_explicit_mask():
-    """decode takes none."""
     mask = torch.rand(2, 1, 3, 40) > 0.3
-    expect("explicit mask (mask-data)", sdpa, *qkv(3, 40, grad=False), mask, operand=True)
+    expect(
+        "explicit mask (mask-data)", sdpa, *qkv(3, 40, grad=False), mask, operand=True, op="decode"
+    )
 
 
 def test_a_counter_that_moves_while_the_mask_is_made():

@@ -53,13 +53,19 @@ def kernel_options(
         scores.softcap or None,
         slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
-        scores.attn_mask, (*mask[0].stride(), k.shape[2]) if mask else None,
+        scores.attn_mask, _mask_strides(*mask, k.shape[2]) if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
         # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
         # tuple of which no later member is one (the stale type of `set_iterable_path`).
         None,
     )  # fmt: skip
+
+
+def _mask_strides(mask: Tensor, columns: int) -> tuple[int | None, ...]:
+    """Strides, None that of queries which share one row, and the columns that there are."""
+    of_batch, of_heads, of_queries, of_keys = mask.stride()
+    return of_batch, of_heads, of_queries if of_queries else None, of_keys, columns
 
 
 def broadcast_mask(scores: Scores, q: Tensor, k: Tensor) -> list[Tensor]:

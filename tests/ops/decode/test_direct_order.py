@@ -22,10 +22,10 @@ def pointer_names(kernel) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("lens", "starts", "sinks", "paged", "workspace"),
-    list(itertools.product([False, True], repeat=5)),
+    ("lens", "starts", "sinks", "paged", "workspace", "masked"),
+    list(itertools.product([False, True], repeat=6)),
 )
-def test_order(lens, starts, sinks, paged, workspace, monkeypatch):
+def test_order(lens, starts, sinks, paged, workspace, masked, monkeypatch):
     batch, heads, kv_heads, keys = 3, 4, 2, 4096
     q = torch.randn(batch, heads, 1, 32)
     k, v = (torch.randn(batch, kv_heads, keys, 32) for _ in range(2))
@@ -35,7 +35,11 @@ def test_order(lens, starts, sinks, paged, workspace, monkeypatch):
         table = torch.arange(batch * 256, dtype=torch.int32).view(batch, 256)
     numbers = lambda given: torch.ones(batch, dtype=torch.int32) if given else None  # noqa: E731
     mask = Mask(numbers(lens), numbers(starts), numbers(starts))
-    scores = Scores(sinks=torch.zeros(heads) if sinks else None, alibi_slopes=torch.ones(heads))
+    scores = Scores(
+        sinks=torch.zeros(heads) if sinks else None,
+        alibi_slopes=torch.ones(heads),
+        attn_mask=torch.zeros(keys) if masked else None,
+    )
     out, lse = torch.empty_like(q), torch.empty(batch, heads, 1)
     cache = launch.Cache(k, v, table)
     plan = launch.Plan(q, cache, mask, 0.1, out, scores, False, wanted=64, capability=(9, 0))
@@ -50,13 +54,14 @@ def test_order(lens, starts, sinks, paged, workspace, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **b: parts.append(empty(*a, **b)) or parts[-1])
     plan.launch(
-        q, k, v, out, lse, *mask[:3], table, None, None, scores.alibi_slopes, scores.sinks, workspace=room
+        q, k, v, out, lse, *mask[:3], table, None, None, scores.alibi_slopes, scores.attn_mask,
+        scores.sinks, workspace=room,
     )  # fmt: skip
     (room,) = [room] if workspace else parts
     tensors = dict(
         q=q, k=k, v=v, out=out, lse=lse, parts=room, part_lses=room[plan.lse_offset :], kv_lens=mask[0],
         q_start=mask[1], kv_start=mask[2], page_table=table, k_scale=None, v_scale=None,
-        slopes=scores.alibi_slopes, sinks=scores.sinks,
+        slopes=scores.alibi_slopes, mask=scores.attn_mask, sinks=scores.sinks,
     )  # fmt: skip
     for kernel, addresses in zip((_decode_kernel, _merge_kernel), seen, strict=True):
         names = [name for name in pointer_names(kernel) if tensors[name] is not None]
