@@ -139,6 +139,17 @@ def test_our_own_op(group):
     )
 
 
+def test_calls_that_speak_of_all_ranks_stay(group):
+    def fn(q, k, v):
+        out, _ = torch_fdattn.dist.ring_attention(q, k, v, group, causal=True)
+        return out + torch_fdattn.dist.decode(q, k, v, lens(16), group)[0]
+
+    report, calls = rewritten(fn, qkv(8, grad=False), group)
+    assert not len(report)
+    assert "fdattn.ring_attention" in calls
+    assert "fdattn.dist_decode" in calls
+
+
 def lens(n=8):
     return torch.full((2,), n, dtype=torch.int32)
 
