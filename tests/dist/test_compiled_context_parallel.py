@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.dist import SequenceShards, shard_batch
@@ -44,7 +45,9 @@ def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def compare(group, device, shards, option, lower, layers=(False,)) -> None:
+def compare(
+    group, device, shards, option, lower, layers=(False,), checkpointed: bool = False
+) -> None:
     """Two layers in a row: the second's input is what the first attended to."""
     total, rank = shards.total, dist.get_rank()
     model = nn.ModuleList(Layer(written_out) for written_out in layers).to(device)
@@ -53,7 +56,10 @@ def compare(group, device, shards, option, lower, layers=(False,)) -> None:
 
     def run(x, positions):
         for layer in model:
-            x = x + layer(x, positions)
+            if checkpointed:
+                x = x + checkpoint(layer, x, positions, use_reentrant=False)
+            else:
+                x = x + layer(x, positions)
         return x
 
     def gradients(call, x, positions, weights):
@@ -99,6 +105,36 @@ def test_uneven_and_striped_shards(group, rank_device) -> None:
         compare(group, rank_device, shards, option, "aot_eager", layers=(False, True))
 
 
+def test_checkpoints(group, rank_device) -> None:
+    """The backward runs the ring of the forward again."""
+    world = dist.get_world_size()
+    shards = SequenceShards.zigzag(8 * world, world)
+    option = {"group": group, "shards": shards}
+    compare(group, rank_device, shards, option, "aot_eager", (False, False), checkpointed=True)
+
+
+def test_sequences_without_a_batch_in_bfloat16(group, rank_device) -> None:
+    """What the eager context manager does not take: three dimensions, and autocast's dtype."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    x = torch.randn(2, shards.total, 16, device=rank_device)
+
+    def attend(x):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend=fdattn, fullgraph=True,
+        options={"context_parallel": {"group": group, "shards": shards}, "lower": "aot_eager"},
+    )  # fmt: skip
+    expected = attend(x)
+    found = compiled(shards.shard(x, rank, 1))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
 def test_through_inductor(group, rank_device) -> None:
     world = dist.get_world_size()
     shards = SequenceShards.zigzag(8 * world, world)

@@ -33,7 +33,7 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
     softcap or sinks, raises `AttentionLeft` (with ``dryrun`` it is reported alone): left as it was it would attend
     to this rank's tokens only. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
-    backend sees. Each length is compiled for itself.
+    backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.
 
     Raises:
         TypeError, ValueError: an option of ours, naming it, what was expected and what came.
