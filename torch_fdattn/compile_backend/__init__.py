@@ -23,23 +23,37 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     Args:
         mode, options: as `torch.compile(backend="inductor")` takes them. Of our own, in options:
             ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `AttentionLeft` where any
-            attention is left as it was), ``lower`` ("inductor", "aot_eager" or "eager").
+            attention is left as it was), ``lower`` ("inductor", "aot_eager" or "eager"), and
+            ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
+            "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`) and
+            "strategy" ("ring", "all_gather", "ulysses" or "star").
+
+    With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
+    its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
+    included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
+    softcap or sinks, raises `AttentionLeft` (with ``dryrun`` it is reported alone): left as it was it would attend
+    to this rank's tokens only. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
+    backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.
+
+    Raises:
+        TypeError, ValueError: an option of ours, naming it, what was expected and what came.
+        RuntimeError: ``context_parallel`` without an initialised torch.distributed.
     """
     from torch_fdattn.compile_backend.backend import compile_graph
 
     return compile_graph(gm, inputs, mode, options)
 
 
-def explain(fn: Callable[..., Any]) -> Callable[..., Report]:
+def explain(fn: Callable[..., Any], *, context_parallel: object = None) -> Callable[..., Report]:
     """``explain(fn)(*args)`` runs fn once, rewritten, and returns a `Report` of its attention.
 
     It prints as a table: where each attention stands in the source, its form, and the op that took its
     place or why none did. As with `torch._dynamo.explain`, what was compiled before is forgotten, and fn
-    really runs. What Dynamo does not capture (it falls back to Python) is not seen.
+    really runs; context_parallel is the option of that name. What Dynamo does not capture (it falls back to Python) is not seen.
     """
     from torch_fdattn.compile_backend.explain import explain_call
 
-    return lambda *args, **kwargs: explain_call(fn, args, kwargs)
+    return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel)
 
 
 __all__ = ["explain", "fdattn"]

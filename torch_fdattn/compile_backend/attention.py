@@ -36,6 +36,7 @@ class Attention:
     softcap: float = 0.0
     sinks: tuple[Poly, Node] | None = None  #: and the scores with them beside
     mask: Recovered = field(default_factory=Recovered)
+    masked: bool = False  #: whether the graph holds a mask, whatever became of it
     between: list[Node] = field(default_factory=list)  #: recognised, and no more needed for this
     notes: list[str] = field(default_factory=list)
 
@@ -57,6 +58,9 @@ class Plan:
     dtype: torch.dtype  #: to which autocast, or nothing, converts q, k and v
     structure: Structure  #: where queries stand, and what they see
     scale: float | None
+    operands: tuple = ()  #: behind q, k and v, in place of lengths and starts
+    options: dict = field(default_factory=dict)  #: beside those of the mask
+    contiguous: bool = False  #: whether its output is, whatever the layout of q
 
 
 def choose(found: Attention) -> Plan:

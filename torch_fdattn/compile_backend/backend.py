@@ -10,17 +10,18 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from torch_fdattn.compile_backend.cache_key import CacheKey
+from torch_fdattn.compile_backend.context_parallel import OPTION, parse
 from torch_fdattn.compile_backend.report import Report
 from torch_fdattn.compile_backend.rewrite import rewrite
 
 log = logging.getLogger(__name__)
 
-_OWN = {"dryrun": False, "require_all": False, "lower": "inductor"}
+_OWN = {"dryrun": False, "require_all": False, "lower": "inductor", "context_parallel": None}
 _LOWERINGS = ("inductor", "aot_eager", "eager")
 
 
 class AttentionLeft(RuntimeError):
-    """With ``options={"require_all": True}``: attention that was left as it was."""
+    """Attention that was left as it was, with ``require_all`` or ``context_parallel`` among the options."""
 
 
 def compile_graph(gm: GraphModule, inputs: list, mode: str | None, options: dict | None) -> Any:
@@ -30,10 +31,12 @@ def compile_graph(gm: GraphModule, inputs: list, mode: str | None, options: dict
             f'options["lower"] must be "inductor" where mode or Inductor\'s options are given, got '
             f'"{own["lower"]}" with mode={mode!r} and options {sorted(others)}'
         )
-    report = rewrite(gm, dryrun=own["dryrun"])
+    report = rewrite(gm, dryrun=own["dryrun"], context=own["context_parallel"])
     record(report)
     if own["require_all"] and report.left:
         raise AttentionLeft(f'options["require_all"] is set, and {report}')
+    if own["context_parallel"] and report.left and not own["dryrun"]:
+        raise AttentionLeft(f"with {OPTION} this would attend to one rank's tokens alone: {report}")
     return _lower(gm, inputs, own, mode, others)
 
 
@@ -46,6 +49,7 @@ def _split(options: dict | None) -> tuple[dict, dict]:
             raise TypeError(f'options["{name}"] must be a bool, got {own[name]!r}')
     if own["lower"] not in _LOWERINGS:
         raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own["lower"]!r}')
+    own["context_parallel"] = parse(own["context_parallel"])
     return own, others
 
 

@@ -44,4 +44,4 @@ class CacheKey(CustomGraphPass):
 
 def source_hash() -> str:
     """Of every source that a compiled graph can have been made by."""
-    return hash_of("ops", "compile_backend", "checks.py")
+    return hash_of("ops", "dist", "compile_backend", "checks.py")

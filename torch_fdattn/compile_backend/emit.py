@@ -25,12 +25,13 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     given = MaskArguments(add, found, masks.made)
     try:
         q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        positions = given.positions(plan.structure, q)
-        options = given.options(plan.structure, plan.scale)
+        operands = plan.operands or given.positions(plan.structure, q)
+        options = given.options(plan.structure, plan.scale) | plan.options
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
-            pair = empty_state(value(q), value(v))
-        pair = add.new(op, (q, k, v, *positions), yields=pair, **options)
+            like = value(q).contiguous() if plan.contiguous else value(q)
+            pair = empty_state(like, value(v))
+        pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
         out = add.call(operator.getitem, pair, 0)
         if found.mask.empty != "zero":
             out = _with_empty_rows(add, pair, out, v, found.mask.empty)

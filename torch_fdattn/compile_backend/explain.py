@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torch_fdattn.compile_backend.context_parallel import parse
 from torch_fdattn.compile_backend.report import Report, joined
 from torch_fdattn.compile_backend.rewrite import rewrite
 
 
-def explain_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Report:
+def explain_call(
+    fn: Callable, args: tuple, kwargs: dict[str, Any], context_parallel: object = None
+) -> Report:
     reports: list[Report] = []
+    context = parse(context_parallel)
 
     def backend(gm: GraphModule, inputs: list) -> Callable:
-        reports.append(rewrite(gm))
+        reports.append(rewrite(gm, context=context))
         return gm.forward
 
     torch._dynamo.reset()

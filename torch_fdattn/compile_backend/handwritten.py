@@ -49,6 +49,7 @@ def match(node: Node, masks: Masks) -> Attention | None:
     _check_unused_elsewhere(between, weights.product.node)
     found = _operands(scores, weights)
     found.between += between
+    found.masked = bool(scores.masks)
     dtype, result = tensor(scores.product.node).dtype, weights.product.node
     if dtype != tensor(result).dtype:
         raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")

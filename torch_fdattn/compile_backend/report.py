@@ -11,6 +11,7 @@ from torch.fx import Node
 #: Why attention is left as it was. Codes are stable: programs may compare them.
 REASONS = {
     "batch-broadcast": "q, k and v have different batch sizes",
+    "context-parallel": 'it is no attention that goes over the ranks of options["context_parallel"]',
     "device": "the tensors are not all on one CPU or CUDA device",
     "dropout": "dropout is active",
     "dtype": "the dtypes are not supported, or differ",
@@ -62,7 +63,7 @@ class Site:
 
     form: str  #: what it was written as
     node: str  #: the name of its result in the graph
-    op: str | None  #: "attention" or "decode"; None where it is left as it was
+    op: str | None  #: "attention", "decode" or "ring_attention"; None where it is left as it was
     reason: str | None = None  #: a key of `REASONS`, where it is left
     detail: str = ""
     notes: tuple[str, ...] = ()  #: what else was recognised, for example "causal mask"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch._functorch import predispatch as vmap
 from torch.fx import GraphModule, Node
 
-from torch_fdattn.compile_backend import handwritten, opaque, sdpa
+from torch_fdattn.compile_backend import context_parallel, handwritten, opaque, sdpa
 from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
+from torch_fdattn.compile_backend.context_parallel import ContextParallel, OwnCall
 from torch_fdattn.compile_backend.emit import emit
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.nodes import op_name
@@ -18,34 +17,50 @@ from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
 _FORMS = {"scaled_dot_product_attention": sdpa, "softmax": handwritten}
 
 
-def rewrite(gm: GraphModule, *, dryrun: bool = False) -> Report:
+def rewrite(
+    gm: GraphModule, *, dryrun: bool = False, context: ContextParallel | None = None
+) -> Report:
     """Replaces attention in a graph and in all graphs it calls (activation checkpointing, for example).
 
     dryrun: only says what would be replaced.
+    context: over whose ranks the tokens are split; then sites that are left see local tokens alone.
     """
     report = Report()
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
-            report.sites += _rewrite_one(module, name, dryrun)
+            report.sites += _rewrite_one(module, name, dryrun, context)
     return report
 
 
-def _rewrite_one(gm: GraphModule, module: str, dryrun: bool) -> list[Site]:
+def _rewrite_one(
+    gm: GraphModule, module: str, dryrun: bool, context: ContextParallel | None
+) -> list[Site]:
     masks, sites = Masks(), []
     transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
         form = opaque if opaque.is_opaque(node) else _FORMS.get(op_name(node))
+        if context is not None and OwnCall.matches(node):
+            form = OwnCall
         if form is not None:
-            sites += _site(form, node, masks, module, node in transformed, dryrun)
+            sites += _site(form, node, masks, module, node in transformed, dryrun, context)
     if any(site.op for site in sites) and not dryrun:
         gm.graph.lint()
         gm.recompile()
     return sites
 
 
-def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun: bool) -> Iterator:
+def _site(
+    form, node: Node, masks: Masks, module: str, transformed: bool, dryrun: bool,
+    context: ContextParallel | None,
+) -> list[Site]:  # fmt: skip
     about = dict(form=form.FORM, node=node.name, stack_trace=stack_trace(node), module=module)
     try:
+        if form is OwnCall:
+            about["stack_trace"] = OwnCall.stack_trace(node)
+            if transformed:
+                raise Left("functorch")
+            context_parallel.replace_own(node, context, dryrun=dryrun)
+            return [Site(op="ring_attention", **about)]
         found = _matched(form, node, masks)
         if found is None:
             return []
@@ -53,6 +68,8 @@ def _site(form, node: Node, masks: Masks, module: str, transformed: bool, dryrun
             raise Left("functorch")
         plan = choose(found)
         check_gradients(found)
+        if context is not None:
+            plan = context_parallel.over_ranks(found, plan, context)
         if not dryrun:
             emit(found, plan, masks)
     except Left as left:

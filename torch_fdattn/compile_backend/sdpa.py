@@ -35,7 +35,7 @@ def match(node: Node, masks: Masks) -> Attention | None:
         raise Left("metadata", "is_causal or enable_gqa is not known")
     if scale is not None and not isinstance(scale, (int, float)):
         raise Left("scale", "the scale is not known before the call")
-    found = Attention(FORM, node, *given, scale=scale)
+    found = Attention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
     found.out_dims = tuple(i for i, dim in enumerate(found.q.dims) if dim is not None)
     terms = []
     if attn_mask is not None:

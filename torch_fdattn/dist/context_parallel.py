@@ -115,17 +115,22 @@ _LOCAL_ATTENTION = (
 )
 
 
+def check_strategy(strategy: str, where: str) -> None:
+    """Raises ValueError for one that `ring_attention` does not have, or that takes whole keys."""
+    usable = tuple(name for name in STRATEGIES if name != "query_split")
+    if strategy not in usable:
+        raise ValueError(
+            f"strategy must shard keys too inside {where}: one of {usable}, got {strategy!r}"
+        )
+
+
 class _RingMode(TorchFunctionMode):
     """Sends attention calls to ring attention; everything else goes its way."""
 
     def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
         super().__init__()
         _rank(group_name, shards)
-        usable = tuple(name for name in STRATEGIES if name != "query_split")
-        if strategy not in usable:
-            raise ValueError(
-                f"strategy must shard keys too inside context_parallel: one of {usable}, got {strategy!r}"
-            )
+        check_strategy(strategy, "context_parallel")
         self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,0 +1,241 @@
+"""Attention over sequences that are split over ranks: what becomes ring attention, and what is refused.
+
+A group of two in one process, whose collectives do nothing: graphs alone are looked at. `tests/dist` has numbers.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import torch_fdattn
+from tests.compile_backend.harness import qkv
+from torch_fdattn.compile_backend import fdattn
+from torch_fdattn.compile_backend.backend import AttentionLeft, _split
+from torch_fdattn.compile_backend.cache_key import CacheKey
+from torch_fdattn.compile_backend.context_parallel import parse
+from torch_fdattn.compile_backend.report import Report
+from torch_fdattn.compile_backend.rewrite import rewrite
+from torch_fdattn.dist import SequenceShards
+
+sdpa = F.scaled_dot_product_attention
+
+
+@pytest.fixture(scope="module")
+def group():
+    if dist.is_initialized():
+        pytest.skip("a process group exists")
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def rewritten(fn, args, option) -> tuple[Report, str]:
+    """The report, and the calls of the graph that the backend would lower."""
+    found = []
+
+    def backend(gm, inputs):
+        report = rewrite(gm, context=parse(option))
+        gm.graph.lint()
+        found.append((report, gm.graph))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    ((report, graph),) = found
+    calls = [n.format_node() for n in graph.nodes if n.op.startswith("call")]
+    return report, "\n".join(re.sub(r"^(%\w+) : .*?= ", r"\1 = ", call) for call in calls)
+
+
+def test_the_rewritten_graph(group):
+    def fn(q, k, v):
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    report, calls = rewritten(fn, qkv(8, kv_heads=2), {"group": group, "shards": "zigzag"})
+    assert [site.op for site in report] == ["ring_attention"]
+    assert_expected_inline(
+        calls,
+        """\
+%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 4, 0, 12, 4, 1, 4, 8]), kwargs = {causal: True, scale: None, rank: 0, world_size: 2, strategy: ring})
+%getitem = call_function[target=operator.getitem](args = (%ring_attention_default, 0), kwargs = {})""",
+    )
+
+
+@pytest.mark.parametrize("kind", ["name", "group", "mesh", "dict"])
+def test_what_names_the_group(group, kind):
+    option = {
+        "name": group,
+        "group": dist.group.WORLD,
+        "mesh": DeviceMesh("cpu", [0, 1]),
+        "dict": {"group": dist.group.WORLD, "strategy": "all_gather"},
+    }[kind]
+    found = parse(option)
+    assert (found.rank, found.world_size) == (0, 2)
+    assert found.strategy == ("all_gather" if kind == "dict" else "ring")
+    group_of = dist.distributed_c10d._resolve_process_group(found.group_name)
+    assert dist.get_process_group_ranks(group_of) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "text"),
+    [
+        (3, TypeError, "must be a process group, its name, .*, got int"),
+        ({"group": 3}, TypeError, "must be a process group, its name, .*, got int"),
+        ("no such", ValueError, "must name a process group of this process, got 'no such'"),
+        ({}, ValueError, r'must have "group" .*, got \[\]'),
+        ({"group": 0, "ring": 1}, ValueError, r"must have .*, got \['group', 'ring'\]"),
+        ({"shards": "striped"}, ValueError, "shards must be 'contiguous', .*, got 'striped'"),
+        ({"shards": 3}, ValueError, "shards must be 'contiguous', .*, got 3"),
+        (
+            {"shards": SequenceShards.zigzag(8, 3)},
+            ValueError,
+            "shards must be for the group's 2 ranks, got 3",
+        ),
+        ({"strategy": "query_split"}, ValueError, "strategy must shard keys too .*'query_split'"),
+        ({"strategy": "pigeon"}, ValueError, "strategy must shard keys too .*'pigeon'"),
+    ],
+)
+def test_bad_values(group, option, error, text):
+    if isinstance(option, dict) and option and "group" not in option:
+        option["group"] = group
+    with pytest.raises(error, match=text) as raised:
+        _split({"context_parallel": option})
+    assert 'options["context_parallel"]' in str(raised.value)
+
+
+def test_a_mesh_of_two_dimensions(group):
+    with pytest.raises(ValueError, match="must be a mesh of one dimension, got 2"):
+        parse(DeviceMesh("cpu", [[0, 1]]))
+
+
+def test_written_out_without_a_mask(group):
+    def fn(q, k, v):
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    report, calls = rewritten(fn, qkv(8), group)
+    assert [site.op for site in report] == ["ring_attention"]
+    assert "softmax" not in calls
+
+
+def test_our_own_op(group):
+    def fn(q, k, v):
+        out, lse = torch_fdattn.attention(q, k, v, causal=True, window=(5, 0))
+        return out, lse
+
+    report, calls = rewritten(fn, qkv(8), {"group": group, "strategy": "all_gather"})
+    assert str(report).endswith("torch_fdattn -> fdattn.ring_attention")
+    assert_expected_inline(
+        calls,
+        """\
+%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 8, 1, 8, 8]), kwargs = {causal: True, window_left: 5, window_right: 0, scale: None, rank: 0, world_size: 2, strategy: all_gather})
+%out = call_function[target=operator.getitem](args = (%ring_attention_default, 0), kwargs = {})
+%lse = call_function[target=operator.getitem](args = (%ring_attention_default, 1), kwargs = {})""",
+    )
+
+
+def test_calls_that_speak_of_all_ranks_stay(group):
+    def fn(q, k, v):
+        out, _ = torch_fdattn.dist.ring_attention(q, k, v, group, causal=True)
+        return out + torch_fdattn.dist.decode(q, k, v, lens(16), group)[0]
+
+    report, calls = rewritten(fn, qkv(8, grad=False), group)
+    assert not len(report)
+    assert "fdattn.ring_attention" in calls
+    assert "fdattn.dist_decode" in calls
+
+
+def lens(n=8):
+    return torch.full((2,), n, dtype=torch.int32)
+
+
+REFUSED = {
+    "got mask": lambda q, k, v: sdpa(q, k, v, torch.ones(8, 8, dtype=torch.bool).tril()),
+    "dropout_p is 0.5": lambda q, k, v: sdpa(q, k, v, dropout_p=0.5),
+    "or a cache": lambda q, k, v: sdpa(q[:, :, :1], k, v),
+    "values of another head dim": lambda q, k, v: sdpa(q, k, torch.cat([v, v], -1)),
+    "got softcap": lambda q, k, v: (10 * (q @ k.mT / 40).tanh()).softmax(-1) @ v,
+    "the softmax is over dimension": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "got kv_lens": lambda q, k, v: torch_fdattn.attention(q, k, v, lens())[0],
+    "decode would see": lambda q, k, v: torch_fdattn.decode(q[:, :, :1], k, v, lens())[0],
+    "holds its attention inside": lambda q, k, v: F.multi_head_attention_forward(
+        *[x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 64, 4, torch.ones(192, 64),
+        None, None, None, False, 0.0, torch.ones(64, 64), None, need_weights=False,
+    )[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(group, text):
+    """By name and before anything runs; a dry run reports it alone."""
+    options = {"context_parallel": group, "lower": "eager"}
+    args = qkv(8, grad=False)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text) as raised:
+        torch.compile(REFUSED[text], backend=fdattn, options=options)(*args)
+    assert isinstance(raised.value.inner_exception, AttentionLeft)
+    assert "test_context_parallel.py:" in str(raised.value)
+    torch._dynamo.reset()
+    torch.compile(REFUSED[text], backend=fdattn, options={**options, "dryrun": True})(*args)
+
+
+def test_a_mask_that_hides_nothing_locally_is_refused_too(group):
+    """A window longer than the shard: over local tokens alone it cannot be told from no window."""
+
+    def fn(q, k, v):
+        i = torch.arange(8)
+        return sdpa(q, k, v, i[:, None] - i < 16)
+
+    options = {"context_parallel": group, "lower": "eager"}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="got mask"):
+        torch.compile(fn, backend=fdattn, options=options)(*qkv(8, grad=False))
+
+
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        (SequenceShards.contiguous(20, 2), "8 tokens where the shards of rank 0 have 10"),
+        ("zigzag", "needs an even number of tokens on every rank, got 7"),
+    ],
+)
+def test_shards_of_other_lengths(group, shards, text):
+    args = qkv(8 if shards != "zigzag" else 7, grad=False)
+    options = {"context_parallel": {"group": group, "shards": shards}, "lower": "eager"}
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text):
+        torch.compile(sdpa, backend=fdattn, options=options)(*args)
+
+
+def test_a_symbolic_length_becomes_a_number(group):
+    """The shards follow from it."""
+    x = torch.randn(2, 4, 8, 16)
+    torch._dynamo.maybe_mark_dynamic(x, 2)
+    report, calls = rewritten(lambda x: sdpa(x, x, x), [x], group)
+    assert [site.op for site in report] == ["ring_attention"]
+    assert "[2, 0, 0, 8, 1, 8, 8]" in calls
+
+
+def test_explain(group):
+    layer = nn.Identity()
+    report = torch_fdattn.explain(
+        lambda x: layer(sdpa(x, x, x, is_causal=True)), context_parallel=group
+    )(torch.randn(1, 2, 8, 16))
+    assert str(report).endswith("scaled_dot_product_attention -> fdattn.ring_attention")
+
+
+def test_the_cache_key_has_group_and_shards(group):
+    keys = [
+        CacheKey(_split({"context_parallel": option})[0]).uuid()
+        for option in (
+            None, group, {"group": group}, {"group": group, "shards": "zigzag"},
+            {"group": group, "shards": SequenceShards.zigzag(8, 2)},
+            {"group": group, "strategy": "star"},
+        )
+    ]  # fmt: skip
+    assert keys[1] == keys[2]
+    assert len({repr(key) for key in keys}) == 5

@@ -1,0 +1,156 @@
+"""`torch.compile(backend="fdattn", options={"context_parallel": …})` against the same layer on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_fdattn.compile_backend import fdattn
+from torch_fdattn.dist import SequenceShards, shard_batch
+
+DIM = 16
+
+
+class Layer(nn.Module):
+    """Llama's attention: rotary q and k at the positions it is given, grouped heads (a pair a rank), causal."""
+
+    def __init__(self, written_out: bool = False) -> None:
+        super().__init__()
+        self.written_out = written_out
+        self.kv_heads = dist.get_world_size()  # ulysses splits them over the ranks
+        width = 2 * self.kv_heads * DIM
+        self.qkv = nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x (B, S, width), positions (S,)."""
+        heads = self.qkv(x).unflatten(-1, (-1, DIM)).transpose(1, 2)
+        q, k, v = heads.split([2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        angles = positions[:, None] / 100 ** (torch.arange(DIM // 2, device=x.device) / (DIM // 2))
+        q, k = (_turned(y, angles) for y in (q, k))
+        if self.written_out:
+            k, v = (y.repeat_interleave(2, 1) for y in (k, v))
+            attended = ((q @ k.mT) / DIM**0.5).softmax(-1) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def compare(
+    group, device, shards, option, lower, layers=(False,), checkpointed: bool = False
+) -> None:
+    """Two layers in a row: the second's input is what the first attended to."""
+    total, rank = shards.total, dist.get_rank()
+    model = nn.ModuleList(Layer(written_out) for written_out in layers).to(device)
+    x = torch.randn(2, total, model[0].out.in_features, device=device)
+    weights = torch.randn_like(x)
+
+    def run(x, positions):
+        for layer in model:
+            if checkpointed:
+                x = x + checkpoint(layer, x, positions, use_reentrant=False)
+            else:
+                x = x + layer(x, positions)
+        return x
+
+    def gradients(call, x, positions, weights):
+        x = x.clone().requires_grad_()
+        out = call(x, positions)
+        return out, torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
+
+    positions = torch.arange(total, device=device)
+    expected, (dx, *expected_grads) = gradients(run, x, positions, weights)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        run, backend=fdattn, fullgraph=True,
+        options={"context_parallel": option, "lower": lower},
+    )  # fmt: skip
+    own = shard_batch(group, shards, x, weights)
+    out, (own_dx, *grads) = gradients(
+        compiled, own[0], shards.positions(rank, device), own[1]
+    )
+    close = dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, shards.shard(expected, rank), **close)
+    torch.testing.assert_close(own_dx, shards.shard(dx, rank), **close)
+    for found, wanted in zip(grads, expected_grads, strict=True):
+        dist.all_reduce(found)
+        torch.testing.assert_close(found, wanted, **close)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "star"])
+@pytest.mark.parametrize("shards", ["contiguous", "zigzag"])
+def test_shards_by_name(group, rank_device, mesh, shards, strategy) -> None:
+    world = dist.get_world_size()
+    whole = getattr(SequenceShards, shards)(8 * world, world)
+    option = {"group": mesh, "shards": shards, "strategy": strategy}
+    compare(group, rank_device, whole, option, "aot_eager")
+
+
+def test_uneven_and_striped_shards(group, rank_device) -> None:
+    world = dist.get_world_size()
+    striped = SequenceShards.from_positions([range(r, 6 * world, world) for r in range(world)])
+    for shards in (SequenceShards.zigzag(8 * world + 3, world), striped):
+        option = {"group": group, "shards": shards}
+        compare(group, rank_device, shards, option, "aot_eager", layers=(False, True))
+
+
+def test_checkpoints(group, rank_device) -> None:
+    """The backward runs the ring of the forward again."""
+    world = dist.get_world_size()
+    shards = SequenceShards.zigzag(8 * world, world)
+    option = {"group": group, "shards": shards}
+    compare(group, rank_device, shards, option, "aot_eager", (False, False), checkpointed=True)
+
+
+def test_sequences_without_a_batch_in_bfloat16(group, rank_device) -> None:
+    """What the eager context manager does not take: three dimensions, and autocast's dtype."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    x = torch.randn(2, shards.total, 16, device=rank_device)
+
+    def attend(x):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend=fdattn, fullgraph=True,
+        options={"context_parallel": {"group": group, "shards": shards}, "lower": "aot_eager"},
+    )  # fmt: skip
+    expected = attend(x)
+    found = compiled(shards.shard(x, rank, 1))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_through_inductor(group, rank_device) -> None:
+    world = dist.get_world_size()
+    shards = SequenceShards.zigzag(8 * world, world)
+    compare(group, rank_device, shards, {"group": group, "shards": "zigzag"}, "inductor")
+
+
+def test_lengths_compile_each_for_itself(group, rank_device) -> None:
+    """And the default shards are contiguous."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), backend=fdattn,
+        options={"context_parallel": group, "lower": "aot_eager"}, fullgraph=True,
+    )  # fmt: skip
+    for length in (4, 6, 9, 4):
+        shards = SequenceShards.contiguous(length * world, world)
+        x = torch.randn(1, 2, shards.total, 16, device=rank_device)
+        expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        found = compiled(shards.shard(x, rank, 2).contiguous())
+        torch.testing.assert_close(found, shards.shard(expected, rank, 2), rtol=1e-4, atol=1e-5)
