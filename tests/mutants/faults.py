@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "an explicit mask's rows from the first on", f"{_KERNELS}/score_tiles.py",
-        "mask_ptr += first_row.to(tl.int64) * strides[0] +", "mask_ptr += 0 * first_row.to(tl.int64) * strides[0] +",
+        "mask_ptr += first_row.to(tl.int64) * strides[0]", "mask_ptr += 0 * first_row.to(tl.int64) * strides[0]",
         ATTENTION,
     ),
     Fault(
