@@ -74,13 +74,14 @@ class _Measurement:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
         for way in self.ways:
-            with self._guard(way, "first call"):
+            with self._guard(way.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
                 step = self._made(way)
                 found = self._result(step)
                 if way.name != "eager":
-                    self._add(way, "first_call_ms", 1e3 * (time.perf_counter() - begin))
+                    taken = 1e3 * (time.perf_counter() - begin)
+                    self.run.recorder.add(self.case.name, way.name, "first_call_ms", taken)
                 expected = found if expected is None else expected
                 error = ((found - expected).norm() / expected.norm()).item()
                 if not error < TOLERANCE:
@@ -105,7 +106,7 @@ class _Measurement:
         )
         samplers = {}
         for name, step in steps.items():
-            with self._guard(Way(name), metric):
+            with self._guard(name, metric):
                 if metric == "graph_us" and self.device.type == "cuda":
                     with torch.no_grad():
                         samplers[name] = RotatedGraph(timer, [step]).sample
@@ -142,11 +143,8 @@ class _Measurement:
             "compile_ms", {way.name: sampler(way) for way in ways if way.name != "eager"}, 1
         )
 
-    def _add(self, way: Implementation, metric: str, value: float) -> None:
-        self.run.recorder.add(self.case.name, way.name, metric, value)
-
-    def _guard(self, way: Implementation, step: str) -> contextlib.AbstractContextManager[None]:
-        return self.run.recorder.guard(self.case.name, way.name, step, self.run.timer.check_device)
+    def _guard(self, name: str, step: str) -> contextlib.AbstractContextManager[None]:
+        return self.run.recorder.guard(self.case.name, name, step, self.run.timer.check_device)
 
 
 def _llama(case: CompileCase, device: torch.device) -> nn.Module:

@@ -179,8 +179,8 @@ def decode(
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
     The other arguments, the results and the errors are those of `attention`; derivatives of both
-    modes are defined for q, k_cache, v_cache, alibi_slopes, sinks and a floating
-    attn_mask where the cache is not quantised.
+    modes are defined for q, k_cache, v_cache, alibi_slopes, sinks and a floating attn_mask where the cache is
+    not quantised.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """

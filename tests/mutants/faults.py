@@ -152,6 +152,14 @@ FAULTS = (
         ATTENTION,
     ),
     Fault(
+        "a padding mask of the first sequence", f"{_KERNELS}/decode/kernel.py",
+        "mask_head_ptr = mask_ptr + b64 * mask_strides[0]", "mask_head_ptr = mask_ptr + 0 * b64", DECODE,
+    ),
+    Fault(
+        "decode's mask of the first head", f"{_KERNELS}/decode/kernel.py",
+        "head.to(tl.int64) * mask_strides[1]", "0 * head.to(tl.int64)", DECODE,
+    ),
+    Fault(
         "a mask's gradient from one head", f"{_KERNELS}/attention/backward.py",
         "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
     ),

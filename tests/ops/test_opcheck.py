@@ -69,6 +69,13 @@ def test_forward(op, layouts, dtype, given, device):
     opcheck(op, (*qkv(layouts, dtype, device), *mask(given, device), wider(given, dtype)))
 
 
+def test_decode_with_a_mask(device):
+    softcap, slopes, sinks, attn_mask = scores(device)
+    extras = None, None, softcap, slopes, sinks, False, attn_mask
+    inputs = qkv(PLAIN, torch.float32, device)
+    opcheck(OPS.decode_forward, (*inputs, *mask(True, device), None, *extras))
+
+
 @KINDS
 @OPTIONAL
 def test_backward(layouts, dtype, given, device):

@@ -49,7 +49,8 @@ def explain(fn: Callable[..., Any], *, context_parallel: object = None) -> Calla
 
     It prints as a table: where each attention stands in the source, its form, and the op that took its
     place or why none did. As with `torch._dynamo.explain`, what was compiled before is forgotten, and fn
-    really runs; context_parallel is the option of that name. What Dynamo does not capture (it falls back to Python) is not seen.
+    really runs; context_parallel is the option of that name. What Dynamo does not capture (it falls back to
+    Python) is not seen.
     """
     from torch_fdattn.compile_backend.explain import explain_call
 

@@ -174,8 +174,8 @@ def _padding(
 ) -> Tensor | None:
     """True at keys that are tokens, (B, kv_length); None where all before position `end` are.
 
-    It reads the values, once a forward, as transformers' own sdpa and flash attention do: without padding, decode
-    has a kernel of its own.
+    It reads the values, once a forward, as transformers' own sdpa and flash attention do: without padding there
+    is nothing to read for each key.
     """
     if attention_mask is None:
         return None
@@ -232,10 +232,7 @@ def fdattn_attention(
     visible = _mask_arguments(attention_mask, query, is_causal)
     if position_bias is not None:
         visible["attn_mask"] = _with_bias(visible.get("attn_mask"), position_bias)
-    if visible.get("attn_mask") is None and _is_decode(
-        query, key, value, s_aux, visible["causal"], dropout
-    ):
-        visible.pop("attn_mask", None)
+    if _is_decode(query, key, value, s_aux, visible.get("attn_mask"), dropout):
         out, _ = decode(query, key, value, **visible, **options)
     else:
         out, _ = attention(query, key, value, dropout_p=dropout or 0, **visible, **options)
@@ -273,11 +270,11 @@ def _with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return torch.where(mask, bias, float("-inf")) if mask.dtype == torch.bool else mask + bias
 
 
-def _is_decode(query, key, value, sinks, causal: bool, dropout: float) -> bool:
+def _is_decode(query, key, value, sinks, mask: Tensor | None, dropout: float) -> bool:
     """A few new tokens over a cache, without gradients."""
-    if not causal or dropout or not 1 <= query.shape[2] <= min(_MOST_QUERIES, key.shape[2] - 1):
+    if dropout or not 1 <= query.shape[2] <= min(_MOST_QUERIES, key.shape[2] - 1):
         return False
-    given = (x for x in (query, key, value, sinks) if x is not None)
+    given = (x for x in (query, key, value, sinks, mask) if x is not None)
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
 

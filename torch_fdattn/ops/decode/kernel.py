@@ -51,8 +51,8 @@ def _decode_kernel(
     head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, SPLIT: tl.constexpr,
-    GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr,
+    TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip

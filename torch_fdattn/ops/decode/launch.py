@@ -258,8 +258,8 @@ class Plan:
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
                 ragged, size, kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), any(mask_strides[1:3]), batch_invariant, least, twice, split,
-                groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), any(mask_strides[1:3]),
+                batch_invariant, least, twice, split, groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
                 config.block_n, block_d, block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
@@ -404,8 +404,8 @@ def launch_decode(
         q, cache, mask, scale, out, options, batch_invariant, config, wanted, capability, whole
     )
     unmerged = plan.launch(
-        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.attn_mask, options.sinks,
-        workspace=workspace, leave_parts=leave_parts,
+        q, cache.k, cache.v, out, lse, *mask[:3], *cache[2:], options.alibi_slopes, options.attn_mask,
+        options.sinks, workspace=workspace, leave_parts=leave_parts,
     )  # fmt: skip
     return plan, unmerged
 
