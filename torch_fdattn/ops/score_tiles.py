@@ -63,24 +63,22 @@ def score_tile(
         strides = (options[6][2], options[6][3])
         first_key = first_key // 16 * 16  # as it is: tiles begin at multiples of their size
         mask_ptr += first_key.to(tl.int64) * strides[1]
-        row = q_pos - q_start
         if index.shape[0] == 1:
             column = tl.arange(0, index.shape[1])[None, :]
         else:
             column = tl.arange(0, index.shape[0])[:, None]
         # All for loads of whole vectors, 5 times as fast: `index` would hide where it begins, and the mask's own
-        # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key; rows behind
-        # the last get 0, since dK and dV sum over them: their probabilities are 0, but NaN would stay NaN.
+        # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key, and rows
+        # behind the last are nobody's: who sums over rows sees to it that these add nothing, NaN included.
         inside = first_key + column < options[6][4]
         if strides[0] is None:  # one row for all queries (padding): not read for each of them
             offsets = (column.to(tl.int64) if WIDE else column) * strides[1]
             entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
-            if entries.dtype != tl.int1:
-                entries = tl.where(row < q_len, entries, 0.0)
         else:
             mask_ptr += first_row.to(tl.int64) * strides[0]
-            offsets = tile_offsets(row - first_row, column, strides, WIDE)
-            entries = tl.load(mask_ptr + offsets, mask=(row < q_len) & inside, other=0)
+            row = tl.minimum(q_pos - q_start, q_len - 1) - first_row
+            offsets = tile_offsets(row, column, strides, WIDE)
+            entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
         products, unit = mask_scores(products, entries, unit)
     return products, unit, cap_slope
 

@@ -51,7 +51,12 @@ from torch_fdattn.ops.online_softmax import LN2, LOG2E
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.packed_tiles import listed, packed_block, packed_span, padded_row
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.score_tiles import head_options, key_distance, probabilities, score_tile
+from torch_fdattn.ops.score_tiles import (
+    head_options,
+    key_distance,
+    probabilities,
+    score_tile,
+)
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 from torch_fdattn.ops.tiles import (
     key_position,
@@ -171,7 +176,11 @@ def _dkdv_tiles(
                 dout_ptrs, rows[:, None] < q_len, d_v[None, :] < v_dim, RAGGED, EVEN_DV
             )
             dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        q_pos = (q_start + rows)[None, :]
+        seeing = rows
+        if options[5] is not None:
+            # Rows behind the last read its mask, and must not see what is hidden from it: their p is 0, NaN stays.
+            seeing = tl.minimum(rows, q_len - 1)
+        q_pos = (q_start + seeing)[None, :]
         scores, unit, cap_slope = score_tile(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
             scale * LOG2E, STRIPED, WIDE,
@@ -510,6 +519,8 @@ def _dmask_kernel(
             lse2 = tl.load(lse2_ptr + row_offset + rows)
             p = probabilities(scores * unit - lse2[:, None], score_options)
             seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+            if not BY_ROW:  # rows behind the last are summed too: p is 0 there, or NaN that the last does not see
+                seen = seen & rows_in
             p = tl.where(seen, p, 0.0)
             dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, EVEN_DV)
             vt = load_tile(
