@@ -124,7 +124,7 @@ FAULTS = (
     ),
     Fault(
         "dK unscaled", f"{_KERNELS}/attention/backward.py",
-        "(dk * scale).to(dk_ptr.dtype.element_ty)", "dk.to(dk_ptr.dtype.element_ty)", ATTENTION,
+        "head_dim, dk * scale, WIDE", "head_dim, dk, WIDE", ATTENTION,
     ),
     Fault(
         "gradient of lse forgotten", f"{_KERNELS}/attention/backward.py",
@@ -140,7 +140,8 @@ FAULTS = (
     ),
     Fault(
         "slopes' gradient with signed distances", f"{_KERNELS}/attention/backward.py",
-        "dslopes -= tl.sum(ds * tl.abs(distance)", "dslopes -= tl.sum(ds * (distance)", ATTENTION,
+        "distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))",
+        "distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)", ATTENTION,
     ),
     Fault(
         "half a sink's gradient", f"{_KERNELS}/scores.py",
@@ -165,15 +166,15 @@ FAULTS = (
     ),
     Fault(
         "dropout by tile", f"{_KERNELS}/attention/dropout_tiles.py",
-        "(first >> 3) + tl.arange(0, N // 8)", "tl.arange(0, N // 8)", ATTENTION,
+        "w3 = _words(head, q_pos, (first >> 5) * 4 +", "w3 = _words(head, q_pos, 0 * first +", ATTENTION,
     ),
     Fault(
         "lanes of words swapped", f"{_KERNELS}/attention/dropout_tiles.py",
-        "even = tl.where(lane < 4, w0, w2)", "even = tl.where(lane < 4, w0, w1)", ATTENTION,
+        "below = tl.where((position & 8) == 0, w0, w1)", "below = tl.where((position & 8) == 0, w0, w2)", ATTENTION,
     ),
     Fault(
         "dropped weights count in dS", f"{_KERNELS}/attention/backward.py",
-        "dpt = tl.where(kept, dpt * options[9], 0.0)", "dpt = dpt * options[9]", ATTENTION,
+        "dpt = tl.where(kept, dpt, 0.0) * options[9]", "dpt = dpt * options[9]", ATTENTION,
     ),
     Fault(
         "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",

@@ -216,57 +216,6 @@ def test_decode_over_capacities(device):
     assert counter.frame_count == 1
 
 
-class Layer(torch.nn.Module):
-    """Projections and attention, as a model has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = torch.nn.Linear(32, 96)
-
-    def forward(self, x, lens):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        out, lse = torch_fdattn.attention(q, k, v, lens, causal=True)
-        decoded, _ = torch_fdattn.decode(q[:, :, -1:], k, v, lens)
-        outs, lses = torch.stack([out, out]), torch.stack([lse, lse])
-        return torch_fdattn.merge_states(outs, lses)[0] + decoded
-
-
-def names(graph):
-    targets = (str(node.target) for node in graph.nodes if node.op == "call_function")
-    return sorted({name for name in targets if name.startswith("fdattn")})
-
-
-def test_export_keeps_the_ops(device):
-    layer = Layer().to(device)
-    example = torch.randn(2, 9, 32, device=device), int32(9, 4, device=device)
-    length = torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(layer, example, dynamic_shapes=({1: length}, None))
-    assert names(program.graph) == [
-        "fdattn.attention.default",
-        "fdattn.decode.default",
-        "fdattn.merge_states.default",
-    ]
-    lowered = program.run_decompositions()
-    assert names(lowered.graph) == [
-        "fdattn.attention_forward.default",
-        "fdattn.decode_forward.default",
-        "fdattn.merge_states_forward.default",
-    ]
-    other = torch.randn(2, 40, 32, device=device), int32(13, 40, device=device)
-    torch.testing.assert_close(program.module()(*other), layer(*other))
-    with torch.no_grad():  # decomposed to raw ops it is an inference graph
-        torch.testing.assert_close(lowered.module()(*other), layer(*other))
-
-
-def test_aot_compile_of_the_composite_alone(device):
-    """make_fx with real autograd traces down to the raw ops with no leftover of the Function."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    q, k, v = qkv(device, requires_grad=False)
-    graph = make_fx(lambda q, k, v: torch_fdattn.attention(q, k, v))(q, k, v).graph
-    assert names(graph) == ["fdattn.attention_forward.default"]
-
-
 def test_autocast_inside_a_compiled_function(device):
     q, k, v = qkv(device, requires_grad=False)
 

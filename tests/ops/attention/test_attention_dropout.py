@@ -75,9 +75,13 @@ def bits_of_backward(q_len, kv_len, device, **options):
 @pytest.mark.parametrize(
     "bits", [bits_of_forward, pytest.param(bits_of_backward, marks=pytest.mark.slow)]
 )
-def test_the_references_mask(bits, device):
+@pytest.mark.parametrize("keys", [16, 32])
+def test_the_references_mask(bits, keys, device):
+    """Tiles of whole groups, 32 keys, and of less."""
     q_pos, k_pos = torch.arange(37 - 21, 37), torch.arange(37)
-    assert torch.equal(bits(21, 37, device), expected(0.3, q_pos, k_pos))
+    with torch_fdattn.tiles(block_n=keys):
+        found = bits(21, 37, device)
+    assert torch.equal(found, expected(0.3, q_pos, k_pos))
 
 
 @pytest.mark.interpreter
@@ -93,17 +97,18 @@ def test_the_references_mask(bits, device):
     ],
 )
 def test_every_path_to_a_position(bits, kind, device):
-    """Groups of eight keys where tiles begin with one, else key by key: the same bits for a position."""
+    """Groups of 32 keys where tiles begin with one, else key by key: the same bits for a position."""
     starts = dict(q_start=int32(5, 5, device=device))
     if kind.startswith("striped"):
         block, stride = (3, 7) if kind == "striped" else (8, 8)
         starts |= dict(kv_block=block, kv_stride=stride)
         k_pos = torch.arange(37) // block * stride + torch.arange(37) % block
     else:
-        start = 3 if kind == "shifted by 3" else -16
+        start = 3 if kind == "shifted by 3" else -32
         starts["kv_start"] = int32(start, start, device=device)
         k_pos = start + torch.arange(37)
-    found = bits(21, 37, device, **starts)
+    with torch_fdattn.tiles(block_n=32):
+        found = bits(21, 37, device, **starts)
     assert torch.equal(found, expected(0.3, 5 + torch.arange(21), k_pos))
 
 

@@ -51,7 +51,7 @@ def test_drawn(seed, device, record_drawn):
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(x, marks=[] if x < 6 else pytest.mark.slow)
+        pytest.param(x, marks=[] if x < 3 else pytest.mark.slow)
         for x in drawn_seeds(16, "FDATTN_DRAWN")
     ],
 )

@@ -102,7 +102,10 @@ def test_rows_that_see_nothing(kind, device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -3e38, -INF])
+@pytest.mark.parametrize(
+    "lowest",
+    [torch.finfo(torch.float32).min, pytest.param(-3e38, marks=pytest.mark.slow), -INF],
+)
 def test_least_numbers_hide_keys(lowest, device):
     """As transformers writes its masks: finite, but nothing after a multiplication."""
     q, k, v = qkv(device)

@@ -4,8 +4,9 @@ Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sw
 - per row: delta = rowsum(dO ∘ O) - dlse, and the lse in log2 units, both padded to whole tiles;
 - one program per block of keys: dK and dV, over the queries of all heads of its group, in fixed order;
 - one program per block of queries: dQ, over the keys, and each row's part of the slopes' gradient;
-- where an additive mask has a gradient, one program per tile of the mask: dS summed, in fixed order, over all
-  that it is broadcast to. A mask of few elements has few programs: right, not fast.
+- an additive mask's gradient is dS: written by the last sweep where the mask is broadcast to nothing; else one
+  program per tile of the mask sums it, in fixed order, over all that the mask is broadcast to. A mask of few
+  elements has few programs: right, not fast.
 Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run. One sweep with
 dQ added up in fp32 was written and measured: no faster on the whole (README.md).
 
@@ -35,7 +36,7 @@ from torch_fdattn.ops.attention.configs import (
     mask_gradient_config,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
-from torch_fdattn.ops.attention.dropout_tiles import kept_tile
+from torch_fdattn.ops.attention.dropout_tiles import kept_tile, kept_tile_transposed
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     contiguous_mask,
@@ -138,8 +139,9 @@ def _dkdv_tiles(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr, RAGGED: tl.constexpr,
     GROUPED: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles of a group's heads to dk (unscaled) and dv of a key tile.
+    """Adds the query tiles of a group's heads, at least one, to dk (unscaled) and dv of a key tile.
 
+    A loop that might have no step makes ptxas serialise its wgmma (C7515): the way around it sets the accumulators.
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
     # dP before the exponentials, so that dV and dK stand side by side: 8 to 14 % of this sweep at hd128; nothing
@@ -156,7 +158,7 @@ def _dkdv_tiles(
     head64 = first_head64
     if not GROUPED:
         head = head_options(options, scale, batch64, head64)
-    for step in tl.range(0, group * tiles):
+    for step in tl.range(0, tl.maximum(group * tiles, 1)):
         start = bounds[0] + step * BLOCK_M
         if GROUPED:
             member = step // tiles
@@ -183,7 +185,7 @@ def _dkdv_tiles(
         q_pos = (q_start + seeing)[None, :]
         scores, unit, cap_slope = score_tile(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
-            scale * LOG2E, STRIPED, WIDE,
+            scale * LOG2E, STRIPED, WIDE, LSE_KNOWN=True,
         )  # fmt: skip
         pt = probabilities(scores * unit - lse2[None, :], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -196,17 +198,20 @@ def _dkdv_tiles(
             )
         kept_pt = pt
         if options[7] is not None:
-            kept = kept_tile(options, head, q_start + rows, index, first_key, keys, STRIPED)
-            kept = tl.trans(kept)
-            kept_pt = tl.where(kept, pt * options[9], 0.0)
+            kept = kept_tile_transposed(
+                options, head, q_start + rows, index, first_key, keys, STRIPED
+            )
+            kept_pt = tl.where(kept, pt, 0.0)
         dv = tl.dot(kept_pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
         if not EARLY_DP:
             dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         if options[7] is not None:
-            dpt = tl.where(kept, dpt * options[9], 0.0)
+            dpt = tl.where(kept, dpt, 0.0) * options[9]
         delta = tl.load(delta_ptr + padded_row64 + m)
         dst = (pt * (dpt - delta[None, :]) * cap_slope).to(qt.dtype)
         dk = tl.dot(dst, tl.trans(qt), dk, input_precision=PRECISION)
+    if options[7] is not None:
+        dv *= options[9]
     return dk, dv
 
 
@@ -272,7 +277,28 @@ def _dkdv_kernel(
         first_key + BLOCK_N <= kv_len, q_start, q_len, window_left, window_right,
         HAS_LEFT, HAS_RIGHT, BLOCK_M,
     )  # fmt: skip
-    begin = tl.where(first_key < kv_len, begin, end)  # a tile with no valid key visits no query
+    dk_ptr += batch64 * dk_strides[0] + kv_head64 * dk_strides[1]
+    dv_ptr += batch64 * dv_strides[0] + kv_head64 * dv_strides[1]
+    if (first_key >= kv_len) | (begin >= end):  # no valid key, or no query that sees one
+        _store_rows(
+            dk_ptr,
+            dk_strides,
+            first_key,
+            kv_capacity,
+            head_dim,
+            tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
+            WIDE,
+        )
+        _store_rows(
+            dv_ptr,
+            dv_strides,
+            first_key,
+            kv_capacity,
+            v_dim,
+            tl.zeros([BLOCK_N, BLOCK_DV], tl.float32),
+            WIDE,
+        )
+        return
     bounds = (begin, tl.maximum(begin, full_begin), tl.maximum(begin, full_end), end)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -284,30 +310,38 @@ def _dkdv_kernel(
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, GROUPED, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
 
-    rows_in = index[:, None] < kv_capacity
-    dk_ptr += batch64 * dk_strides[0] + kv_head64 * dk_strides[1]
-    dv_ptr += batch64 * dv_strides[0] + kv_head64 * dv_strides[1]
-    dk_ptrs = block_ptrs(dk_ptr, first_key, (dk_strides[2], dk_strides[3]), WIDE, BLOCK_N, BLOCK_D)
-    dv_ptrs = block_ptrs(dv_ptr, first_key, (dv_strides[2], dv_strides[3]), WIDE, BLOCK_N, BLOCK_DV)
-    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=rows_in & dims_in)
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=rows_in & v_dims_in)
+    _store_rows(dk_ptr, dk_strides, first_key, kv_capacity, head_dim, dk * scale, WIDE)
+    _store_rows(dv_ptr, dv_strides, first_key, kv_capacity, v_dim, dv, WIDE)
+
+
+@triton.jit
+def _store_rows(ptr, strides, first, length, dim, tile, WIDE: tl.constexpr):
+    """A tile's rows from `first` on, of a head's `length` at ptr."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    ptrs = block_ptrs(ptr, first, (strides[2], strides[3]), WIDE, ROWS, COLUMNS)
+    inside = (first + tl.arange(0, ROWS) < length)[:, None] & (tl.arange(0, COLUMNS) < dim)[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _dq_tiles(
-    dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
+    dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, dmask, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles to dq (unscaled) of one query tile, and to dslopes (M,)."""
+    """Adds the key tiles, at least one (as in `_dkdv_tiles`), to dq (unscaled) of one query tile, and to dslopes (M,).
+
+    dmask: (pointer to the tile's rows, strides) where the mask's gradient is dS itself, else None.
+    """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     kt_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
     d_v = tl.arange(0, dout.shape[1])
     EVEN_DV: tl.constexpr = v_dim == dout.shape[1]
     vt_offsets = tile_offsets(n[None, :], d_v[:, None], v_strides, WIDE)
-    for step in tl.range(0, bounds[3] - bounds[0], BLOCK_N):
+    for step in tl.range(0, tl.maximum(bounds[3] - bounds[0], 1), BLOCK_N):
         start = bounds[0] + step
         index = start + n
         kt_ptrs = k_ptr + start.to(tl.int64) * k_strides[0] + kt_offsets
@@ -318,6 +352,7 @@ def _dq_tiles(
         dp = tl.dot(dout, vt, input_precision=PRECISION)
         scores, unit, cap_slope = score_tile(
             products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
+            LSE_KNOWN=True,
         )  # fmt: skip
         p = probabilities(scores * unit - lse2[:, None], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -326,11 +361,15 @@ def _dq_tiles(
                 p = tl.where(seen, p, 0.0)
         if options[7] is not None:
             kept = kept_tile(options, head, q_pos, index, start, keys, STRIPED)
-            dp = tl.where(kept, dp * options[9], 0.0)
+            dp = tl.where(kept, dp, 0.0) * options[9]
         ds = p * (dp - delta[:, None])
         if SLOPES:
-            distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)
-            dslopes -= tl.sum(ds * tl.abs(distance).to(tl.float32), 1)
+            # The select keeps the product from becoming part of an FMA with another thread's: threads that hold the
+            # same row would round differently, and which of them writes last is chance.
+            distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))
+            dslopes -= tl.sum(tl.where(distance > 0, ds * distance.to(tl.float32), 0.0), 1)
+        if dmask is not None:
+            _store_mask_tile(dmask, start, ds, queries[0], queries[1], WIDE)
         ds = (ds * cap_slope).to(kt.dtype)
         dq = tl.dot(ds, tl.trans(kt), dq, input_precision=PRECISION)
     return dq, dslopes
@@ -338,9 +377,9 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr, dmask_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, score_options,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
@@ -404,21 +443,50 @@ def _dq_kernel(
     bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dslopes = tl.zeros([BLOCK_M], tl.float32)
+    dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
+    dmask = None
+    if dmask_ptr is not None:
+        dmask_ptr += batch64 * dmask_strides[0] + head64 * dmask_strides[1]
+        dmask_ptr += first_row.to(tl.int64) * dmask_strides[2]
+        dmask = (dmask_ptr, dmask_strides[2], dmask_strides[3], score_options[6][4])
+        hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, bounds[0], BLOCK_N):
+            _store_mask_tile(dmask, start, hidden, first_row, q_len, WIDE)
+        for start in tl.range(tl.cdiv(bounds[3], BLOCK_N) * BLOCK_N, kv_capacity, BLOCK_N):
+            _store_mask_tile(dmask, start, hidden, first_row, q_len, WIDE)
+    if bounds[0] >= bounds[3]:  # no key is seen
+        _store_rows(dq_ptr, dq_strides, first_row, q_len, head_dim, dq, WIDE)
+        if dslopes_ptr is not None:
+            tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
+        return
     dq, dslopes = _dq_tiles(
         dq, dslopes, q, dout, lse2, delta, q_start + rows,
         k_ptr + batch64 * k_strides[0] + kv_head64 * k_strides[1],
         v_ptr + batch64 * v_strides[0] + kv_head64 * v_strides[1],
-        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]),
+        (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), dmask,
         bounds, (first_row, q_len, q_start), keys, score_options,
         head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim, dslopes_ptr is not None,
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
 
-    dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
-    dq_ptrs = block_ptrs(dq_ptr, first_row, (dq_strides[2], dq_strides[3]), WIDE, BLOCK_M, BLOCK_D)
-    tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows_in & dims_in)
+    _store_rows(dq_ptr, dq_strides, first_row, q_len, head_dim, dq * scale, WIDE)
     if dslopes_ptr is not None:
         tl.store(dslopes_ptr + row_offset + rows, dslopes, mask=rows < q_len)
+
+
+@triton.jit
+def _store_mask_tile(dmask, start, tile, first_row, q_len, WIDE: tl.constexpr):
+    """A tile of the mask's gradient: dmask = (pointer to the rows from first_row on, their strides, key columns)."""
+    row = tl.arange(0, tile.shape[0])[:, None]
+    start = start // 16 * 16  # as it is: tiles begin at multiples of their size
+    column = tl.arange(0, tile.shape[1])[None, :]
+    inside = (first_row + row < q_len) & (start + column < dmask[3])
+    ptrs = (
+        dmask[0]
+        + start.to(tl.int64) * dmask[2]
+        + tile_offsets(row, column, (dmask[1], dmask[2]), WIDE)
+    )
+    tl.store(ptrs, tile.to(dmask[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "padded_len"])
@@ -465,7 +533,7 @@ def _dmask_kernel(
     vt_offsets = tile_offsets(n[None, :], d_v[:, None], (v_strides[2], v_strides[3]), WIDE)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count = batches // mask_sizes[0] * head_count * row_tiles * key_tiles
-    for step in tl.range(0, count, num_stages=1):
+    for step in tl.range(0, tl.maximum(count, 1)):
         start = (key_tile + step % key_tiles) * BLOCK_N
         first_row = (row_tile + step // key_tiles % row_tiles) * BLOCK_M
         head = own_head + step // key_tiles // row_tiles % head_count
@@ -474,65 +542,47 @@ def _dmask_kernel(
             batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
         )
         keys = (kv_len, kv_start, window_left, window_right, kv_block, kv_stride)
-        last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
-        begin, _, _, end = key_range(
-            q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N
-        )
-        if (start < end) & (start + BLOCK_N > begin):
-            batch64 = batch.to(tl.int64)
-            head64 = head.to(tl.int64)
-            kv_head64 = (head // group).to(tl.int64)
-            rows = first_row + m
-            index = start + n
-            rows_in = rows[:, None] < q_len
-            keys_in = index[None, :] < kv_len
-            q_ptrs = block_ptrs(
-                q_ptr + batch64 * q_strides[0] + head64 * q_strides[1], first_row,
-                (q_strides[2], q_strides[3]), WIDE, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-            dout_ptrs = block_ptrs(
-                dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1], first_row,
-                (dout_strides[2], dout_strides[3]), WIDE, BLOCK_M, BLOCK_DV,
-            )  # fmt: skip
-            k_base = (
-                batch64 * k_strides[0]
-                + kv_head64 * k_strides[1]
-                + start.to(tl.int64) * k_strides[2]
-            )
-            v_base = (
-                batch64 * v_strides[0]
-                + kv_head64 * v_strides[1]
-                + start.to(tl.int64) * v_strides[2]
-            )
-            q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
-            kt = load_tile(
-                k_ptr + k_base + kt_offsets, keys_in, d[:, None] < head_dim, True, EVEN_D
-            )
-            q_pos = (q_start + rows)[:, None]
-            one_head = head_options(score_options, scale, batch64, head64)
-            scores, unit, _cap_slope = score_tile(
-                tl.dot(q, kt, input_precision=PRECISION), q_pos, index[None, :], start,
-                (first_row, q_len, q_start), keys, score_options, one_head,
-                scale * LOG2E, STRIPED, WIDE,
-            )  # fmt: skip
-            row_offset = (batch64 * heads + head) * padded_len
-            lse2 = tl.load(lse2_ptr + row_offset + rows)
-            p = probabilities(scores * unit - lse2[:, None], score_options)
-            seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
-            if not BY_ROW:  # rows behind the last are summed too: p is 0 there, or NaN that the last does not see
-                seen = seen & rows_in
-            p = tl.where(seen, p, 0.0)
-            dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, EVEN_DV)
-            vt = load_tile(
-                v_ptr + v_base + vt_offsets, keys_in, d_v[:, None] < v_dim, True, EVEN_DV
-            )
-            dp = tl.dot(dout, vt, input_precision=PRECISION)
-            if score_options[7] is not None:
-                kept = kept_tile(
-                    score_options, one_head, q_start + rows, index, start, keys, STRIPED
-                )
-                dp = tl.where(kept, dp * score_options[9], 0.0)
-            total += p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
+        batch64 = batch.to(tl.int64)
+        head64 = head.to(tl.int64)
+        kv_head64 = (head // group).to(tl.int64)
+        rows = first_row + m
+        index = start + n
+        rows_in = rows[:, None] < q_len
+        keys_in = index[None, :] < kv_len
+        q_head = q_ptr + batch64 * q_strides[0] + head64 * q_strides[1]
+        dout_head = dout_ptr + batch64 * dout_strides[0] + head64 * dout_strides[1]
+        q_rows = (q_strides[2], q_strides[3])
+        dout_rows = (dout_strides[2], dout_strides[3])
+        q_ptrs = block_ptrs(q_head, first_row, q_rows, WIDE, BLOCK_M, BLOCK_D)
+        dout_ptrs = block_ptrs(dout_head, first_row, dout_rows, WIDE, BLOCK_M, BLOCK_DV)
+        start64 = start.to(tl.int64)
+        k_base = batch64 * k_strides[0] + kv_head64 * k_strides[1] + start64 * k_strides[2]
+        v_base = batch64 * v_strides[0] + kv_head64 * v_strides[1] + start64 * v_strides[2]
+        q = load_tile(q_ptrs, rows_in, dims_in, True, EVEN_D)
+        kt = load_tile(k_ptr + k_base + kt_offsets, keys_in, d[:, None] < head_dim, True, EVEN_D)
+        dout = load_tile(dout_ptrs, rows_in, v_dims_in, True, EVEN_DV)
+        vt = load_tile(v_ptr + v_base + vt_offsets, keys_in, d_v[:, None] < v_dim, True, EVEN_DV)
+        products = tl.dot(q, kt, input_precision=PRECISION)
+        dp = tl.dot(dout, vt, input_precision=PRECISION)
+        q_pos = (q_start + rows)[:, None]
+        one_head = head_options(score_options, scale, batch64, head64)
+        scores, unit, _cap_slope = score_tile(
+            products, q_pos, index[None, :], start, (first_row, q_len, q_start), keys, score_options, one_head,
+            scale * LOG2E, STRIPED, WIDE, LSE_KNOWN=True,
+        )  # fmt: skip
+        row_offset = (batch64 * heads + head) * padded_len
+        lse2 = tl.load(lse2_ptr + row_offset + rows)
+        p = probabilities(scores * unit - lse2[:, None], score_options)
+        seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+        if (
+            not BY_ROW
+        ):  # rows behind the last are summed too: p is 0 there, or NaN that the last does not see
+            seen = seen & rows_in
+        p = tl.where(seen, p, 0.0)
+        if score_options[7] is not None:
+            kept = kept_tile(score_options, one_head, q_start + rows, index, start, keys, STRIPED)
+            dp = tl.where(kept, dp, 0.0) * score_options[9]
+        total += p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
 
     row = (row_tile * BLOCK_M + m)[:, None]
     key = (key_tile * BLOCK_N + n)[None, :]
@@ -624,16 +674,21 @@ def launch_backward(
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
             )  # fmt: skip
+        dmask = wanted.attn_mask
+        in_dq = None  # where the sweep itself writes it
+        if dmask is not None and dmask.numel() == q.shape[:3].numel() * kv_capacity:
+            in_dq = dmask.view(*q.shape[:3], kv_capacity)
         if q.numel():
             tile = config.dq
             _dq_kernel[(row_blocks(tile.block_m) * heads * batch,)](
-                q, k, v, dout, lse2, delta, dq, slope_rows, *mask[:3],
-                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(), options,
+                q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
+                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
+                None if in_dq is None else in_dq.stride(), options,
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
             )  # fmt: skip
-        if wanted.attn_mask is not None:
-            dmask = wanted.attn_mask.zero_()
+        if dmask is not None and in_dq is None:
+            dmask.zero_()
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
             tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)

@@ -83,10 +83,10 @@ def forward_config(
         return _fp32_tile(head_dim)
     masked = scores.attn_mask is not None
     if capability[0] == 9 and (masked or dropout.p) and head_dim <= 128:
-        # Swept on one H100 (README.md). The draws of dropout take the registers of a wider tile.
-        if head_dim <= 64:
-            return TileConfig(64, 64, 4, 3)
-        return TileConfig(64, 64, 4, 2) if dropout.p else TileConfig(128, 64, 8, 3)
+        # Swept on one H100 (README.md).
+        return TileConfig(64, 64, 4, 3) if head_dim <= 64 else TileConfig(128, 64, 8, 3)
+    if masked and dropout.p and capability[0] < 8:
+        return TileConfig(32, 16 if head_dim > 64 else 32, 8, 2)  # more spills on AMD; not measured
     if dropout.p or (masked and capability[0] != 9):
         return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)  # spills nothing; not measured
     if capability[0] == 9:
@@ -119,15 +119,17 @@ def backward_config(
         # Swept on one H100 (README.md): four warps of 64 x 64 at hd64 and 128 keys at hd128 win over what
         # spills less, by up to half.
         if head_dim <= 64:
-            dkdv = TileConfig(64, 64, 4, 3) if masked else TileConfig(64, 128, 8, 2)
-            return BackwardConfig(dkdv, TileConfig(64 if dropout.p else 128, 64, 4, 3))
-        dkdv = TileConfig(32 if masked else 64, 128, 8, 2)
-        return BackwardConfig(dkdv, TileConfig(128, 64, 8, 3))
+            dkdv = TileConfig(64, 64, 4, 3 if masked else 2)
+            return BackwardConfig(dkdv, TileConfig(64, 64, 4, 3))
+        return BackwardConfig(TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 3))
     if capability[0] == 9 and (scores.changes_tiles or dropout.p) and head_dim > 128:
         # The plain tiles spill up to 648 bytes a thread in dK/dV; these up to 120. Not measured.
         return BackwardConfig(TileConfig(32, 64, 8, 2), TileConfig(128, 32, 8, 2))
     if capability[0] != 9 and (masked or dropout.p):
         small = TileConfig(32, 32, 8, 1)  # spills little; not measured
+        if masked and dropout.p and capability[0] < 8 and head_dim > 64:
+            # 32 x 32 spills up to 436 bytes a thread at hd128. Not measured.
+            return BackwardConfig(TileConfig(16, 32, 8, 1), TileConfig(16, 32, 8, 1))
         wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
         return BackwardConfig(small, TileConfig(64, 64, 8, 2) if wide else small)
     if capability[0] == 9:
@@ -152,13 +154,15 @@ def backward_config(
 def mask_gradient_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> TileConfig:
-    """The tile of a mask whose gradient one program sums. Not measured: what does not spill."""
+    """The tile of a mask whose gradient one program sums. But for sm_90 not measured: what does not spill."""
     if INTERPRET:
         return _INTERPRETED
     if head_dim > 256:
         return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
+    if capability[0] == 9 and head_dim <= 128:  # swept on one H100 (README.md)
+        return TileConfig(64, 64, 4, 3) if head_dim <= 64 else TileConfig(128, 64, 8, 2)
     return TileConfig(64, 64 if head_dim <= 128 else 32, 8, 1)
 
 

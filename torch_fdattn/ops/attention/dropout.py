@@ -4,9 +4,10 @@
 
 Z follows from absolute positions alone, so that it is the same in forward and backward, whatever the tiles,
 and on every device. Philox4x32 of 7 rounds (Salmon et al., SC 2011) under the key seed + offset · 2⁶⁴ / φ gives
-four words for the counter (query position, key position // 8, query head, batch): eight draws of 16 bits, of
-which the key takes number key position % 8. A weight is kept where its draw is at least p · 2¹⁶: p is rounded
-to a multiple of 2⁻¹⁶. The Triton twin is `dropout_tiles.py`.
+four words for the counter (query position, key group, query head, batch): eight draws of 16 bits. Key position
+n = 32 a + 8 b + 2 c + d (b, c < 4; d < 2) is of group 4 a + c, and takes from word b the lower half where d = 0,
+else the upper: the keys of a group are those that a thread of a tensor core's accumulator holds. A weight is kept
+where its draw is at least p · 2¹⁶: p is rounded to a multiple of 2⁻¹⁶. The Triton twin is `dropout_tiles.py`.
 
 Head and batch are those of the call. To shard heads or batches over ranks, lengthen `seed` by the numbers of the
 first ones and add them to the counter here and there.
@@ -50,7 +51,7 @@ def kept_weights(
 ) -> Tensor:
     """Z as booleans (B, H, M, N) for positions (B or 1, M) and (B or 1, N), of sequences from the first on."""
     seed, offset = dropout.seed.unbind()
-    groups, place = torch.unique(k_pos >> 3, return_inverse=True)
+    groups, place = torch.unique((k_pos >> 5) * 4 + (k_pos >> 1 & 3), return_inverse=True)
     counters = (
         q_pos.expand(batch, -1)[:, None, :, None], groups,
         torch.arange(heads, device=q_pos.device)[:, None, None],
@@ -58,7 +59,8 @@ def kept_weights(
     )  # fmt: skip
     words = torch.stack(philox(seed + offset * GOLDEN, *torch.broadcast_tensors(*counters)), -1)
     draws = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(-3)  # eight for each group
-    index = (place * 8 + (k_pos & 7)).expand(batch, -1)[:, None, None].expand(*draws.shape[:3], -1)
+    index = place * 8 + (k_pos >> 3 & 3) * 2 + (k_pos & 1)
+    index = index.expand(batch, -1)[:, None, None].expand(*draws.shape[:3], -1)
     return draws.gather(-1, index) >= dropout.threshold
 
 

@@ -23,45 +23,90 @@ def kept_tile(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexp
 
     head by `score_tiles.head_options`.
     """
-    if STRIPED:
+    if STRIPED or index.shape[0] < 32:
         draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
     else:
         # Both give the same bits; whole groups of eight keys, an eighth of the work. Tiles begin at multiples of
-        # 16 keys: where no kv_start was given, the compiler drops the other way.
-        if keys[1] & 7 == 0:
+        # their size: where no kv_start was given, the compiler drops the other way.
+        if keys[1] & 31 == 0:
             draws = _draws_by_group(head, q_pos, keys[1] + first_key, index.shape[0])
         else:
             draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
-    return draws >= options[8]
+    return draws >= options[8].to(tl.uint32) << 16  # of p = 1 all is kept, and its factor is 0
+
+
+@triton.jit
+def kept_tile_transposed(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexpr):
+    """`kept_tile` as (N, M). Groups change threads as one byte each, which is then read eight times."""
+    N: tl.constexpr = index.shape[0]
+    kept = tl.zeros([N, q_pos.shape[0]], tl.int1)
+    if STRIPED or N < 32:
+        kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, STRIPED))
+    else:
+        if keys[1] & 31 == 0:
+            kept = _kept_by_byte(options, head, q_pos, keys[1] + first_key, N)
+        else:
+            kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, STRIPED))
+    return kept
+
+
+@triton.jit
+def _kept_by_byte(options, head, q_pos, first, N: tl.constexpr):
+    M: tl.constexpr = q_pos.shape[0]
+    least = options[8].to(tl.uint32) << 16
+    words = _words(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
+    byte = tl.zeros([M, N // 8], tl.int32)
+    for j in tl.static_range(4):
+        byte |= (words[j] << 16 >= least).to(tl.int32) << (2 * j)
+        byte |= (words[j] >= least).to(tl.int32) << (2 * j + 1)
+    # A sum of one term, which the compiler leaves where it is: all else it would do again for every key.
+    byte = tl.sum(byte[:, :, None], 2)
+    byte = tl.reshape(tl.trans(byte.to(tl.uint8)), (N // 32, 1, 4, 1, M))
+    byte = tl.reshape(tl.broadcast_to(byte, (N // 32, 4, 4, 2, M)), (N, M))
+    n = tl.arange(0, N)
+    place = (n >> 3 & 3) * 2 + (n & 1)
+    return (byte.to(tl.int32) >> place[:, None] & 1) != 0
 
 
 @triton.jit
 def _draws_by_group(head, q_pos, first, N: tl.constexpr):
+    """In the upper half of a word; the lower half of odd keys' is not cleared."""
     M: tl.constexpr = q_pos.shape[0]
-    w0, w1, w2, w3 = _words(head, q_pos, (first >> 3) + tl.arange(0, N // 8))
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (M, N // 2))
-    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (M, N)).to(tl.int32)
+    w0, w1, w2, w3 = _words(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
+    # (M, N / 8 = 32 keys' group and pair, octet's low and high bit)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    words = tl.reshape(tl.join(words << 16, words), (M, N // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(words, 0, 1, 4, 3, 2, 5), (M, N))
 
 
 @triton.jit
 def _draws_by_key(head, q_pos, index, keys, STRIPED: tl.constexpr):
     position = key_position(index, keys[1], keys[4], keys[5], STRIPED)
-    w0, w1, w2, w3 = _words(head, q_pos, position >> 3)
-    lane = (position & 7)[None, :]
-    even = tl.where(lane < 4, w0, w2)
-    odd = tl.where(lane < 4, w1, w3)
-    words = tl.where((lane & 2) == 0, even, odd)
-    return tl.where((lane & 1) == 0, words & 0xFFFF, words >> 16).to(tl.int32)
+    w0, w1, w2, w3 = _words(head, q_pos, (position >> 5) * 4 + (position >> 1 & 3))
+    position = position[None, :]
+    below = tl.where((position & 8) == 0, w0, w1)
+    above = tl.where((position & 8) == 0, w2, w3)
+    words = tl.where((position & 16) == 0, below, above)
+    return tl.where((position & 1) == 0, words << 16, words)
 
 
 @triton.jit
 def _words(head, q_pos, groups):
-    zero = q_pos[:, None] * 0 + groups[None, :] * 0
-    return tl.philox(
-        head[3],
-        zero + q_pos[:, None],
-        zero + groups[None, :],
-        zero + head[4],
-        zero + head[5],
-        ROUNDS,
-    )
+    """Philox4x32, whose products are 64 bits wide: half the instructions of tl.philox, which takes their halves."""
+    k0 = head[3].to(tl.uint32)
+    k1 = (head[3].to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+    zero = (q_pos[:, None] * 0 + groups[None, :] * 0).to(tl.uint32)
+    c0 = zero + q_pos[:, None].to(tl.uint32)
+    c1 = zero + groups[None, :].to(tl.uint32)
+    c2 = zero + head[4].to(tl.uint32)
+    c3 = zero + head[5].to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        product0 = c0.to(tl.uint64) * 0xD2511F53
+        product2 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product2 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product2.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
