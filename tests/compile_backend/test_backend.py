@@ -80,6 +80,20 @@ def test_lower(lower):
     assert launches["attention_forward/reference"] == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model(strict):
+    """It was exported as it is; compiled, it is rewritten like others."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, w):
+            return layer(x, w)
+
+    program = torch.export.export(Model(), inputs(grad=False), strict=strict).module()
+    options = {"lower": "eager", "require_all": True}
+    agree(layer, torch.compile(program, backend=fdattn, options=options), inputs())
+    assert launches["attention_forward/reference"] == 1
+
+
 def test_dryrun_changes_nothing():
     options = {"dryrun": True, "lower": "aot_eager"}
     agree(layer, torch.compile(layer, backend=fdattn, options=options), inputs())

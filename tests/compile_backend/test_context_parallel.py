@@ -97,6 +97,9 @@ def test_what_names_the_group(group, kind):
             ValueError,
             "shards must be for the group's 2 ranks, got 3",
         ),
+        ({"cache": "striped"}, ValueError, "cache must be 'contiguous' or the block .*'striped'"),
+        ({"cache": True}, ValueError, "cache must be 'contiguous' or the block .*, got True"),
+        ({"cache": 0}, ValueError, "cache must be 'contiguous' or the block .*, got 0"),
         ({"strategy": "query_split"}, ValueError, "strategy must shard keys too .*'query_split'"),
         ({"strategy": "pigeon"}, ValueError, "strategy must shard keys too .*'pigeon'"),
     ],
@@ -163,6 +166,9 @@ REFUSED = {
     "the softmax is over dimension": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "got kv_lens": lambda q, k, v: torch_fdattn.attention(q, k, v, lens())[0],
     "decode would see": lambda q, k, v: torch_fdattn.decode(q[:, :, :1], k, v, lens())[0],
+    "decode_out would see": lambda q, k, v: torch_fdattn.decode(
+        q, k, v, lens(), out=(torch.empty_like(q), q.new_empty(2, 4, 8))
+    ),
     "holds its attention inside": lambda q, k, v: F.multi_head_attention_forward(
         *[x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 64, 4, torch.ones(192, 64),
         None, None, None, False, 0.0, torch.ones(64, 64), None, need_weights=False,
@@ -211,6 +217,73 @@ def test_shards_of_other_lengths(group, shards, text):
         torch.compile(sdpa, backend=fdattn, options=options)(*args)
 
 
+def over_cache(group, cache="contiguous"):
+    return {"group": group, "cache": cache}
+
+
+@pytest.mark.parametrize("cache", ["contiguous", 4])
+def test_a_step_over_a_sharded_cache(group, cache):
+    """Lengths and where queries start are those of whole sequences, as dist.decode takes them."""
+
+    def fn(q, k, v):
+        step = torch_fdattn.decode(q[:, :, :2], k, v, lens(), q_start=lens(6), softcap=20.0)
+        return step[0] + torch_fdattn.attention(q, k, v, causal=True)[0][:, :, :2]
+
+    report, calls = rewritten(fn, qkv(8, grad=False), over_cache(group, cache))
+    assert [site.op for site in report] == ["dist_decode", "ring_attention"]
+    (call,) = (x for x in calls.splitlines() if "target=torch.ops.fdattn.dist_decode" in x)
+    block = "" if cache == "contiguous" else ", kv_block: 4"
+    assert call.endswith(f"batch_invariant: False, rank: 0, world_size: 2{block}}})"), call
+
+
+def test_a_step_over_pages(group):
+    def fn(q, k, v):
+        table = torch.arange(2, dtype=torch.int32)[:, None]
+        return torch_fdattn.paged_decode(q[:, :, :1], k, v, table, lens())[0]
+
+    report, calls = rewritten(fn, qkv(8, grad=False), over_cache(group, 4))
+    assert [site.op for site in report] == ["dist_decode"]
+    assert "page_table: %" in calls
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_step_that_sees_all_of_a_cache(group, written_out):
+    def fn(q, k, v):
+        return (q @ k.mT / 4).softmax(-1) @ v if written_out else sdpa(q, k, v, enable_gqa=True)
+
+    report, calls = rewritten(
+        fn, qkv(2, 24, kv_heads=4 if written_out else 2, grad=False), over_cache(group)
+    )
+    assert [site.op for site in report] == ["dist_decode"]
+    assert_expected_inline(
+        re.sub("scale: .*?, ", "", calls),
+        """\
+%full = call_function[target=torch.full](args = ((2,), 48), kwargs = {dtype: torch.int32, device: cpu})
+%dist_decode_default = call_function[target=torch.ops.fdattn.dist_decode.default](args = (%l_q_, %l_k_, %l_v_, %full, 0), kwargs = {causal: False, rank: 0, world_size: 2})
+%getitem = call_function[target=operator.getitem](args = (%dist_decode_default, 0), kwargs = {})""",
+    )
+
+
+STEPS_REFUSED = {
+    "a mask or is_causal": lambda q, k, v: sdpa(q[:, :, :2], k, v, is_causal=True),
+    "say lengths to torch_fdattn.decode": lambda q, k, v: sdpa(
+        q[:, :, :1], k, v, (torch.arange(8) < lens()[:, None])[:, None, None]
+    ),
+    "few queries that want gradients, or over as many keys": lambda q, k, v: sdpa(q, k, v),
+    "with no kv_lens": lambda q, k, v: torch_fdattn.decode(q, k, v)[0],
+    "with kv_start": lambda q, k, v: torch_fdattn.decode(q, k, v, lens(), kv_start=lens())[0],
+    "with attn_mask": lambda q, k, v: torch_fdattn.decode(q, k, v, lens(), attn_mask=q[0, 0, 0, :8])[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STEPS_REFUSED)
+def test_steps_that_are_refused(group, text):
+    options = {"context_parallel": over_cache(group), "lower": "eager"}
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text):
+        torch.compile(STEPS_REFUSED[text], backend=fdattn, options=options)(*qkv(8, grad=False))
+
+
 def test_a_symbolic_length_becomes_a_number(group):
     """The shards follow from it."""
     x = torch.randn(2, 4, 8, 16)
@@ -234,8 +307,8 @@ def test_the_cache_key_has_group_and_shards(group):
         for option in (
             None, group, {"group": group}, {"group": group, "shards": "zigzag"},
             {"group": group, "shards": SequenceShards.zigzag(8, 2)},
-            {"group": group, "strategy": "star"},
+            {"group": group, "strategy": "star"}, over_cache(group), over_cache(group, 4),
         )
     ]  # fmt: skip
     assert keys[1] == keys[2]
-    assert len({repr(key) for key in keys}) == 5
+    assert len({repr(key) for key in keys}) == 7

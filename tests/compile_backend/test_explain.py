@@ -38,6 +38,12 @@ def test_explain():
     assert report.left == [second]
 
 
+def test_it_stays_a_function():
+    """A submodule of its name would take its place in the package when it is first imported."""
+    torch_fdattn.explain(torch.sin)(torch.ones(3))
+    assert torch_fdattn.compile_backend.explain is torch_fdattn.explain
+
+
 def test_graphs_are_counted_over_breaks():
     def fn(q, k, v):
         out = sdpa(q, k, v)

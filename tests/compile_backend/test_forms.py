@@ -314,6 +314,35 @@ def test_decode(q_len):
     assert ops(found) == ["decode"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_that_is_expanded_as_the_scores_are(dynamic):
+    """DistilBERT's; elsewhere it is used too, which must not keep the scores."""
+
+    def fn(q, k, v, padding):
+        scores = q @ k.mT / 4
+        hidden = (padding == 0)[:, None, None].expand_as(scores)
+        return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v, hidden + 1
+
+    args = [*qkv(8, 12), torch.ones(2, 12).tril(8)]
+    if dynamic:
+        torch._dynamo.maybe_mark_dynamic(args[0], 2)
+    graph = rewritten(fn, *args).graph
+    assert "matmul" not in graph
+    assert " @ " not in graph
+    assert ("size(2)" in graph) == dynamic
+
+
+def test_safe_softmax():
+    """Zeros where all is hidden, not NaN."""
+
+    def fn(q, k, v, mask):
+        return torch.ops.aten._safe_softmax(q @ k.mT * 0.25 + mask, -1) @ v
+
+    mask = torch.zeros(8, 8)
+    mask[3] = -math.inf
+    assert "nan" not in rewritten(fn, *qkv(), mask).graph
+
+
 def test_decode_graph_by_hand():
     def fn(q, k, v):
         return (q @ repeat_kv(k).mT * 0.25).softmax(-1) @ repeat_kv(v)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import torch_fdattn
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.dist import SequenceShards, shard_batch
+from torch_fdattn.dist.sharding import ShardMap
 
 DIM = 16
 
@@ -133,6 +135,25 @@ def test_sequences_without_a_batch_in_bfloat16(group, rank_device) -> None:
     torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "star"])
+def test_our_own_op_over_a_view(group, rank_device, strategy) -> None:
+    """The result lies as the local one does, so that what is a view of it on one rank is one here."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def attend(x):
+        x = x.transpose(1, 2)
+        return torch_fdattn.attention(x, x, x, causal=True)[0].transpose(1, 2).view(2, -1)
+
+    x = torch.randn(2, 8 * world, 2 * world, DIM, device=rank_device)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend=fdattn, fullgraph=True,
+        options={"context_parallel": {"group": group, "strategy": strategy}, "lower": "aot_eager"},
+    )  # fmt: skip
+    expected = attend(x).view(x.shape).chunk(world, 1)[rank]
+    torch.testing.assert_close(compiled(x.chunk(world, 1)[rank]), expected.reshape(2, -1))
+
+
 @pytest.mark.slow
 def test_through_inductor(group, rank_device) -> None:
     world = dist.get_world_size()
@@ -154,3 +175,42 @@ def test_lengths_compile_each_for_itself(group, rank_device) -> None:
         expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         found = compiled(shards.shard(x, rank, 2).contiguous())
         torch.testing.assert_close(found, shards.shard(expected, rank, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["contiguous", 3])
+def test_steps_over_a_sharded_cache(group, rank_device, cache) -> None:
+    """Each rank writes the new tokens that are its own, and attends over all ranks' shards; one compilation."""
+    world, rank, local = dist.get_world_size(), dist.get_rank(), 12
+    shard_map = ShardMap(rank, world, local if cache == "contiguous" else cache)
+    total = local * world
+    q, k, v = (torch.randn(2, heads, total, DIM, device=rank_device) for heads in (4, 2, 2))
+    first = torch.tensor([total - 5, 4], dtype=torch.int32, device=rank_device)
+    shards = [x.new_full((2, 2, local, DIM), torch.nan) for x in (k, v)]
+    here = torch.arange(total, device=rank_device)
+    mine, slots = shard_map.locate(here)
+    for shard, whole in zip(shards, (k, v), strict=True):
+        shard[:, :, slots[mine]] = whole[:, :, mine]
+
+    def step(q, k_shard, v_shard, lens):
+        out, lse = torch_fdattn.decode(q * 2, k_shard, v_shard, lens, window=(17, 0))
+        return out + 1, lse
+
+    torch._dynamo.reset()
+    options = {"context_parallel": {"group": group, "cache": cache}, "lower": "aot_eager"}
+    compiled = torch.compile(step, backend=fdattn, options=options, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lens in (first, first + 1, first - 4):
+            found = compiled(q[:, :, :2], *shards, lens)
+            torch.testing.assert_close(found, step(q[:, :, :2], k, v, lens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_sees_the_whole_of_a_sharded_cache(group, rank_device) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v = (torch.randn(2, 4, n, DIM, device=rank_device) for n in (1, 6 * world, 6 * world))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=fdattn, fullgraph=True,
+        options={"context_parallel": {"group": group, "cache": "contiguous"}, "lower": "aot_eager"},
+    )  # fmt: skip
+    found = compiled(q, *(x.chunk(world, 2)[rank] for x in (k, v)))
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -69,6 +69,10 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
             layer(x[0], x[0], x[0])
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             torch_fdattn.decode(x, x, x)
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            torch_fdattn.decode(x, x, x, out=(torch.empty_like(x), x.new_empty(1, 1, 8)))
+        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+            torch_fdattn.varlen_attention(*[x[0].transpose(0, 1)] * 3, lens)
         table, lens = torch.zeros(2, 1, 1, device=rank_device, dtype=torch.int32).unbind()
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             torch_fdattn.paged_decode(x, x, x, table, lens[0])

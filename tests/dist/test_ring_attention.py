@@ -170,6 +170,18 @@ def test_compiles_into_one_graph(group, rank_device, strategy, backend) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_result_lies_as_on_one_rank(group, rank_device, strategy, grad) -> None:
+    """In q's order of memory: models take a view of it."""
+    world = dist.get_world_size()
+    x = torch.randn(2, 4, 2 * world, 16, device=rank_device, requires_grad=grad).transpose(1, 2)
+    keys = x.repeat(1, 1, world, 1) if strategy == "query_split" else x
+    out, lse = ring_attention(x, keys, keys, group, strategy=strategy)
+    assert out.stride() == x.stride()
+    assert lse.is_contiguous()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_may_use_different_outputs(group, rank_device, strategy) -> None:
     """Rank 1's loss takes lse alone, others' out or both: no rank waits for another."""

@@ -219,6 +219,23 @@ def test_position_bias(side):
     agree(both(ours), both(eager))
 
 
+def test_a_model_that_asks_for_masks_is_given_them():
+    """Doge adds its own to it, in steps over a static cache too, where others are told lengths."""
+    config = {**SMALL, "keep_window_size": 6}
+    eager, ours = models("Doge", **config)
+    ids, mask = tokens("none")
+    options = {**GENERATE, "attention_mask": mask, "eos_token_id": None, "disable_compile": True}
+    for more in ({}, {"cache_implementation": "static"}):
+        wanted = eager.generate(ids, **options, **more)
+        assert torch.equal(ours.generate(ids, **options, **more), wanted)
+    step = {"q_offset": torch.tensor(7), "allow_is_causal_skip": False}
+    forms = [
+        dropin.fdattn_mask(2, 1, 32, **step, config=model.config).dtype
+        for model in (ours, decoders("Llama")[1])
+    ]
+    assert forms == [torch.bool, torch.int32]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

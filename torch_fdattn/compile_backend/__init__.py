@@ -25,14 +25,18 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
             ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `AttentionLeft` where any
             attention is left as it was), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
-            "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`) and
-            "strategy" ("ring", "all_gather", "ulysses" or "star").
+            "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
+            "strategy" ("ring", "all_gather", "ulysses" or "star") and "cache" ("contiguous", or the block of a
+            round-robin map).
 
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
     included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
     softcap or sinks, raises `AttentionLeft` (with ``dryrun`` it is reported alone): left as it was it would attend
-    to this rank's tokens only. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
+    to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
+    shards, q is the same on all ranks, kv_lens and q_start are those of whole sequences, and the call becomes
+    `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees
+    all slots of all ranks. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
     backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.
 
     Raises:
@@ -52,7 +56,7 @@ def explain(fn: Callable[..., Any], *, context_parallel: object = None) -> Calla
     really runs; context_parallel is the option of that name. What Dynamo does not capture (it falls back to
     Python) is not seen.
     """
-    from torch_fdattn.compile_backend.explain import explain_call
+    from torch_fdattn.compile_backend.explaining import explain_call
 
     return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel)
 

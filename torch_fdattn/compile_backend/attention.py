@@ -58,7 +58,7 @@ class Plan:
     dtype: torch.dtype  #: to which autocast, or nothing, converts q, k and v
     structure: Structure  #: where queries stand, and what they see
     scale: float | None
-    operands: tuple = ()  #: behind q, k and v, in place of lengths and starts
+    operands: tuple = ()  #: behind q, k, v and what of lengths and starts there is
     options: dict = field(default_factory=dict)  #: beside those of the mask
     contiguous: bool = False  #: whether its output is, whatever the layout of q
 

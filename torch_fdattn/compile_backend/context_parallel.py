@@ -2,7 +2,8 @@
 
 The meaning is that of `dist.context_parallel`: SDPA and `torch_fdattn.attention` over q, k and v of this rank's
 tokens become ring attention. What it cannot answer has the reason "context-parallel", and no attention at all
-may stay as it was, since that would attend to this rank's tokens alone.
+may stay as it was, since that would attend to this rank's tokens alone. With "cache", few queries over more keys
+are a step over a cache that ranks share: `sharded_cache.py`.
 
 A mask that the graph makes is refused even where it is causal: it is made for local positions, where a window or
 a chunk that is longer than the shard hides nothing, and so cannot be told from a mask that has none.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from torch_fdattn.compile_backend import sharded_cache
 from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
 from torch_fdattn.compile_backend.mask_recovery import Structure
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from torch_fdattn.dist import SequenceShards
 
 OPTION = 'options["context_parallel"]'
-_KEYS = ("group", "shards", "strategy")
+_KEYS = ("group", "shards", "strategy", "cache")
 
 
 class ContextParallel(NamedTuple):
@@ -41,6 +43,9 @@ class ContextParallel(NamedTuple):
     world_size: int
     shards: SequenceShards | str
     strategy: str
+    cache: int | str | None = (
+        None  #: "contiguous" shards of a KV cache, or round-robin in blocks of as many
+    )
 
     def operands(self, length: object) -> tuple[str, list[int]]:
         """What `ring_attention` takes behind q, k and v, of `length` local tokens.
@@ -84,7 +89,8 @@ def parse(option: object) -> ContextParallel | None:
     given = option if isinstance(option, dict) else {"group": option}
     if "group" not in given or not set(given) <= set(_KEYS):
         raise ValueError(
-            f'{OPTION} must have "group" and may have "shards" and "strategy", got {sorted(map(str, given))}'
+            f'{OPTION} must have "group" and may have "shards", "strategy" and "cache", got '
+            f"{sorted(map(str, given))}"
         )
     name = _group_name(given["group"])
     rank, world_size = rank_and_size(name, OPTION)
@@ -99,7 +105,13 @@ def parse(option: object) -> ContextParallel | None:
             f"{OPTION}'s shards must be 'contiguous', 'zigzag' or a SequenceShards, got {shards!r}"
         )
     check_strategy(strategy, OPTION)
-    return ContextParallel(name, rank, world_size, shards, strategy)
+    cache = given.get("cache")
+    if cache is not None and cache != "contiguous" and (type(cache) is not int or cache < 1):
+        raise ValueError(
+            f"{OPTION}'s cache must be 'contiguous' or the block of a round-robin map (an int of at least 1), "
+            f"got {cache!r}"
+        )
+    return ContextParallel(name, rank, world_size, shards, strategy, cache)
 
 
 def _group_name(group: object) -> str:
@@ -121,7 +133,9 @@ def _group_name(group: object) -> str:
 
 
 def over_ranks(found: Attention, plan: Plan, context: ContextParallel) -> Plan:
-    """Ring attention in place of a plan over local tokens; raises `Left` where it is not the same function."""
+    """Ring attention or, over a cache, `dist_decode` in place of a plan over local tokens; raises `Left`."""
+    if context.cache is not None and sharded_cache.is_step(found.q.size(S), found.k.size(S)):
+        return sharded_cache.over_shards(found, plan, context)
     _refuse(
         mask=found.masked, softcap=found.softcap, sinks=found.sinks is not None,
         **{"queries and keys of other tokens, or a cache": not known(found.q.size(S) == found.k.size(S))},
@@ -131,9 +145,8 @@ def over_ranks(found: Attention, plan: Plan, context: ContextParallel) -> Plan:
     structure = Structure(right=plan.structure.right)
     operands = context.operands(found.q.size(S))
     return replace(
-        plan, op="ring_attention", structure=structure, operands=operands, options=context.options,
-        contiguous=context.strategy in ("ulysses", "star"),
-    )  # fmt: skip
+        plan, op="ring_attention", structure=structure, operands=operands, options=context.options
+    )
 
 
 def _refuse(**given: object) -> None:
@@ -148,12 +161,13 @@ def _refuse(**given: object) -> None:
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 #: Our own ops over a sequence or a cache that they take to be whole.
 _OWN = {
-    overload
-    for name in ("attention", "varlen_attention", "decode", "paged_decode")
+    overload: name
+    for name in (
+        "attention", "varlen_attention", "decode", "paged_decode", "decode_out", "paged_decode_out"
+    )
     for op in [getattr(torch.ops.fdattn, name)]
     for overload in (op, op.default)
-}
-_ATTENTION = {torch.ops.fdattn.attention, torch.ops.fdattn.attention.default}
+}  # fmt: skip
 _SUPPORTED = ("q", "k", "v", "causal", "window_left", "window_right", "scale")
 
 
@@ -174,26 +188,35 @@ class OwnCall:
         ]
 
 
-def replace_own(node: Node, context: ContextParallel, *, dryrun: bool) -> None:
-    """`torch_fdattn.attention` by ring attention, (out, lse) by (out, lse); raises `Left` where it is another op."""
-    if node.target not in _ATTENTION:
-        raise Left("context-parallel", f"{described(node)} would see this rank's tokens alone")
-    schema = torch.ops.fdattn.attention.default._schema.arguments
+def replace_own(node: Node, context: ContextParallel, *, dryrun: bool) -> str:
+    """A call of ours by one over the ranks, (out, lse) by (out, lse); its name, or raises `Left` where there is none."""
+    name = _OWN[node.target]
+    schema = getattr(torch.ops.fdattn, name).default._schema.arguments
     defaults = {x.name: x.default_value if x.has_default_value() else None for x in schema}
     given = dict(zip(defaults, arguments(node, **defaults), strict=True))
+    if name == "attention":
+        new, args, options = _ring(given, defaults, context)
+    elif name in ("decode", "paged_decode") and context.cache is not None:
+        new, args, options = sharded_cache.own_call(given, defaults, context)
+    else:
+        raise Left("context-parallel", f"{described(node)} would see this rank's tokens alone")
+    if not dryrun:
+        op = getattr(torch.ops.fdattn, new).default
+        added = Adder(node, like=args[0]).new(op, args, yields=value(node), **options)
+        added.meta = dict(node.meta)
+        node.replace_all_uses_with(added)
+        node.graph.erase_node(node)
+    return new
+
+
+def _ring(given: dict, defaults: dict, context: ContextParallel) -> tuple[str, tuple, dict]:
     _refuse(**{x: given[x] != default for x, default in defaults.items() if x not in _SUPPORTED})
-    q, k, v = (given.pop(name) for name in "qkv")
+    q, k, v = (given[name] for name in "qkv")
     sizes = [tensor(x).shape for x in (q, k, v)]
     _refuse(
         **{"queries and keys of other tokens, or a cache": not known(sizes[0][2] == sizes[1][2])},
         **{"values of another head dim": not known(sizes[1][3] == sizes[2][3])},
     )
     operands = context.operands(sizes[0][2])
-    if dryrun:
-        return
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
-    op = torch.ops.fdattn.ring_attention.default
-    new = Adder(node, like=q).new(op, (q, k, v, *operands), yields=value(node), **options)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
+    return "ring_attention", (q, k, v, *operands), options

@@ -13,8 +13,15 @@ from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
 from torch_fdattn.compile_backend.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.masks import Empty, Masks
-from torch_fdattn.compile_backend.nodes import known, op_name, tensor, value
-from torch_fdattn.compile_backend.operands import Operand
+from torch_fdattn.compile_backend.nodes import (
+    asks_for_shape,
+    is_tensor,
+    known,
+    op_name,
+    tensor,
+    value,
+)
+from torch_fdattn.compile_backend.operands import B, H, Operand, S
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.attention.op import empty_state
 
@@ -25,7 +32,9 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     given = MaskArguments(add, found, masks.made)
     try:
         q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        operands = plan.operands or given.positions(plan.structure, q)
+        operands = given.positions(plan.structure, q)
+        if plan.operands:
+            operands = (*(x for x in operands if x is not None), *plan.operands)
         options = given.options(plan.structure, plan.scale) | plan.options
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
@@ -44,6 +53,29 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     given.keep()
     found.result.replace_all_uses_with(out)
     _erase([*found.mask.nodes, *found.between, found.result])
+    _expand_by_sizes(found)
+
+
+def _expand_by_sizes(found: Attention) -> None:
+    """What is expanded as the scores are, by their sizes in place of them: else they would be computed for it."""
+    rest = [node for node in found.between if not node._erased]
+    sizes = [(found.q, B), (found.q, H), (found.q, S), (found.k, S)]
+    for node in rest:
+        of = [x for x in sizes if x[0].dims[x[1]] is not None]
+        shape = value(node).shape if is_tensor(node) else ()
+        if len(shape) != len(of) or not all(
+            known(x.size(dim) == n) for (x, dim), n in zip(of, shape, strict=True)
+        ):
+            continue
+        for user in [user for user in node.users if asks_for_shape(user, node)]:
+            add = Adder(user)
+            numbers = [
+                n if isinstance(n, int) else add.call("size", x.node, x.dims[dim])
+                for (x, dim), n in zip(of, shape, strict=True)
+            ]
+            user.replace_all_uses_with(add.call("expand", user.args[0], *numbers))
+            user.graph.erase_node(user)
+    _erase(rest)
 
 
 def _with_empty_rows(add: Adder, pair: Node, out: Node, v: Node, empty: Empty) -> Node:

@@ -16,6 +16,7 @@ from torch_fdattn.compile_backend.masks import Masks, sinks_of
 from torch_fdattn.compile_backend.mutations import writes
 from torch_fdattn.compile_backend.nodes import (
     arguments,
+    asks_for_shape,
     described,
     is_tensor,
     known,
@@ -29,11 +30,13 @@ from torch_fdattn.compile_backend.scores import Scores
 from torch_fdattn.compile_backend.weights import Weights
 
 FORM = "matmul, softmax, matmul"
+#: The second gives zeros where -inf hides all, as SDPA does.
+SOFTMAX = ("softmax", "_safe_softmax")
 
 
 def match(node: Node, masks: Masks) -> Attention | None:
     """The attention whose softmax a node is; None where it is none's; raises `Left`."""
-    if op_name(node) != "softmax":
+    if op_name(node) not in SOFTMAX:
         return None
     source, dim = _softmax(node)
     scores, above = _or_left(scores_of.below_softmax, source)
@@ -54,8 +57,9 @@ def match(node: Node, masks: Masks) -> Attention | None:
     if dtype != tensor(result).dtype:
         raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
     found.mask = masks.recover(
-        scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result, safe=False
-    )
+        scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result,
+        safe=op_name(node) == "_safe_softmax",
+    )  # fmt: skip
     if (scores.sinks is None) == weights.without_last:
         raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")
     if scores.sinks is not None:
@@ -112,7 +116,7 @@ def _check_unused_elsewhere(between: list[Node], result: Node) -> None:
     inside = {*between, result}
     for node in between:
         for user in node.users:
-            if user not in inside:
+            if user not in inside and not asks_for_shape(user, node):
                 if writes(user):
                     raise Left("in-place", f"{described(user)} writes into scores or weights")
                 raise Left("scores-used", f"scores or weights also go into {described(user)}")

@@ -45,8 +45,9 @@ _FUNCTIONS: dict[object, str] = {
     for module in (torch, F, operator)
     if hasattr(module, name)
 }
-_aten = torch.ops.aten.scaled_dot_product_attention
-_FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = "scaled_dot_product_attention"
+for _name in ("scaled_dot_product_attention", "_safe_softmax"):
+    _aten = getattr(torch.ops.aten, _name)
+    _FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = _name
 
 
 def op_name(node: object) -> str:
@@ -73,9 +74,6 @@ def described(node: object) -> str:
     if node.op in ("placeholder", "get_attr"):
         return "an input"
     return op_name(node) or getattr(node.target, "__name__", str(node.target))
-
-
-_MISSING = object()
 
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
@@ -118,3 +116,8 @@ def known(condition: Any) -> bool:
 def same_shape(a: Tensor, b: Tensor) -> bool:
     pairs = zip(a.shape, b.shape, strict=False)
     return a.dim() == b.dim() and all(known(x == y) for x, y in pairs)
+
+
+def asks_for_shape(user: Node, node: Node) -> bool:
+    """Whether all that a consumer takes from a node is its shape."""
+    return op_name(user) == "expand_as" and user.args[1:] == (node,) and user.args[0] is not node

@@ -63,7 +63,9 @@ class Site:
 
     form: str  #: what it was written as
     node: str  #: the name of its result in the graph
-    op: str | None  #: "attention", "decode" or "ring_attention"; None where it is left as it was
+    op: (
+        str | None
+    )  #: "attention", "decode", "ring_attention" or "dist_decode"; None where it is left as it was
     reason: str | None = None  #: a key of `REASONS`, where it is left
     detail: str = ""
     notes: tuple[str, ...] = ()  #: what else was recognised, for example "causal mask"

@@ -14,7 +14,7 @@ from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.nodes import op_name
 from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
 
-_FORMS = {"scaled_dot_product_attention": sdpa, "softmax": handwritten}
+_FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(handwritten.SOFTMAX, handwritten)}
 
 
 def rewrite(
@@ -59,8 +59,8 @@ def _site(
             about["stack_trace"] = OwnCall.stack_trace(node)
             if transformed:
                 raise Left("functorch")
-            context_parallel.replace_own(node, context, dryrun=dryrun)
-            return [Site(op="ring_attention", **about)]
+            op = context_parallel.replace_own(node, context, dryrun=dryrun)
+            return [Site(op=op, **about)]
         found = _matched(form, node, masks)
         if found is None:
             return []

@@ -78,7 +78,7 @@ def context_parallel(
 
     `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
     With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
-    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to
+    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.varlen_attention, decode and paged_decode: silently they would attend to
     this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
     """
@@ -108,10 +108,12 @@ _LOCAL_ATTENTION = (
     torch._transformer_encoder_layer_fwd,
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
-    torch.ops.fdattn.decode,
-    torch.ops.fdattn.decode.default,
-    torch.ops.fdattn.paged_decode,
-    torch.ops.fdattn.paged_decode.default,
+    *(
+        overload
+        for name in ("varlen_attention", "decode", "paged_decode", "decode_out", "paged_decode_out")
+        for op in [getattr(torch.ops.fdattn, name)]
+        for overload in (op, op.default)
+    ),
 )
 
 

@@ -17,7 +17,9 @@ sdpa is given them, and stay explicit operands.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -85,8 +87,10 @@ def fdattn_mask(
         )  # fmt: skip
     full = mask_function is hf.bidirectional_mask_function
     window = 0 if full else _window(mask_function, local_size, hf)
-    # A step over a static cache is never "skipped", lest a compiled step change its form; here it has one.
+    # A step over a static cache is never "skipped", lest a compiled step change its form; here it has one. But a
+    # model may have forbidden it too, and nothing but its code tells.
     step = q_length == 1 and isinstance(q_offset, Tensor)
+    step = step and not _asks_for_masks(type(kwargs.get("config")))
     if full:
         wanted = not allow_is_bidirectional_skip
     else:
@@ -134,6 +138,21 @@ def _check_model(config_class: type) -> None:
                 'torch.compile(model, backend="fdattn")'
             )
     _CHECKED.add(config_class)
+
+
+@functools.cache
+def _asks_for_masks(config_class: type) -> bool:
+    """Whether the code of a configuration's model names the argument that forbids to leave masks out.
+
+    Such models compute with their masks (Doge, the indexers of DeepSeek-V3.2 and its kin).
+    """
+    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    if module is None or module.__name__ == config_class.__module__:
+        return False
+    try:
+        return "allow_is_causal_skip" in inspect.getsource(module)
+    except OSError:  # no source: not to be wrong is worth a mask
+        return True
 
 
 def _explicit(hf, *arguments) -> Tensor:

@@ -52,3 +52,9 @@ def scatter_sum(whole: Tensor, problem: Problem) -> Tensor:
     own = with_length(whole.shape, problem.shards.lengths[problem.rank])
     received = exchange(parts, [own] * problem.world_size, problem.group_name)
     return torch.stack(received).sum(0)
+
+
+def in_order_of(q: Tensor, out: Tensor) -> Tensor:
+    """An output in q's order of memory, as that of attention on one rank is: a later `view` may rely on it."""
+    ordered = torch.empty_like(q)
+    return out if out.stride() == ordered.stride() else ordered.copy_(out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.ring_attention.layout import exchange, with_length
+from torch_fdattn.dist.ring_attention.layout import exchange, in_order_of, with_length
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
 from torch_fdattn.dist.sequence_shards import SequenceShards
@@ -26,10 +26,12 @@ def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
+    own_q = q
     q, k, v = (_to_heads(x, problem) for x in (q, k, v))
     out, lse = attend_whole(q, k, v, _one_rank(problem))
-    tokens = (_to_tokens(out, problem), _to_tokens(lse.unsqueeze(-1), problem).squeeze(-1))
-    return *tokens, Saved(q, k, v, out, lse)
+    own_out = in_order_of(own_q, _to_tokens(out, problem))
+    own_lse = _to_tokens(lse.unsqueeze(-1), problem).squeeze(-1)
+    return own_out, own_lse, Saved(q, k, v, out, lse)
 
 
 def backward(
