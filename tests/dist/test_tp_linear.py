@@ -191,7 +191,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("wrong", "error", "message"),
         [
-            (dict(strategy="fused"), ValueError, r"strategy must be one of \('collective',\), got 'fused'"),
+            (dict(strategy="ring"), ValueError, r"strategy must be one of \('auto', 'collective', .*\), got 'ring'"),
             (dict(group_name="nosuch"), ValueError, "group_name must name a process group"),
             (dict(group_name=7), TypeError, "group_name must be a process group's name .* got int"),
             (dict(x_shard=[1.0]), TypeError, "x_shard must be a torch.Tensor, got list"),

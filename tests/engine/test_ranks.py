@@ -114,11 +114,21 @@ def expect_each_strategy(found: dict, expected: list[list[int]]) -> None:
         assert tokens == [theirs[:BY_STRATEGY] for theirs in expected[:3]], strategy
 
 
-@pytest.mark.parametrize(("ranks", "kv_block"), [(1, None), (2, 16), (3, 7)])
-def test_greedy_tokens_equal_transformers(ranks, kv_block, prompts, expected, tmp_path):
-    """All prompts as a batch over positions dealt round, and one alone."""
+@pytest.mark.parametrize(
+    ("ranks", "kv_block", "count"),
+    [
+        pytest.param(1, None, len(PROMPTS), marks=pytest.mark.slow),
+        (2, 16, len(PROMPTS)),
+        (3, 7, 5),
+        pytest.param(3, 7, len(PROMPTS), marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_equal_transformers(ranks, kv_block, count, prompts, expected, tmp_path):
+    """Prompts as a batch over positions dealt round, and one alone."""
+    prompts = prompts[:count]
     found = generated(tmp_path, ranks, prompts=prompts, kv_block=kv_block, strategies=BY_STRATEGY)
-    for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=True):
+    assert len(found["batched"]) == count
+    for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=False):
         assert tokens == reference, text
     assert found["streamed"] == expected[1][:STREAMED]
 

@@ -80,6 +80,11 @@ def read_epoch(state_ptr):
 
 
 @triton.jit
+def next_epoch(epoch):
+    return tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1)
+
+
+@triton.jit
 def take_epoch(state_ptr, programs):
     """This call's epoch; the last of the launch's programs to take it moves the channel on."""
     epoch = tl.load(state_ptr)
@@ -87,7 +92,7 @@ def take_epoch(state_ptr, programs):
     ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="acq_rel", scope="gpu")
     if ticket == programs - 1:
         tl.store(state_ptr + TICKETS, 0)
-        tl.store(state_ptr, tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1))
+        tl.store(state_ptr, next_epoch(epoch))
     return epoch
 
 
@@ -125,6 +130,30 @@ def word(payload, epoch):
 @triton.jit
 def payload(word, dtype: tl.constexpr):
     return (word & 0xFFFFFFFF).to(tl.int32).to(dtype, bitcast=True)
+
+
+@triton.jit
+def packed(values, dtype: tl.constexpr):
+    """Payloads of rows (M, D): fp32 numbers, or pairs of 16-bit ones, (M, D / 2)."""
+    if dtype.primitive_bitwidth == 16:
+        pairs = tl.reshape(values.to(dtype), [values.shape[0], values.shape[1] // 2, 2])
+        low, high = tl.split(pairs)
+        low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return values.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def unpacked(bits, dtype: tl.constexpr):
+    """The rows (M, D) again, fp32."""
+    if dtype.primitive_bitwidth == 16:
+        low = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        pairs = tl.join(low, high).to(tl.float32)
+        return tl.reshape(pairs, [bits.shape[0], bits.shape[1] * 2])
+    else:
+        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -214,6 +243,35 @@ def await_flags(flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_n
     tl.atomic_add(flags_ptr, 0, mask=inside, sem="acquire", scope="sys")
     tl.debug_barrier()
     return tl.sum(missing, 0) == 0
+
+
+@triton.jit
+def await_flag(flag_ptr, source, epoch, state_ptr, fault_ptr, limit_ns):
+    """`await_flags` of one flag, for programs of any number of warps: every look is an atomic, which one thread
+    makes for all, and so is the clock."""
+    raised = flag(epoch)
+    found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    if found != raised:
+        _last_time(state_ptr)  # what it returns may be of any earlier call
+        start = _last_time(state_ptr)
+        stop = start == OVER
+        looks = 0
+        while (found != raised) & (stop == 0):
+            found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+            looks += 1
+            if (looks % LOOKS == 0) & (found != raised):
+                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
+                if stop & (elsewhere == 0):
+                    report(source, epoch, state_ptr, fault_ptr)
+    tl.debug_barrier()
+    return found == raised
+
+
+@triton.jit
+def raise_flag(flag_ptr, epoch):
+    """Sets one flag in another rank's memory, after everything that this program wrote."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, flag(epoch), sem="release", scope="sys")
 
 
 @triton.jit

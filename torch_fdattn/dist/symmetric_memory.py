@@ -37,6 +37,7 @@ class PeerMemory(NamedTuple):
     local: Tensor  # uint8 (bytes,)
     addresses: Tensor  # int64 (world size,), on the device
     keep: object  # what must live as long as the mappings
+    peers: tuple[Tensor, ...] = ()  # every rank's bytes as tensors of this process, for copies
 
 
 def allocate(group_name: str, nbytes: int, device: torch.device) -> PeerMemory:
@@ -74,7 +75,16 @@ def _symmetric(group, group_name: str, nbytes: int, device: torch.device) -> Pee
         offsets, local.data_ptr() - handle.buffer_ptrs[group.rank()], group=group
     )
     addresses = [p + offset for p, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
-    return PeerMemory(local, torch.tensor(addresses, device=device), handle)
+    peers = tuple(_peer_bytes(handle, r, address, nbytes) for r, address in enumerate(addresses))
+    return PeerMemory(local, torch.tensor(addresses, device=device), handle, peers)
+
+
+def _peer_bytes(handle, rank: int, address: int, nbytes: int) -> Tensor:
+    """A rank's bytes as a tensor; versions of torch differ in where a handle's buffers begin."""
+    found = handle.get_buffer(rank, (nbytes,), torch.uint8)
+    if offset := address - found.data_ptr():
+        found = handle.get_buffer(rank, (nbytes,), torch.uint8, storage_offset=offset)
+    return found
 
 
 def _mapped(group, nbytes: int) -> PeerMemory:
@@ -93,7 +103,7 @@ def _mapped(group, nbytes: int) -> PeerMemory:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(mine)
-    return PeerMemory(local, torch.tensor([x.data_ptr() for x in others]), others)
+    return PeerMemory(local, torch.tensor([x.data_ptr() for x in others]), others, tuple(others))
 
 
 # Weak: a group's workspaces go with it, and its name may come again.

@@ -114,8 +114,8 @@ class TPAttention(TPLayer):
 
     @staticmethod
     def from_module(
-        module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "nccl",
-        tokens: TokenRows | None = None, linear_strategy: str = "collective",
+        module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPAttention:  # fmt: skip
         """This rank's heads of an attention layer: ours, or transformers' LlamaAttention and
         Qwen3Attention (whose forward the result then has).

@@ -134,8 +134,8 @@ class TPMLP(TPLayer):
 
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
-        strategy: str, allreduce_method: str = "nccl", tokens: TokenRows | None = None,
-        linear_strategy: str = "collective",
+        strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
+        linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
@@ -144,8 +144,8 @@ class TPMLP(TPLayer):
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "nccl",
-        tokens: TokenRows | None = None, linear_strategy: str = "collective",
+        cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPMLP:  # fmt: skip
         """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
         LlamaMLP and Qwen3MLP. The inner features are split as evenly as possible.

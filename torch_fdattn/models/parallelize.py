@@ -23,8 +23,8 @@ from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
 
 
 def parallelize(
-    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "nccl",
-    linear_strategy: str = "collective",
+    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "auto",
+    linear_strategy: str = "auto",
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
 

@@ -35,10 +35,12 @@ from torch_fdattn.dist.signals import (
     at_rank,
     await_previous,
     may_send,
+    packed,
     payload,
     receive,
     report,
     take_epoch,
+    unpacked,
     word,
 )
 from torch_fdattn.ops.launch import on_device
@@ -47,30 +49,6 @@ from torch_fdattn.ops.library import launches
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
-
-
-@triton.jit
-def _packed(values, dtype: tl.constexpr):
-    """Payloads of finished rows (M, D): fp32 numbers, or pairs of 16-bit ones, (M, D / 2)."""
-    if dtype.primitive_bitwidth == 16:
-        pairs = tl.reshape(values.to(dtype), [values.shape[0], values.shape[1] // 2, 2])
-        low, high = tl.split(pairs)
-        low = low.to(tl.uint16, bitcast=True).to(tl.int32)
-        return low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
-    else:
-        return values.to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _unpacked(bits, dtype: tl.constexpr):
-    """The rows (M, D) again, fp32."""
-    if dtype.primitive_bitwidth == 16:
-        low = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        pairs = tl.join(low, high).to(tl.float32)
-        return tl.reshape(pairs, [bits.shape[0], bits.shape[1] * 2])
-    else:
-        return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "batch", "rows", "share"])
@@ -113,7 +91,7 @@ def _two_shot_kernel(
             lse_bits = tl.zeros_like(lse_bits) + (ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32))
             sends = may_send(state_ptr, epoch)
         if sends:
-            value_words, lse_words = word(_packed(out, dtype), epoch), word(lse_bits, epoch)
+            value_words, lse_words = word(packed(out, dtype), epoch), word(lse_bits, epoch)
             for i in tl.static_range(1, WORLD):
                 base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
                 tl.store(base + value_at, value_words, mask=words_in)
@@ -139,7 +117,7 @@ def _two_shot_kernel(
                 other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
                 report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
         lse = lse_bits.to(tl.float32, bitcast=True)
-        write_rows(_unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
+        write_rows(unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):

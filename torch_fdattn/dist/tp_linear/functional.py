@@ -36,7 +36,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 def all_gather_matmul(
     x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
-    strategy: str = "collective",
+    strategy: str = "auto",
 ) -> list[Tensor]:  # fmt: skip
     """``y_i = all_gather(x_shard) @ weights[i].T + biases[i]``: one gather for several column-parallel weights.
 
@@ -47,7 +47,10 @@ def all_gather_matmul(
         biases: (N_i,) or None for each weight; None: no biases.
         rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
             this rank on every rank, which only the caller knows to be true.
-        strategy: "collective".
+        strategy: "auto" is what was measured to be the fastest for these sizes on this GPU, and "collective" where
+            nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS beside the group's own
+            collective and runs everywhere; "copy_engine" and "fused" overlap the two, for ranks that map each
+            other's memory (see `tp_linear/README.md`). "fused" is "collective" where `rows` differ.
 
     Returns:
         y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of
@@ -71,7 +74,7 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
-    rows: Sequence[int] | None = None, strategy: str = "collective",
+    rows: Sequence[int] | None = None, strategy: str = "auto",
 ) -> Tensor:  # fmt: skip
     """This rank's rows of ``sum over ranks (x @ weight.T) + bias``: a row-parallel linear layer.
 
@@ -99,7 +102,7 @@ def matmul_reduce_scatter(
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
-    method: str = "nccl", strategy: str = "collective",
+    method: str = "auto", strategy: str = "auto",
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
 
@@ -107,9 +110,13 @@ def matmul_all_reduce(
         x: all rows and this rank's features (M, K_r).
         weight: this rank's columns (N, K_r), in x's dtype.
         bias: (N,), the same on every rank; added once, after the sum.
-        method: "nccl" is the functional all-reduce of the group's backend, gloo included; "one_shot" and
-            "two_shot" are torch's symmetric-memory kernels (CUDA, one host, bfloat16 or float32).
-        group_name, strategy: as `all_gather_matmul`.
+        method: "auto" is what was measured to be the fastest, and "nccl" where nothing was. "nccl" is the functional
+            all-reduce of the group's backend, gloo included; "one_shot" and "two_shot" are torch's
+            symmetric-memory kernels (CUDA, one host, bfloat16 or float32). Ours, for the few rows of a decode step
+            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_epilogue" sends
+            from inside the product (up to 128 rows and for an even N, or else it is "low_latency").
+        strategy: "auto" or "collective"; "fused" is method "gemm_epilogue" where no method is given.
+        group_name: as `all_gather_matmul`.
 
     Returns:
         y (M, N), summed in x's dtype, the same on every rank. Differentiable under the convention that

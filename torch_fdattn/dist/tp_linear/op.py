@@ -9,6 +9,8 @@ Under autocast x is cast before it travels, weights and biases as in `torch.nn.f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,14 @@ from torch_fdattn import checks
 from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
-from torch_fdattn.dist.tp_linear import collective
+from torch_fdattn.dist.tp_linear import auto, collective, one_sided
+from torch_fdattn.dist.tp_linear.auto import Sizes
 from torch_fdattn.ops import library
 
-STRATEGIES = ("collective",)
-METHODS = ("nccl", *symmetric_memory.METHODS)
+STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
+METHODS = ("auto", "nccl", *symmetric_memory.METHODS, *one_sided.METHODS)
+#: Rows up to which `gemm_epilogue` runs; beyond, its weights would be read more than once.
+EPILOGUE_ROWS = 128
 
 
 def check_method(name: str, method: str) -> None:
@@ -38,6 +43,45 @@ def check_linear_strategy(name: str, strategy: str) -> None:
     """That a strategy of the linear ops, the argument `name`, exists."""
     if strategy not in STRATEGIES:
         raise ValueError(f"{name} must be one of {STRATEGIES}, got {strategy!r}")
+
+
+def _chosen(
+    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int]
+) -> str:
+    """The strategy that runs.
+
+    `fused` cuts every rank's rows into the same tiles: where ranks have different numbers of rows it is `collective`,
+    and so is everything on one rank.
+    """
+    if sizes.ranks == 1:
+        return "collective"
+    if strategy == "auto":
+        strategy = auto.choose(op, group_name, x, sizes, "collective")
+    if strategy in one_sided.STRATEGIES:
+        one_sided.check(f"strategy {strategy!r}", group_name, x, _compute_dtype(x))
+    if strategy == "fused" and any(count != rows[0] for count in rows):
+        return "collective"
+    return strategy
+
+
+def _chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes) -> str:
+    """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
+    if strategy == "copy_engine":
+        raise NotImplementedError(
+            "strategy 'copy_engine' gathers or scatters rows and reduces nothing on all ranks; "
+            f"matmul_all_reduce has methods instead, one of {METHODS}"
+        )
+    if strategy == "fused" and method == "auto":
+        method = "gemm_epilogue"
+    if sizes.ranks == 1:
+        return "nccl"
+    if method == "auto":
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl")
+    if method in one_sided.METHODS:
+        one_sided.check(f"method {method!r}", group_name, x, _compute_dtype(x))
+    if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
+        return "low_latency"
+    return method
 
 
 def _check_linear(
@@ -72,7 +116,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
-    strategy="collective",
+    strategy="auto",
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     if not weights:
@@ -85,17 +129,26 @@ def _all_gather_matmul(
         _check_linear(x_shard, weight, bias, ("x_shard", f"weights[{i}]", f"biases[{i}]"))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
+    columns = sum(weight.shape[0] for weight in weights)
+    sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
+    strategy = _chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
     agree(
         group_name,
         x_shard,
         {
+            "strategy": strategy,
             "rows": tuple(rows),
             "x_shard's features": x_shard.shape[1],
             "x_shard's dtype": x_shard.dtype,
             **wants_gradients(x_shard, *weights),
         },
+        once=strategy != "collective",
     )
     x_shard = x_shard.to(_compute_dtype(x_shard))
+    if strategy != "collective":
+        return one_sided.all_gather_matmul(
+            x_shard, weights, biases, group_name, strategy, rows, rank
+        )
     return collective.all_gather_matmul(
         x_shard, weights, biases, group_name, rows, rank, world_size
     )
@@ -103,37 +156,50 @@ def _all_gather_matmul(
 
 def _matmul_reduce_scatter(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, rows=None,
-    strategy="collective",
+    strategy="auto",
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
+    sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
+    strategy = _chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     agree(
         group_name,
         x,
         {
+            "strategy": strategy,
             "rows": tuple(rows),
             "weight's rows": weight.shape[0],
             "x's dtype": x.dtype,
             **wants_gradients(x, weight),
         },
+        once=strategy != "collective",
     )
+    if strategy != "collective":
+        x = x.to(_compute_dtype(x))
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, strategy, rows, rank)
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
 
 
 def _matmul_all_reduce(
-    x, weight, group_name, bias=None, *, rank=None, world_size=None, method="nccl",
-    strategy="collective",
+    x, weight, group_name, bias=None, *, rank=None, world_size=None, method="auto",
+    strategy="auto",
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
-    if method != "nccl":
+    if method in symmetric_memory.METHODS:
         symmetric_memory.check(method, x.device, _compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
+    method = _chosen_method(method, strategy, group_name, x, sizes)
     shape = (x.shape[0], weight.shape[0])
-    agree(group_name, x, {"method": method, "the result's shape": shape, "x's dtype": x.dtype})
+    same = {"method": method, "the result's shape": shape, "x's dtype": x.dtype}
+    agree(group_name, x, same, once=method in one_sided.METHODS)
+    if method in one_sided.METHODS:
+        x = x.to(_compute_dtype(x))
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, method)
     return collective.matmul_all_reduce(x, weight, bias, group_name, method, rank, world_size)
 
 
@@ -144,16 +210,16 @@ def _define(schema: str, function) -> None:
 
 _define(
     "all_gather_matmul(Tensor x_shard, Tensor[] weights, str group_name, Tensor?[]? biases=None, *, "
-    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='collective') -> Tensor[]",
+    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto') -> Tensor[]",
     _all_gather_matmul,
 )
 _define(
     "matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
-    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='collective') -> Tensor",
+    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto') -> Tensor",
     _matmul_reduce_scatter,
 )
 _define(
     "matmul_all_reduce(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
-    "int? rank=None, int? world_size=None, str method='nccl', str strategy='collective') -> Tensor",
+    "int? rank=None, int? world_size=None, str method='auto', str strategy='auto') -> Tensor",
     _matmul_all_reduce,
 )

@@ -1,0 +1,133 @@
+"""The kernels of the tensor-parallel matmuls, compiled for NVIDIA GPUs: no spills, wide loads and stores."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.resources.compiled import compile_launch, resources_of
+from benchmarks.resources.launches import recorded
+from benchmarks.resources.targets import ARCHS
+from torch_fdattn.dist.symmetric_memory import PeerMemory
+from torch_fdattn.dist.tp_linear import (
+    copies,
+    copy_engine,
+    fused_gather,
+    fused_scatter,
+    gemm,
+    gemm_epilogue,
+    low_latency,
+)
+from torch_fdattn.ops.library import INTERPRET
+
+pytestmark = pytest.mark.skipif(
+    INTERPRET, reason="compiles kernels, which the interpreter replaces"
+)
+
+WORLD = 4
+#: What ptxas of CUDA 12.9 puts on the stack, in bytes: numbers that a tile needs after its product.
+STACK = {"gemm_scatter": 16}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@contextlib.contextmanager
+def ranks(early: bool = True):
+    """Modules that believe to be rank 1 of four, their channels on the meta device."""
+    words, memory = meta(8, dtype=torch.int64), meta(1 << 28, dtype=torch.uint8)
+    channel = types.SimpleNamespace(
+        rank=1, world=WORLD, half_bytes=1 << 27, memory=PeerMemory(memory, words, None, (memory,) * WORLD),
+        state=words, fault=types.SimpleNamespace(tensor=words), enter=lambda: None,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for module in (
+            copies,
+            copy_engine,
+            fused_gather,
+            fused_scatter,
+            gemm,
+            gemm_epilogue,
+            low_latency,
+        ):
+            for name, value in (("channel", channel), ("rank_and_size", (1, WORLD))):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, return_value=value))
+            if hasattr(module, "INTERPRET"):
+                stack.enter_context(mock.patch.object(module, "INTERPRET", False))
+        for module in (fused_gather, fused_scatter):
+            stack.enter_context(mock.patch.object(module, "programs", return_value=132))
+        stack.enter_context(
+            mock.patch.object(gemm_epilogue, "_tickets_of", return_value=words.int())
+        )
+        stack.enter_context(mock.patch.object(gemm_epilogue, "_processors", return_value=132))
+        stack.enter_context(mock.patch.object(low_latency, "starts_early", return_value=early))
+        yield
+
+
+def check(launches, arch: str) -> None:
+    assert launches
+    for launch in launches:
+        found = resources_of(launch, ARCHS[arch])
+        assert found.spills <= STACK.get(found.kernel, 0), found
+        assert not found.undefined, found
+        assert found.shared <= ARCHS[arch].shared_limit, found
+
+
+def text_of(launches, kernel: str, arch: str) -> str:
+    (launch,) = (x for x in launches if kernel in x.kernel.__name__)
+    return compile_launch(launch, ARCHS[arch]).asm["ptx"]
+
+
+@pytest.mark.parametrize("rows", [4096, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+def test_all_gather(rows: int, dtype: torch.dtype) -> None:
+    x, weight = meta(rows // WORLD, 5120, dtype=dtype), meta(12800, 5120, dtype=dtype)
+    for strategy in (copy_engine, fused_gather):
+        with ranks(), recorded() as launches:
+            strategy.all_gather_matmul(x, [weight], "0", [rows // WORLD] * WORLD, False)
+        check(launches, "sm_90")
+    text = text_of(launches, "gather_gemm", "sm_90")
+    assert "cp.async.cg.shared.global [" in text
+    assert "cp.async.ca" not in text
+    assert dtype != torch.bfloat16 or "wgmma" in text
+
+
+@pytest.mark.parametrize("rows", [4096, pytest.param(128, marks=pytest.mark.slow)])
+def test_reduce_scatter(rows: int) -> None:
+    x, weight = meta(rows, 6400), meta(5120, 6400)
+    for strategy in (copy_engine, fused_scatter):
+        with ranks(), recorded() as launches:
+            strategy.matmul_reduce_scatter(x, weight, "0", [rows // WORLD] * WORLD)
+        check(launches, "sm_90")
+    text = text_of(launches, "gemm_scatter", "sm_90")
+    assert "st.global.v4" in text
+
+
+@pytest.mark.parametrize(
+    "rows", [16, *(pytest.param(m, marks=pytest.mark.slow) for m in (1, 64, 128))]
+)
+def test_all_reduce(rows: int) -> None:
+    x, weight = meta(rows, 6400), meta(5120, 6400)
+    for method in (low_latency, gemm_epilogue):
+        with ranks(), recorded() as launches:
+            method.matmul_all_reduce(x, weight, "0")
+        check(launches, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
+def test_other_targets(arch: str) -> None:
+    x, weight = meta(1024, 5120), meta(2560, 5120)
+    with ranks(early=arch != "sm_80"), recorded() as launches:
+        fused_gather.all_gather_matmul(x, [weight], "0", [1024] * WORLD, False)
+        fused_scatter.matmul_reduce_scatter(x, weight, "0", [256] * WORLD)
+        gemm_epilogue.matmul_all_reduce(x[:16], weight, "0")
+    check(launches, arch)

@@ -1,0 +1,298 @@
+"""The tensor-parallel matmuls through memory that ranks map: on CPUs with TRITON_INTERPRET=1, on GPUs over NVLink."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dist.test_tp_linear import leaf
+from torch_fdattn.dist import (
+    PeerTimeout,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    set_timeout,
+)
+from torch_fdattn.dist.channel import _channels
+from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.testing import assert_launched
+
+STRATEGIES = ("copy_engine", "fused")
+METHODS = ("low_latency", "gemm_epilogue")
+
+
+@pytest.fixture(autouse=True)
+def _kernels(rank_device: torch.device) -> None:
+    if rank_device.type == "cpu" and not INTERPRET:
+        pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
+
+
+def draw(*shape: int, device, dtype=torch.float32) -> Tensor:
+    """Seeded alike on all ranks (conftest), so drawn alike."""
+    return torch.randn(shape).to(device, dtype)
+
+
+def check_sum(ours: Tensor, exact: Tensor, at_dtype: Tensor) -> None:
+    """The error rule: at_dtype is torch's result in the inputs' dtype, exact the one of fp64."""
+    rounding = ((exact.to(ours.dtype) + 0.3 - 0.3).double() - exact).abs().max().item()
+    bound = 2 * (at_dtype.double() - exact).abs().max().item() + 2 * rounding
+    error = (ours.double() - exact).abs().max().item() if exact.numel() else 0.0
+    assert error <= bound, (error, bound)
+
+
+def of_rank(count: int, rank: int | None = None) -> slice:
+    rank = dist.get_rank() if rank is None else rank
+    return slice(rank * count, (rank + 1) * count)
+
+
+def expect_launch(name: str):
+    """That a kernel ran; one rank alone has nobody to talk to."""
+    return assert_launched(*([f"tp_linear/{name}"] if dist.get_world_size() > 1 else []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_gather_matmul(group, rank_device, strategy: str, dtype: torch.dtype) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, features, sizes = 19, 40, (33, 8)
+    x = draw(world * rows, features, device=rank_device, dtype=dtype)
+    weights = [
+        [draw(n + r, features, device=rank_device, dtype=dtype) for n in sizes] for r in range(world)
+    ]
+    dys = [[draw(len(x), len(w), device=rank_device, dtype=dtype) for w in ws] for ws in weights]
+    ours_x, ours_w = leaf(x[of_rank(rows)]), [leaf(w) for w in weights[rank]]
+    with expect_launch(f"{strategy}_all_gather"):
+        ys = all_gather_matmul(ours_x, ours_w, group, strategy=strategy)
+    for y, w in zip(ys, weights[rank], strict=True):
+        check_sum(y, x.double() @ w.double().t(), x @ w.t())
+    torch.autograd.backward(ys, dys[rank])
+    exact = sum(
+        dy.double() @ w.double()
+        for of_dy, of_w in zip(dys, weights, strict=True)
+        for dy, w in zip(of_dy, of_w, strict=True)
+    )
+    partials = [
+        sum(dy @ w for dy, w in zip(*pair, strict=True)) for pair in zip(dys, weights, strict=True)
+    ]
+    at_dtype = torch.stack(partials).sum(0)
+    own = of_rank(rows)
+    check_sum(ours_x.grad, exact[own], at_dtype[own])
+    for w, dy in zip(ours_w, dys[rank], strict=True):
+        check_sum(w.grad, dy.double().t() @ x.double(), dy.t() @ x)
+    with torch.no_grad():  # the same bits again, without what a backward needs
+        for y, again in zip(ys, all_gather_matmul(ours_x, ours_w, group, strategy=strategy), strict=True):  # fmt: skip
+            assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_matmul_reduce_scatter(group, rank_device, strategy: str, dtype: torch.dtype) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, features, columns = 19, 40, 34
+    x = draw(world * rows, world * features, device=rank_device, dtype=dtype)
+    weight = draw(columns, world * features, device=rank_device, dtype=dtype)
+    dy = draw(len(x), columns, device=rank_device, dtype=dtype)
+    own, mine = of_rank(rows), of_rank(features)
+    ours = leaf(x[:, mine]), leaf(weight[:, mine])
+    with expect_launch(f"{strategy}_reduce_scatter"):
+        y = matmul_reduce_scatter(*ours, group, strategy=strategy)
+    parts = [x[own, of_rank(features, r)] @ weight[:, of_rank(features, r)].t() for r in range(world)]
+    check_sum(y, x[own].double() @ weight.double().t(), torch.stack(parts).sum(0))
+    y.backward(dy[own])
+    for found, a, b in ((ours[0].grad, dy, weight[:, mine]), (ours[1].grad, dy.t(), x[:, mine])):
+        check_sum(found, a.double() @ b.double(), a @ b)
+    with torch.no_grad():
+        assert torch.equal(y, matmul_reduce_scatter(*ours, group, strategy=strategy))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 21])
+@pytest.mark.parametrize("method", METHODS)
+def test_matmul_all_reduce(group, rank_device, method: str, rows: int) -> None:
+    world = dist.get_world_size()
+    dtype = torch.float32 if rows == 5 else torch.float16
+    features, columns = (72 if rows == 5 else 300), 34
+    x = draw(rows, world * features, device=rank_device, dtype=dtype)
+    weight = draw(columns, world * features, device=rank_device, dtype=dtype)
+    bias, dy = (draw(*shape, device=rank_device, dtype=dtype) for shape in ((columns,), (rows, columns)))  # fmt: skip
+    mine = of_rank(features)
+    ours = leaf(x[:, mine]), leaf(weight[:, mine])
+    with expect_launch(method):
+        y = matmul_all_reduce(*ours, group, leaf(bias), method=method)
+    parts = [x[:, of_rank(features, r)] @ weight[:, of_rank(features, r)].t() for r in range(world)]
+    exact = x.double() @ weight.double().t() + bias.double()
+    check_sum(y, exact, torch.stack(parts).sum(0) + bias)
+    everywhere = [torch.empty_like(y) for _ in range(world)]
+    dist.all_gather(everywhere, y.detach())
+    assert all(torch.equal(part, y) for part in everywhere)
+    y.backward(dy)
+    for found, a, b in ((ours[0].grad, dy, weight[:, mine]), (ours[1].grad, dy.t(), x[:, mine])):
+        check_sum(found, a.double() @ b.double(), a @ b)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_uneven_rows(group, rank_device, strategy: str) -> None:
+    """Any number of rows on any rank; `fused` leaves them to `collective`."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = [5, 0, 3, 1][:world]
+    first = sum(rows[:rank])
+    x, weight = draw(sum(rows), 16, device=rank_device), draw(8, 16, device=rank_device)
+    own = slice(first, first + rows[rank])
+    for _ in range(2):
+        (y,) = all_gather_matmul(x[own], [weight], group, rows=rows, strategy=strategy)
+        torch.testing.assert_close(y, F.linear(x, weight))
+        y = matmul_reduce_scatter(x, weight, group, rows=rows, strategy=strategy)
+        torch.testing.assert_close(y, world * F.linear(x, weight)[own])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_training(group, rank_device, strategy: str) -> None:
+    """A graph holds the raw ops, forward and backward."""
+    torch._dynamo.reset()
+    world = dist.get_world_size()
+    x, weight = draw(3, 16, device=rank_device), draw(8, 16, device=rank_device)
+
+    def step(x, weight):
+        (y,) = all_gather_matmul(x, [weight], group, strategy=strategy)
+        y = matmul_reduce_scatter(y.relu(), weight.t(), group, strategy=strategy)
+        return y + matmul_all_reduce(x, weight @ weight.t() @ weight, group, method="low_latency").sum()  # fmt: skip
+
+    found = []
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        given = leaf(x), leaf(weight)
+        y = run(*given)
+        y.square().sum().backward()
+        found.append((y, *(t.grad for t in given)))
+    assert world == 1 or launches[f"tp_linear/{strategy}_all_gather"] >= 2
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+CALLS = {
+    **{f"{s} gather": lambda x, w, g, s=s: all_gather_matmul(x, [w], g, strategy=s)[0] for s in STRATEGIES},
+    **{f"{s} scatter": lambda x, w, g, s=s: matmul_reduce_scatter(x, w, g, strategy=s) for s in STRATEGIES},
+    **{m: lambda x, w, g, m=m: matmul_all_reduce(x, w, g, method=m) for m in METHODS},
+}  # fmt: skip
+
+
+def test_graphs(group, rank_device) -> None:
+    """Replays, which copy to where the capture did, mixed with eager calls; ranks that come late."""
+    if rank_device.type != "cuda" or dist.get_world_size() == 1:
+        pytest.skip("needs a CUDA device")
+    rng, world = random.Random(dist.get_rank()), dist.get_world_size()
+    weight = draw(256, 512, device=rank_device, dtype=torch.bfloat16)
+    for call in CALLS.values():
+        x = draw(64 * world, 512, device=rank_device, dtype=torch.bfloat16)
+        call(x, weight, group)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [call(x, weight, group), call(x + 1, weight, group)]
+        for _ in range(10):
+            x.copy_(draw(*x.shape, device=rank_device, dtype=torch.bfloat16))
+            time.sleep(rng.random() * 0.01)
+            graph.replay()
+            for i, y in enumerate(found):
+                assert torch.equal(y, call(x + i, weight, group))
+            torch.cuda.synchronize()
+
+
+def set_epochs(epoch: int) -> None:
+    """As if all channels' next calls were this one; buffers that copies go to are free for it."""
+    group = dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name)
+    raised = (epoch * -7046029254386353131 + 2**63) % 2**64 - 2**63
+    for (purpose, _), channels in _channels.get(group, {}).items():
+        if purpose.partition("/")[0] in (*STRATEGIES, *METHODS):
+            channels[-1].memory.local.zero_()
+            channels[-1].state[0] = epoch
+            if "copy_engine" in purpose or purpose == "fused/all_gather":
+                world = channels[-1].world
+                channels[-1].memory.local.view(torch.int64)[world : 2 * world] = raised
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def test_epochs_wrap(group, rank_device) -> None:
+    """From two calls before the epoch's 32 bits are full on, with stragglers and shapes that change."""
+    rng, world = random.Random(dist.get_rank()), dist.get_world_size()
+    for i in range(6):
+        if i == 1:
+            set_epochs(0xFFFFFFFE)
+        time.sleep(rng.random() * 0.02)
+        x = draw(2 + i % 2, 16, device=rank_device) + i
+        weight = draw(6, 16, device=rank_device)
+        one = F.linear(x, weight)
+        for strategy in STRATEGIES:
+            (y,) = all_gather_matmul(x, [weight], group, strategy=strategy)
+            torch.testing.assert_close(y, one.repeat(world, 1))
+            y = matmul_reduce_scatter(x.repeat(world, 1), weight, group, strategy=strategy)
+            torch.testing.assert_close(y, world * one)
+        for method in METHODS:
+            torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
+    set_epochs(1)
+
+
+def test_wrong_calls(group, rank_device) -> None:
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    x, weight = (draw(2, 6, device=rank_device, dtype=torch.float64) for _ in range(2))
+    for strategy in STRATEGIES:
+        with pytest.raises(TypeError, match=f"strategy '{strategy}' needs bfloat16, .*float64"):
+            all_gather_matmul(x, [weight], group, strategy=strategy)
+    with pytest.raises(TypeError, match="method 'gemm_epilogue' needs bfloat16, .*float64"):
+        matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+    with pytest.raises(NotImplementedError, match="strategy 'copy_engine' gathers or scatters"):
+        matmul_all_reduce(x, weight, group, strategy="copy_engine")
+
+
+def test_a_rank_that_does_not_come(group, rank_device) -> None:
+    """NaN in time, then the exception; calls that were queued before it send nothing."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    lost = 1
+    new, rest = dist.new_group(), dist.new_group([i for i in range(world) if i != lost])
+    x, weight = draw(2 * world, 16, device=rank_device), draw(6, 16, device=rank_device)
+    for call in CALLS.values():
+        for _ in range(2):
+            assert call(x, weight, new.group_name).isfinite().all()
+    dist.barrier()
+    set_timeout(1)
+    for name, call in CALLS.items() if rank != lost else ():
+        dist.barrier(rest)  # or the one that is late would be the one reported
+        y = call(x, weight, new.group_name)
+        assert y.isnan().all(), name
+        with pytest.raises(PeerTimeout, match=f"waited for rank {lost} .*epoch 3") as error:
+            call(x, weight, new.group_name)
+        assert error.value.strategy == name.split()[0]
+        # What would follow in a queue; the others are not told a word of it.
+        _forget(new.group_name)
+        again = call(x, weight, new.group_name)
+        assert again.isnan().all(), name
+        _forget(new.group_name)
+    set_timeout(10)
+    dist.barrier()
+    dist.destroy_process_group(new)
+    if rank != lost:
+        dist.destroy_process_group(rest)
+
+
+def _forget(group_name: str) -> None:
+    """As if the host had not yet seen what the device knows."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    for channels in _channels.get(group, {}).values():
+        channels[-1].fault.tensor.zero_()
+
+
+def test_auto_is_collective_where_nothing_was_measured(group, rank_device) -> None:
+    before = launches.total()
+    x, weight = draw(2, 6, device=rank_device), draw(4, 6, device=rank_device)
+    all_gather_matmul(x, [weight], group)
+    matmul_all_reduce(x, weight, group)
+    assert launches.total() == before

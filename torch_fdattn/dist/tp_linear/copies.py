@@ -1,0 +1,204 @@
+"""Chunks that copy engines move into other ranks' memory while processors multiply.
+
+A call's copies go to addresses that the host knows, so that a captured graph copies to the same place at every
+replay: there is one buffer, not one of odd and one of even epochs (`signals.py`), and it must be seen to be free.
+
+    start     waits until every rank is done with what this one sent it in the call before ("free"), and writes this
+              call's flag to a word of this rank's own memory, the stamp
+    send      copies a chunk to a rank, and after it, in the same stream, the stamp: the chunk "arrived". No kernel, so
+              it goes on while a kernel fills the device and waits for it
+    await_    waits for a rank's chunk
+    finish    waits for what nobody has waited for, tells every rank that its chunks were used, and moves the epoch on
+
+**Faults.** A wait that times out breaks the channel (`faults.py`). Copies cannot be called back: later calls of a
+broken channel, and one that found a buffer not free, overwrite what others may still read. They take their flags back
+first. A reader therefore looks at the flags again when it has read (`finish`), and what was read while a flag
+changed is lost: NaN, and a fault.
+
+Memory: words arrived[W], free[W], stamp; the data from _DATA bytes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.channel import Channel, channel
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.signals import (
+    BROKEN,
+    as_words,
+    await_flags,
+    flag,
+    may_send,
+    next_epoch,
+    raise_flags,
+    read_epoch,
+)
+from torch_fdattn.ops.launch import on_device
+
+_DATA = 4096
+_MOST_RANKS = _DATA // 8 // 2 - 1
+#: Elements that the one program of `finish` makes NaN at a time.
+_FILL = 1024
+
+
+@triton.jit
+def words_of(addresses_ptr, ranks, inside):
+    """Pointers to the words of ranks."""
+    return as_words(tl.load(addresses_ptr + ranks, mask=inside, other=0))
+
+
+@triton.jit
+def others_of(rank, WORLD: tl.constexpr, SOURCES: tl.constexpr):
+    """(ranks (SOURCES,), which of them are other ranks)."""
+    sources = tl.arange(0, SOURCES)
+    return sources, (sources < WORLD) & (sources != rank)
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank"])
+def _start_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr):  # fmt: skip
+    epoch = read_epoch(state_ptr)
+    sources, others = others_of(rank, WORLD, SOURCES)
+    here = as_words(tl.load(addresses_ptr + rank))
+    used = others & (epoch != 1)  # nobody has used what is fresh
+    free = await_flags(here + WORLD + sources, used, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    sends = may_send(state_ptr, epoch)
+    theirs = words_of(addresses_ptr, sources, others)
+    none = tl.zeros_like(sources).to(tl.int64)
+    lost = others & ((free == 0) | (sends == 0))
+    tl.atomic_xchg(theirs + rank, none, mask=lost, sem="release", scope="sys")
+    tl.store(here + 2 * WORLD, tl.where(sends, flag(epoch), 0))
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank", "peer"])
+def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, SOURCES: tl.constexpr):  # fmt: skip
+    epoch = read_epoch(state_ptr)
+    sources = tl.arange(0, SOURCES)
+    here = as_words(tl.load(addresses_ptr + rank))
+    await_flags(here + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns)
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank"])
+def _finish_kernel(
+    outputs, counts, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """outputs: pointers to results of so many elements, NaN if a chunk is lost."""
+    epoch = read_epoch(state_ptr)
+    sources, others = others_of(rank, WORLD, SOURCES)
+    here = as_words(tl.load(addresses_ptr + rank))
+    kept = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    if (kept == 0) | (tl.load(state_ptr + BROKEN) != 0):
+        for i in tl.static_range(len(outputs)):
+            for first in range(0, counts[i], BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                lost = tl.full([BLOCK], float("nan"), tl.float32).to(outputs[i].dtype.element_ty)
+                tl.store(outputs[i] + at, lost, mask=at < counts[i])
+    theirs = words_of(addresses_ptr, sources, others)
+    raise_flags(theirs + WORLD + rank, others & may_send(state_ptr, epoch), next_epoch(epoch))
+    tl.store(state_ptr, next_epoch(epoch))
+
+
+# Streams of a channel, not of a device: a group's waits must not stand before another group's copies.
+_streams: weakref.WeakKeyDictionary[Channel, tuple[torch.cuda.Stream, ...]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Copies:
+    """One call's copies between the ranks of a group.
+
+    Attributes:
+        rank, world: of the group.
+        streams: the one that copies and one that multiplies beside the caller's own; None on CPUs.
+    """
+
+    def __init__(self, group_name: str, purpose: str, nbytes: int, device: torch.device) -> None:
+        # Two halves as one.
+        self._channel = channel(group_name, purpose, -(-(_DATA + nbytes) // 2), device)
+        self.rank, self.world = self._channel.rank, self._channel.world
+        if self.world > _MOST_RANKS:
+            raise NotImplementedError(f"at most {_MOST_RANKS} ranks, got {self.world}")
+        self._sources = triton.next_power_of_2(self.world)
+        self._device = device
+        self._channel.enter()
+        self.streams: Sequence[torch.cuda.Stream | None] = (None, None)
+        if device.type == "cuda":
+            if self._channel not in _streams:
+                _streams[self._channel] = tuple(
+                    torch.cuda.Stream(device, priority=priority) for priority in (-1, 0)
+                )
+            self.streams = _streams[self._channel]
+
+    @property
+    def device_side(self) -> tuple[Tensor, ...]:
+        """What kernels take that wait for chunks: addresses, state, fault word."""
+        where = self._channel
+        return where.memory.addresses, where.state, where.fault.tensor
+
+    def data(self, rank: int, dtype: torch.dtype, *shape: int, at: int = 0) -> Tensor:
+        """A rank's data from element `at` on."""
+        count = torch.Size(shape).numel()
+        data = self._channel.memory.peers[rank][_DATA:].view(dtype)
+        return data[at : at + count].view(shape)
+
+    def _word(self, rank: int, index: int) -> Tensor:
+        return self._channel.memory.peers[rank][8 * index : 8 * index + 8].view(torch.int64)
+
+    def fork(self) -> None:
+        """Lets the streams see what the caller's own has done so far."""
+        if self._device.type == "cuda":
+            for stream in self.streams:
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Lets the caller's stream wait for the others."""
+        if self._device.type == "cuda":
+            for stream in self.streams:
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def follow(self, stream: torch.cuda.Stream | None) -> None:
+        """Lets the copying stream wait for what another one, or the caller's, has done so far."""
+        if self._device.type == "cuda":
+            self.streams[0].wait_stream(stream or torch.cuda.current_stream(self._device))
+
+    def start(self) -> None:
+        with on_device(self._channel.state):
+            _start_kernel[(1,)](
+                *self.device_side, timeout_ns(), self.rank, self.world, self._sources, num_warps=1
+            )
+
+    def send(self, chunk: Tensor, peer: int, at: int) -> None:
+        """Copies to the peer's data, from element `at` on; in the copying stream."""
+        with using(self.streams[0]):
+            if chunk.numel():
+                self.data(peer, chunk.dtype, *chunk.shape, at=at).copy_(chunk, non_blocking=True)
+            self._word(peer, self.rank).copy_(
+                self._word(self.rank, 2 * self.world), non_blocking=True
+            )
+
+    def await_(self, peer: int) -> None:
+        with on_device(self._channel.state):
+            _await_kernel[(1,)](
+                *self.device_side, timeout_ns(), self.rank, peer, self._sources, num_warps=1
+            )
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """After everything was read; outputs, contiguous, become NaN if a chunk was lost."""
+        with on_device(self._channel.state):
+            _finish_kernel[(1,)](
+                tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
+                self.world, self._sources, _FILL, num_warps=1,
+            )  # fmt: skip
+
+
+def using(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Work goes into this stream; None: into the one that it goes into anyway."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

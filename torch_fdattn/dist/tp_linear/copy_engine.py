@@ -1,0 +1,141 @@
+"""Strategy `copy_engine`: chunks travel by the copy engines while BLAS multiplies what is there.
+
+The copies take no processor, and the products are the device's BLAS on whole chunks (a rank's rows): what it costs is
+what is lost where a product is cut. Products alternate between two streams, so that one begins where the other
+leaves processors idle. Own rows first when gathering, last when scattering: all copies then have a product beside them.
+Rows may differ between ranks. For many rows; a few small kernels are launched around every chunk.
+
+Reduce-scatter: partial products are rounded to the dtype, travel, and are summed in fp32 in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.signals import as_words, await_flags, read_epoch
+from torch_fdattn.dist.tp_linear.copies import Copies, others_of, using
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import launches
+
+#: Elements that a program sums.
+_BLOCK = 512
+
+
+def starts(rows: Sequence[int]) -> list[int]:
+    """The first row of each rank."""
+    return [sum(rows[:rank]) for rank in range(len(rows))]
+
+
+def send_rows(copies: Copies, x: Tensor, rows: Sequence[int]) -> None:
+    """Every rank's rows to all others: each receives those of the next rank first, one rank's at a time."""
+    for i in range(1, copies.world):
+        peer = (copies.rank - i) % copies.world
+        copies.send(x, peer, starts(rows)[copies.rank] * x.shape[1])
+
+
+def gathering(x: Tensor, group_name: str, rows: Sequence[int], purpose: str) -> tuple[Copies, Tensor]:  # fmt: skip
+    """(the copies of a call, where the rows of others arrive (sum(rows), K))."""
+    shape = (sum(rows), x.shape[1])
+    copies = Copies(group_name, purpose, shape[0] * shape[1] * x.element_size(), x.device)
+    return copies, copies.data(copies.rank, x.dtype, *shape)
+
+
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
+) -> list[Tensor]:
+    """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous."""
+    copies, gathered = gathering(x, group_name, rows, "copy_engine/all_gather")
+    rank, world, first = copies.rank, copies.world, starts(rows)
+    launches["tp_linear/copy_engine_all_gather"] += 1
+    ys = [x.new_empty(len(gathered), weight.shape[0]) for weight in weights]
+
+    def multiply(chunk: Tensor, source: int) -> None:
+        own = slice(first[source], first[source] + rows[source])
+        for weight, y in zip(weights, ys, strict=True):
+            torch.mm(chunk, weight.t(), out=y[own])
+
+    copies.fork()
+    with using(copies.streams[0]):
+        copies.start()
+    send_rows(copies, x, rows)
+    multiply(x, rank)
+    for i in range(1, world):
+        source = (rank + i) % world
+        with using(copies.streams[1] if i % 2 else None):
+            copies.await_(source)
+            multiply(gathered[first[source] : first[source] + rows[source]], source)
+    copies.join()
+    if keep:
+        gathered[first[rank] : first[rank] + rows[rank]] = x
+        ys.append(gathered.clone())
+    copies.finish(ys)
+    return ys
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank"])
+def _sum_kernel(
+    own_ptr, parts_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, count, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """own (count,), parts (WORLD, count), of which the own is not there -> out (count,), their sum."""
+    epoch = read_epoch(state_ptr)
+    sources, others = others_of(rank, WORLD, SOURCES)
+    here = as_words(tl.load(addresses_ptr + rank))
+    came = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(WORLD):
+        mine = inside & (source == rank)
+        part = tl.load(own_ptr + at, mask=mine, other=0.0).to(tl.float32)
+        theirs = inside & (source != rank)
+        # Past the first-level cache, which does not see what other devices write.
+        part += tl.load(
+            parts_ptr + source * count.to(tl.int64) + at, mask=theirs, other=0.0, volatile=True
+        ).to(tl.float32)
+        total += part
+    total = tl.where(came, total, float("nan"))
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int]
+) -> Tensor:
+    """This rank's rows (rows[rank], N) of the sum over ranks of x (M, K) @ weight (N, K).T."""
+    rank, world = rank_and_size(group_name)
+    width, first = weight.shape[0], starts(rows)
+    nbytes = world * max(rows) * width * x.element_size()
+    copies = Copies(group_name, "copy_engine/reduce_scatter", nbytes, x.device)
+    launches["tp_linear/copy_engine_reduce_scatter"] += 1
+    partial, out = x.new_empty(len(x), width), x.new_empty(rows[rank], width)
+    copies.fork()
+    with using(copies.streams[0]):
+        copies.start()
+    for i in range(1, world + 1):
+        owner = (rank + i) % world
+        chunk = slice(first[owner], first[owner] + rows[owner])
+        stream = copies.streams[1] if i % 2 else None
+        with using(stream):
+            torch.mm(x[chunk], weight.t(), out=partial[chunk])
+        if owner != rank:
+            copies.follow(stream)
+            copies.send(partial[chunk], owner, rank * rows[owner] * width)
+    copies.join()
+    if out.numel():
+        own = partial[first[rank] : first[rank] + rows[rank]]
+        parts = copies.data(rank, x.dtype, world, rows[rank], width)
+        sources = triton.next_power_of_2(world)
+        with on_device(x):
+            _sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+                own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
+                num_warps=1,
+            )  # fmt: skip
+    copies.finish([out])
+    return out

@@ -1,0 +1,97 @@
+"""Strategy `fused`, all-gather: one persistent kernel multiplies rows of all ranks, and waits for them itself.
+
+Copy engines move the rows as in `copy_engine.py`. The kernel's programs go through all tiles, own rows first and then
+rank after rank as they arrive; before the first tile of a rank a program waits for that rank's flag. One product in
+place of one for each rank: nothing is lost between them, and the device is idle at most once, at the end.
+
+All that could keep the rows from coming runs before this kernel or on copy engines, so it may fill the device.
+The same number of rows on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
+from torch_fdattn.dist.tp_linear.copy_engine import gathering, send_rows
+from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
+from torch_fdattn.ops.attention.configs import dot_precision
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import INTERPRET, launches
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank", "m"])
+def _gather_gemm_kernel(
+    x_ptr, gathered_ptr, w_ptr, y_ptr, w_strides, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, m, n, k,
+    WORLD: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x (m, k), gathered (WORLD, m, k) of which the own is not there, w (n, k) -> y (WORLD, m, n)."""
+    epoch = read_epoch(state_ptr)
+    arrived = as_words(tl.load(addresses_ptr + rank))
+    m_tiles, n_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    tiles = m_tiles * n_tiles
+    seen = 0
+    for tile in range(tl.program_id(0), tiles * WORLD, tl.num_programs(0)):
+        step = tile // tiles
+        source = (rank + step) % WORLD
+        if step > seen:
+            await_flag(arrived + source, source, epoch, state_ptr, fault_ptr, limit_ns)
+            seen = step
+        tile_m, tile_n = grouped(tile % tiles, m_tiles, n_tiles, GROUP)
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        theirs = gathered_ptr + source.to(tl.int64) * m * k
+        acc = product(
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.where(step == 0, x_ptr, theirs), w_ptr, rows, columns, m, n, 0, k, k, w_strides[0], w_strides[1],
+            EVEN_K, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
+        y_ptrs = (
+            y_ptr + (source.to(tl.int64) * m + rows.to(tl.int64))[:, None] * n + columns[None, :]
+        )
+        inside = (rows < m)[:, None] & (columns < n)[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def programs(tiles: int, device: torch.device) -> int:
+    """As many as run at once; interpreted ones run one after another, and none may wait for a later one."""
+    if INTERPRET:
+        return 1
+    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
+) -> list[Tensor]:
+    """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous, rows the same for all ranks."""
+    copies, gathered = gathering(x, group_name, rows, "fused/all_gather")
+    rank, world, (m, k) = copies.rank, copies.world, x.shape
+    launches["tp_linear/fused_all_gather"] += 1
+    copies.start()  # in the caller's stream: before the kernel below takes the device
+    copies.fork()
+    send_rows(copies, x, rows)
+    ys = [x.new_empty(world * m, weight.shape[0]) for weight in weights]
+    for weight, y in zip(weights, ys, strict=True):
+        n = weight.shape[0]
+        tile = tile_for(m, n, x.dtype)
+        tiles = world * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+        if not tiles:
+            continue
+        with on_device(x):
+            _gather_gemm_kernel[(programs(tiles, x.device),)](
+                x, gathered, weight, y, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
+                k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
+                num_warps=tile.warps,
+            )  # fmt: skip
+    copies.join()
+    if keep:
+        gathered[rank * m : (rank + 1) * m] = x
+        ys.append(gathered.clone())
+    copies.finish(ys)
+    return ys

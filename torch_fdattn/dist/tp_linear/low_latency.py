@@ -1,0 +1,121 @@
+"""Method `low_latency`: an all-reduce of few numbers in one launch and one trip over the wire.
+
+Every rank sends its part to all others as words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one
+fp32 a word, and sums the parts of all ranks in fp32, in an order that is the same everywhere: the same bits on all
+ranks. Cost: (W - 1) times twice the bytes sent by every rank, no flag, no fence, no barrier.
+
+The same kernel merges what the epilogue of a product has sent already (`gemm_epilogue.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.channel import Channel, channel
+from torch_fdattn.dist.decode.rows import starts_early
+from torch_fdattn.dist.faults import timeout_ns
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.signals import (
+    as_words,
+    at_rank,
+    await_previous,
+    may_send,
+    packed,
+    payload,
+    receive,
+    take_epoch,
+    unpacked,
+    word,
+)
+from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.library import INTERPRET, launches
+
+#: Words of all ranks that a program looks at together.
+_TILE_WORDS = 512
+
+
+@triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
+def _sum_words_kernel(
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SENDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x (count,) -> y (count,), the sum over ranks. Without SENDS the words of all ranks, the own among them, are on
+    their way already."""
+    await_previous(PDL)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
+    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    words = tl.cdiv(count, PER_WORD)
+    inside = at < words
+    numbers = first * PER_WORD + tl.arange(0, BLOCK * PER_WORD)
+    sources = tl.arange(0, SOURCES)
+    wanted = sources < WORLD
+    if SENDS:
+        x = tl.load(x_ptr + numbers, mask=numbers < count, other=0.0)
+        own = tl.reshape(packed(x[None, :], dtype), [BLOCK])
+        sent = word(own, epoch)
+        sends = inside & may_send(state_ptr, epoch)
+        for i in tl.static_range(1, WORLD):
+            base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+            tl.store(base + rank * words + at, sent, mask=sends)
+        wanted = wanted & (sources != rank)
+    base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+    pointers = base + sources[:, None] * words + at[None, :]
+    none = tl.zeros_like(wanted)
+    found, _, came = receive(
+        pointers[:, None, :], (base + sources)[:, None], (wanted[:, None] & inside[None, :])[:, None, :],
+        none[:, None], sources, epoch, state_ptr, fault_ptr, limit_ns,
+    )  # fmt: skip
+    bits = tl.reshape(payload(found, tl.int32), [SOURCES, BLOCK])
+    if SENDS:
+        bits = tl.where((sources == rank)[:, None], own[None, :], bits)
+    bits = tl.where((sources < WORLD)[:, None], bits, 0)
+    total = tl.sum(unpacked(bits, dtype), 0)
+    total = tl.where(came, total, float("nan"))
+    tl.store(y_ptr + numbers, total.to(dtype), mask=numbers < count)
+
+
+def words_bytes(count: int, dtype: torch.dtype, world: int) -> int:
+    """Bytes of all ranks' words for so many numbers."""
+    return world * triton.cdiv(count * min(dtype.itemsize, 4), 4) * 8
+
+
+def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
+    """Writes the sum over ranks into y, contiguous, of x or, without it, of what was sent already."""
+    sources, count = triton.next_power_of_2(world), y.numel()
+    block = max(32, _TILE_WORDS // sources)
+    words = triton.cdiv(count * y.element_size(), 4)
+    if INTERPRET:
+        block = min(triton.next_power_of_2(words), 1 << 13)
+    early = starts_early(y)
+    with on_device(y):
+        _sum_words_kernel[(triton.cdiv(words, block),)](
+            y if x is None else x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes,
+            timeout_ns(), where.rank, count, world, sources, block, x is not None, early, num_warps=1,
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+
+
+def all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """The sum of x over the ranks; contiguous, float32 or of 16 bits."""
+    _, world = rank_and_size(group_name)
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y
+    where = channel(
+        group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device
+    )
+    where.enter()
+    launches["tp_linear/low_latency"] += 1
+    sum_words(x, y, where, world)
+    return y
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """x (M, K) @ weight (N, K).T by the device's BLAS, and its sum over the ranks."""
+    return all_reduce(torch.mm(x, weight.t()), group_name)

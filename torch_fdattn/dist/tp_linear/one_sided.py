@@ -1,0 +1,205 @@
+"""Linear layers whose chunks travel through memory that the ranks map: raw ops, and their derivatives.
+
+A file for each strategy or method has the work. The backward of all-gather → matmul is matmul → reduce-scatter by the
+same strategy, and the other way round; that of matmul → all-reduce needs no communication. What the backward of the
+weights needs of other ranks' rows is kept by the forward, which has it anyway, or gathered on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.decode.one_sided import obstacle
+from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.ops import library
+
+STRATEGIES = ("copy_engine", "fused")
+METHODS = ("low_latency", "gemm_epilogue")
+#: Of what the kernels sum and round.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_GATHERS = {"copy_engine": "copy_engine", "fused": "fused_gather"}
+_SCATTERS = {"copy_engine": "copy_engine", "fused": "fused_scatter"}
+
+
+def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Refuses what one-sided strategies cannot do: `what` names who asked, e.g. "strategy 'fused'".
+
+    Raises:
+        TypeError: dtype, which x is computed in, is none of theirs.
+        NotImplementedError: the ranks cannot map each other's memory.
+    """
+    if dtype not in DTYPES:
+        raise TypeError(f"{what} needs bfloat16, float16 or float32, got {dtype}")
+    if is_traced(x):
+        return
+    why_not = obstacle(group_name, x.device)
+    if why_not is not None:
+        raise NotImplementedError(
+            f"{what} needs ranks that map each other's memory: {why_not}; strategy 'collective' runs everywhere"
+        )
+
+
+def _module(name: str):
+    return __import__(f"torch_fdattn.dist.tp_linear.{name}", fromlist=["_"])
+
+
+def _gather(x, weights, group_name, strategy, rows, keep):
+    run = _module(_GATHERS[strategy]).all_gather_matmul
+    return run(x.contiguous(), weights, group_name, list(rows), keep)
+
+
+def _gather_fake(x, weights, group_name, strategy, rows, keep):
+    total = sum(rows)
+    return [
+        *(x.new_empty(total, weight.shape[0]) for weight in weights),
+        *([x.new_empty(total, x.shape[1])] if keep else []),
+    ]
+
+
+def _scatter(x, weight, group_name, strategy, rows, rank):
+    run = _module(_SCATTERS[strategy]).matmul_reduce_scatter
+    return run(x.contiguous(), weight, group_name, list(rows))
+
+
+def _scatter_fake(x, weight, group_name, strategy, rows, rank):
+    return x.new_empty(rows[rank], weight.shape[0])
+
+
+def _all_reduce(x, weight, group_name, method):
+    return _module(method).matmul_all_reduce(x.contiguous(), weight, group_name)
+
+
+def _all_reduce_fake(x, weight, group_name, method):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+library.define_raw(
+    "tp_all_gather_matmul(Tensor x, Tensor[] weights, str group_name, str strategy, SymInt[] rows, bool keep) "
+    "-> Tensor[]",
+    _gather,
+    _gather_fake,
+)
+library.define_raw(
+    "tp_matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, str strategy, SymInt[] rows, int rank) "
+    "-> Tensor",
+    _scatter,
+    _scatter_fake,
+)
+library.define_raw(
+    "tp_matmul_all_reduce(Tensor x, Tensor weight, str group_name, str method) -> Tensor",
+    _all_reduce,
+    _all_reduce_fake,
+)
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group_name, strategy, rows, rank, x, *weights):
+        keep = any(weight.requires_grad for weight in weights)
+        found = torch.ops.fdattn.tp_all_gather_matmul(x, weights, group_name, strategy, rows, keep)
+        ctx.how = group_name, strategy, rows, rank
+        ctx.save_for_backward(*weights, *found[len(weights) :])
+        return tuple(found[: len(weights)])
+
+    @staticmethod
+    def backward(ctx, *dys):
+        library.refuse_double_backward("all_gather_matmul")
+        group_name, strategy, rows, rank = ctx.how
+        weights, gathered = ctx.saved_tensors[: len(dys)], ctx.saved_tensors[len(dys) :]
+        dx = None
+        if ctx.needs_input_grad[4]:
+            # One product over the columns of all weights.
+            dy = dys[0] if len(dys) == 1 else torch.cat(dys, 1)
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            dx = torch.ops.fdattn.tp_matmul_reduce_scatter(
+                dy, weight.t(), group_name, strategy, rows, rank
+            )
+        wanted = ctx.needs_input_grad[5:]
+        dws = (dy.t() @ gathered[0] if want else None for dy, want in zip(dys, wanted, strict=True))
+        return None, None, None, None, dx, *dws
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group_name, strategy, rows, rank, x, weight):
+        ctx.how = group_name, strategy, rows, rank
+        ctx.save_for_backward(x, weight)
+        return torch.ops.fdattn.tp_matmul_reduce_scatter(
+            x, weight, group_name, strategy, rows, rank
+        )
+
+    @staticmethod
+    def backward(ctx, dy):
+        library.refuse_double_backward("matmul_reduce_scatter")
+        group_name, strategy, rows, _ = ctx.how
+        x, weight = ctx.saved_tensors
+        keep = ctx.needs_input_grad[5]
+        dx, *gathered = torch.ops.fdattn.tp_all_gather_matmul(
+            dy, [weight.t()], group_name, strategy, rows, keep
+        )
+        dw = gathered[0].t() @ x if keep else None
+        return None, None, None, None, dx, dw
+
+
+class _MatmulAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group_name, method, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.ops.fdattn.tp_matmul_all_reduce(x, weight, group_name, method)
+
+    @staticmethod
+    def backward(ctx, dy):
+        library.refuse_double_backward("matmul_all_reduce")
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[2:]
+        return None, None, dy @ weight if wants_x else None, dy.t() @ x if wants_weight else None
+
+
+def _trained(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group_name: str, strategy: str,
+    rows: Sequence[int], rank: int,
+) -> list[Tensor]:  # fmt: skip
+    """As `collective.all_gather_matmul`."""
+    weights = [weight.to(x.dtype) for weight in weights]
+    if _trained(x, *weights):
+        ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
+    else:
+        ys = torch.ops.fdattn.tp_all_gather_matmul(x, weights, group_name, strategy, rows, False)
+    return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, strategy: str, rows: Sequence[int], rank: int,
+) -> Tensor:  # fmt: skip
+    """As `collective.matmul_reduce_scatter`."""
+    weight = weight.to(x.dtype)
+    run = (
+        _MatmulReduceScatter.apply
+        if _trained(x, weight)
+        else lambda *how: torch.ops.fdattn.tp_matmul_reduce_scatter(*how[4:], *how[:4])
+    )
+    return _plus(run(group_name, strategy, rows, rank, x, weight), bias)
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str
+) -> Tensor:
+    """As `collective.matmul_all_reduce`."""
+    weight = weight.to(x.dtype)
+    if _trained(x, weight):
+        y = _MatmulAllReduce.apply(group_name, method, x, weight)
+    else:
+        y = torch.ops.fdattn.tp_matmul_all_reduce(x, weight, group_name, method)
+    return _plus(y, bias)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
