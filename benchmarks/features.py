@@ -134,7 +134,8 @@ def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """varlen_attention of (1, H, S, D) tensors, taken as (S, H, D) by their strides."""
     import torch_fdattn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    # squeeze, not x[0], whose gradient would be copied into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
     out, _ = torch_fdattn.varlen_attention(q, k, v, cu_seqlens, causal=True)
     return out.transpose(0, 1)[None]
 

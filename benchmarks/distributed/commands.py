@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 NAMES = ("ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "e2e", "e2e_inference", "dist_decode")
-METHODS = ("nccl", "one_shot", "two_shot", "two_shot_multimem")
+METHODS = (
+    "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue", "two_shot_multimem",
+)  # fmt: skip
 DIST_DECODE = ("correctness", "compare", "latency", "scaling")
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
 
@@ -209,7 +211,7 @@ def _check(options: argparse.Namespace) -> None:
 def _check_method(options: argparse.Namespace, device_type: str) -> None:
     """That the method of all-reduce, where it is used, works on the ranks' device and dtype."""
     method = getattr(options, "allreduce_method", "nccl")
-    if method == "nccl":
+    if method not in ("one_shot", "two_shot"):  # the others' own words are enough
         return
     if not options.use_allreduce and getattr(options, "backend", None) != "all_reduce":
         return
