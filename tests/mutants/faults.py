@@ -123,15 +123,15 @@ FAULTS = (
         "held = page.to(tl.uint32, bitcast=True) < page_count.to(tl.uint32)", "held = inside & (page >= 0)", VARLEN,
     ),
     Fault(
-        "dK unscaled", f"{_KERNELS}/attention/backward.py",
+        "dK unscaled", f"{_KERNELS}/attention/backward_keys.py",
         "head_dim, dk * scale, WIDE", "head_dim, dk, WIDE", ATTENTION,
     ),
     Fault(
-        "gradient of lse forgotten", f"{_KERNELS}/attention/backward.py",
+        "gradient of lse forgotten", f"{_KERNELS}/attention/backward_rows.py",
         "delta -= tl.load(dlse_ptr", "delta -= 0 * tl.load(dlse_ptr", ATTENTION,
     ),
     Fault(
-        "only the group's first head in dK and dV", f"{_KERNELS}/attention/backward.py",
+        "only the group's first head in dK and dV", f"{_KERNELS}/attention/backward_keys.py",
         "head64 = first_head64 + member", "head64 = first_head64", ATTENTION,
     ),
     Fault(
@@ -139,7 +139,7 @@ FAULTS = (
         "cap_slope = 1.0 - capped * capped", "cap_slope = 1.0", ATTENTION,
     ),
     Fault(
-        "slopes' gradient with signed distances", f"{_KERNELS}/attention/backward.py",
+        "slopes' gradient with signed distances", f"{_KERNELS}/attention/backward_queries.py",
         "distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))",
         "distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)", ATTENTION,
     ),
@@ -161,7 +161,7 @@ FAULTS = (
         "head.to(tl.int64) * mask_strides[1]", "0 * head.to(tl.int64)", DECODE,
     ),
     Fault(
-        "a mask's gradient from one head", f"{_KERNELS}/attention/backward.py",
+        "a mask's gradient from one head", f"{_KERNELS}/attention/backward_mask.py",
         "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
     ),
     Fault(
@@ -173,7 +173,7 @@ FAULTS = (
         "below = tl.where((position & 8) == 0, w0, w1)", "below = tl.where((position & 8) == 0, w0, w2)", ATTENTION,
     ),
     Fault(
-        "dropped weights count in dS", f"{_KERNELS}/attention/backward.py",
+        "dropped weights count in dS", f"{_KERNELS}/attention/backward_keys.py",
         "dpt = tl.where(kept, dpt, 0.0) * options[9]", "dpt = dpt * options[9]", ATTENTION,
     ),
     Fault(
