@@ -78,9 +78,7 @@ def compare(
         options={"context_parallel": option, "lower": lower},
     )  # fmt: skip
     own = shard_batch(group, shards, x, weights)
-    out, (own_dx, *grads) = gradients(
-        compiled, own[0], shards.positions(rank, device), own[1]
-    )
+    out, (own_dx, *grads) = gradients(compiled, own[0], shards.positions(rank, device), own[1])
     close = dict(rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(out, shards.shard(expected, rank), **close)
     torch.testing.assert_close(own_dx, shards.shard(dx, rank), **close)

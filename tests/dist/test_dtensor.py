@@ -52,9 +52,7 @@ def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool
 def test_packed_sequences_are_split_by_heads(mesh, rank_device, slopes: bool) -> None:
     """Never by tokens; replicated slopes are split with the heads."""
     world = dist.get_world_size()
-    plain = [
-        torch.randn(12, h * world, 16, device=rank_device).requires_grad_() for h in (2, 1, 1)
-    ]
+    plain = [torch.randn(12, h * world, 16, device=rank_device).requires_grad_() for h in (2, 1, 1)]
     begins = torch.tensor([0, 5, 11], dtype=torch.int32, device=rank_device)
     given = [torch.rand(2 * world, device=rank_device)] * slopes
     whole = [begins, *given]

@@ -65,7 +65,9 @@ def qkv(device: torch.device) -> list[Tensor]:
     return [torch.randn(x).to(device).requires_grad_() for x in shapes]
 
 
-def check_step(call, plain: list[Tensor], parts: list[DTensor], split, lse_split=None, kept=True) -> None:
+def check_step(
+    call, plain: list[Tensor], parts: list[DTensor], split, lse_split=None, kept=True
+) -> None:
     """Results, where they are, and gradients (kept: placed as what they are of) against the call on whole tensors."""
     out, lse = call(*plain)
     grads = torch.randn_like(out), torch.randn_like(lse)
@@ -111,7 +113,15 @@ def test_everything_at_once_in_a_compiled_step(mesh, rank_device, split) -> None
 
     def call(q, k, v, slopes, sinks, bias, lens):
         return torch_fdattn.attention(
-            q, k, v, lens, causal=True, alibi_slopes=slopes, sinks=sinks, attn_mask=bias, softcap=5.0
+            q,
+            k,
+            v,
+            lens,
+            causal=True,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            attn_mask=bias,
+            softcap=5.0,
         )
 
     check_step(torch.compile(call, backend="aot_eager", fullgraph=True), plain, parts, [split])
@@ -147,7 +157,9 @@ def test_varlen_attention_by_heads(mesh, rank_device, name: str, given: str) -> 
 
     def call(q, k, v, option):
         cu_seqlens = of_mesh if isinstance(q, DTensor) else begins
-        out, lse = torch_fdattn.varlen_attention(q, k, v, cu_seqlens, causal=True, **{keyword: option})
+        out, lse = torch_fdattn.varlen_attention(
+            q, k, v, cu_seqlens, causal=True, **{keyword: option}
+        )
         return out[:11], lse[:, :11]  # the last token is of no sequence: its lse is -inf
 
     check_step(call, plain, parts, [BY_HEADS], [Shard(0)])
@@ -211,7 +223,10 @@ def test_dropout_is_not_split(mesh, rank_device) -> None:
 @pytest.mark.parametrize("split", [BY_BATCH, BY_HEADS], ids=["batch", "heads"])
 def test_raw_tangents(mesh, rank_device, split) -> None:
     q, k, v = (x.detach() for x in qkv(rank_device))
-    bias, lse = drawn("bias of heads", rank_device).detach(), torch.randn(q.shape[:3]).to(rank_device)
+    bias, lse = (
+        drawn("bias of heads", rank_device).detach(),
+        torch.randn(q.shape[:3]).to(rank_device),
+    )
     own = placed("bias of heads", split)
     mask, rest = (None, None, None, -1, 0, 0, 0, 0.25), (0.0, None, None)
     outer = [q, k, v, lse, q, k, v], [bias]

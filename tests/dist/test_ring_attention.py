@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 
@@ -145,7 +144,11 @@ def test_same_bits_on_every_run(group, rank_device, strategy) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "backend"),
-    [*((s, "aot_eager") for s in STRATEGIES), pytest.param("all_gather", "inductor", marks=pytest.mark.slow), ("ring", "inductor")],
+    [
+        *((s, "aot_eager") for s in STRATEGIES),
+        pytest.param("all_gather", "inductor", marks=pytest.mark.slow),
+        ("ring", "inductor"),
+    ],
 )
 def test_compiles_into_one_graph(group, rank_device, strategy, backend) -> None:
     torch._dynamo.reset()

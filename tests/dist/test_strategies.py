@@ -181,7 +181,6 @@ def test_bfloat16(group, rank_device, strategy: str) -> None:
     q, k, v = (x.bfloat16() for x in make(rank_device, 3, heads, 2, 1, 300, 128))
     lens = lengths([300, 7, 120], rank_device)
     shards = [sharded(x, rank_map(16)) for x in (k, v)]
-    on_device = lengths(lens, rank_device)
     for head_sharded in (False, True):
         found = call(strategy, q, *shards, lens, group, kv_block=16, head_sharded=head_sharded)
         expect_by_rule(found, q, k, v, lens, head_sharded)

@@ -63,7 +63,8 @@ def test_all_gather_matmul(group, rank_device, strategy: str, dtype: torch.dtype
     rows, features, sizes = 19, 40, (33, 8)
     x = draw(world * rows, features, device=rank_device, dtype=dtype)
     weights = [
-        [draw(n + r, features, device=rank_device, dtype=dtype) for n in sizes] for r in range(world)
+        [draw(n + r, features, device=rank_device, dtype=dtype) for n in sizes]
+        for r in range(world)
     ]
     dys = [[draw(len(x), len(w), device=rank_device, dtype=dtype) for w in ws] for ws in weights]
     ours_x, ours_w = leaf(x[of_rank(rows)]), [leaf(w) for w in weights[rank]]
@@ -93,7 +94,7 @@ def test_all_gather_matmul(group, rank_device, strategy: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_matmul_reduce_scatter(group, rank_device, strategy: str, dtype: torch.dtype) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     rows, features, columns = 19, 40, 34
     x = draw(world * rows, world * features, device=rank_device, dtype=dtype)
     weight = draw(columns, world * features, device=rank_device, dtype=dtype)
@@ -102,7 +103,9 @@ def test_matmul_reduce_scatter(group, rank_device, strategy: str, dtype: torch.d
     ours = leaf(x[:, mine]), leaf(weight[:, mine])
     with expect_launch(f"{strategy}_reduce_scatter"):
         y = matmul_reduce_scatter(*ours, group, strategy=strategy)
-    parts = [x[own, of_rank(features, r)] @ weight[:, of_rank(features, r)].t() for r in range(world)]
+    parts = [
+        x[own, of_rank(features, r)] @ weight[:, of_rank(features, r)].t() for r in range(world)
+    ]
     check_sum(y, x[own].double() @ weight.double().t(), torch.stack(parts).sum(0))
     y.backward(dy[own])
     for found, a, b in ((ours[0].grad, dy, weight[:, mine]), (ours[1].grad, dy.t(), x[:, mine])):
@@ -245,7 +248,7 @@ def test_wrong_calls(group, rank_device) -> None:
     for strategy in STRATEGIES:
         with pytest.raises(TypeError, match=f"strategy '{strategy}' needs bfloat16, .*float64"):
             all_gather_matmul(x, [weight], group, strategy=strategy)
-    with pytest.raises(TypeError, match="method 'gemm_epilogue' needs bfloat16, .*float64"):
+    with pytest.raises(TypeError, match=r"method 'gemm_epilogue' needs bfloat16, .*float64"):
         matmul_all_reduce(x, weight, group, method="gemm_epilogue")
     with pytest.raises(NotImplementedError, match="strategy 'copy_engine' gathers or scatters"):
         matmul_all_reduce(x, weight, group, strategy="copy_engine")

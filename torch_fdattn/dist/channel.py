@@ -50,7 +50,8 @@ class Channel:
         self.memory: PeerMemory = allocate(group_name, 2 * half_bytes, device)
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self.state[0] = 1
-        if device.type == "cuda":  # kernels may read it before the one that comes before them has ended
+        if device.type == "cuda":
+            # Kernels may read it before the one that comes before them has ended.
             torch.cuda.synchronize(device)
         self.fault = FaultWord(group_name, self.rank, purpose.partition("/")[0], device)
         self._stream: torch.cuda.Stream | None = None

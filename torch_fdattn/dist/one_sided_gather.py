@@ -27,6 +27,7 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.repeated_launch import launch
 
 #: Words of all ranks that a program looks at together.
 TILE_WORDS = 256
@@ -129,7 +130,8 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
     where.enter()
     launches["one_sided_all_gather"] += 1
     with on_device(x):
-        kernel[(triton.cdiv(count, block),)](
+        launch(
+            kernel, triton.cdiv(count, block),
             flat, flat_out, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(),
             rank, count, world, sources, block, num_warps=1,
         )  # fmt: skip

@@ -25,7 +25,6 @@ from torch_fdattn.dist.tp_weights import (
 from torch_fdattn.functional import attention
 from torch_fdattn.ops.rotary import rotate
 
-
 #: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
 #: pairs, differential heads, layers without positions).
 _KNOWN = {

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
+import triton
 
 _WIDTHS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -83,7 +84,7 @@ class DirectLaunch:
         """arguments: those of the launch that compiled it, in the order of the kernel's parameters; shared:
         bytes of shared memory a program at least."""
         metadata = compiled.metadata
-        kinds = [pair for pair in _flat(compiled.src.signature.values(), arguments)]
+        kinds = [pair for pair in flat(compiled.src.signature.values(), arguments)]
         pointers = [value for kind, value in kinds if kind.startswith("*")]
         self._addresses = (ctypes.c_uint64 * len(pointers))()
         self.layout = [_WIDTHS.get(kind, ctypes.c_uint64) for kind, _ in kinds]
@@ -161,10 +162,27 @@ def shared_to_limit(beside: int, total: int) -> int:
     return total // (beside + 1) // 128 * 128 + 128 - _RESERVED_SHARED
 
 
-def _flat(kinds, values) -> Iterator[tuple[str, object]]:
+def flat(kinds, values) -> Iterator[tuple[str, object]]:
     """(kind, value) of the arguments that the compiled kernel takes; others are part of its code."""
     for kind, value in zip(kinds, values, strict=True):
         if isinstance(kind, tuple):
-            yield from _flat(kind, value)
+            yield from flat(kind, value)
         elif kind != "constexpr":
             yield kind, value
+
+
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether all are multiples of 16: what is compiled for such addresses is right for them alone."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits & 15 == 0
+
+
+def somebody_watches() -> bool:
+    """Whether a profiler has hooked into Triton's launches."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -101,9 +101,9 @@ def _cannot_reach(device: torch.device, uuids: list[str]) -> str | None:
         return None
     for index in range(torch.cuda.device_count()):
         other = str(torch.cuda.get_device_properties(index).uuid)
-        if index != device.index and other in uuids:
-            if not torch.cuda.can_device_access_peer(device.index, index):
-                return f"GPU {device.index} has no peer access to GPU {index}"
+        ours = index != device.index and other in uuids
+        if ours and not torch.cuda.can_device_access_peer(device.index, index):
+            return f"GPU {device.index} has no peer access to GPU {index}"
     return None
 
 

@@ -46,7 +46,6 @@ from torch_fdattn.dist.signals import (
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
-
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
 
@@ -88,7 +87,9 @@ def _two_shot_kernel(
         out, lse = merged(parts, part_lses)
         lse_bits, sends = lse.to(tl.int32, bitcast=True), came
         if came == 0:
-            lse_bits = tl.zeros_like(lse_bits) + (ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32))
+            lse_bits = tl.zeros_like(lse_bits) + (
+                ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32)
+            )
             sends = may_send(state_ptr, epoch)
         if sends:
             value_words, lse_words = word(packed(out, dtype), epoch), word(lse_bits, epoch)
@@ -110,10 +111,13 @@ def _two_shot_kernel(
         )  # fmt: skip
         bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
         lse_bits = tl.reshape(payload(lse_words, tl.int32), [BLOCK_R])
-        absent = tl.max(tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0)
+        absent = tl.max(
+            tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0
+        )
         if came & (absent >= 0):
             came = absent < 0
-            if may_send(state_ptr, epoch):  # or else it broke in an earlier call, which has said why
+            # Or else it broke in an earlier call, which has said why.
+            if may_send(state_ptr, epoch):
                 other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
                 report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
         lse = lse_bits.to(tl.float32, bitcast=True)

@@ -53,7 +53,9 @@ def _calls_of_run(
     calls: list[Call] = []
     for kv_begin, kv in _indexed(kv_runs):
         last_query, last_key = q.end - 1, kv.end - 1
-        if (right >= 0 and kv.start > last_query + right) or (left >= 0 and last_key < q.start - left):
+        if (right >= 0 and kv.start > last_query + right) or (
+            left >= 0 and last_key < q.start - left
+        ):
             continue
         above = right < 0 or last_key <= q.start + right
         below = left < 0 or kv.start >= last_query - left

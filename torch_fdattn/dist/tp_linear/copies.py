@@ -42,6 +42,7 @@ from torch_fdattn.dist.signals import (
     read_epoch,
 )
 from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.repeated_launch import launch
 
 _DATA = 4096
 _MOST_RANKS = _DATA // 8 // 2 - 1
@@ -171,9 +172,10 @@ class Copies:
 
     def start(self) -> None:
         with on_device(self._channel.state):
-            _start_kernel[(1,)](
-                *self.device_side, timeout_ns(), self.rank, self.world, self._sources, num_warps=1
-            )
+            launch(
+                _start_kernel, 1,
+                *self.device_side, timeout_ns(), self.rank, self.world, self._sources, num_warps=1,
+            )  # fmt: skip
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
@@ -186,14 +188,16 @@ class Copies:
 
     def await_(self, peer: int) -> None:
         with on_device(self._channel.state):
-            _await_kernel[(1,)](
-                *self.device_side, timeout_ns(), self.rank, peer, self._sources, num_warps=1
-            )
+            launch(
+                _await_kernel, 1,
+                *self.device_side, timeout_ns(), self.rank, peer, self._sources, num_warps=1,
+            )  # fmt: skip
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """After everything was read; outputs, contiguous, become NaN if a chunk was lost."""
         with on_device(self._channel.state):
-            _finish_kernel[(1,)](
+            launch(
+                _finish_kernel, 1,
                 tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
                 self.world, self._sources, _FILL, num_warps=1,
             )  # fmt: skip

@@ -23,6 +23,7 @@ from torch_fdattn.dist.signals import as_words, await_flags, read_epoch
 from torch_fdattn.dist.tp_linear.copies import Copies, others_of, using
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 #: Elements that a program sums.
 _BLOCK = 512
@@ -133,7 +134,8 @@ def matmul_reduce_scatter(
         parts = copies.data(rank, x.dtype, world, rows[rank], width)
         sources = triton.next_power_of_2(world)
         with on_device(x):
-            _sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+            launch(
+                _sum_kernel, triton.cdiv(out.numel(), _BLOCK),
                 own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
                 num_warps=1,
             )  # fmt: skip

@@ -24,6 +24,7 @@ from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit(do_not_specialize=["limit_ns", "rank", "m"])
@@ -84,7 +85,8 @@ def all_gather_matmul(
         if not tiles:
             continue
         with on_device(x):
-            _gather_gemm_kernel[(programs(tiles, x.device),)](
+            launch(
+                _gather_gemm_kernel, programs(tiles, x.device),
                 x, gathered, weight, y, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
                 k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
                 num_warps=tile.warps,

@@ -33,6 +33,7 @@ from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit
@@ -113,7 +114,8 @@ def matmul_reduce_scatter(
     where.enter()
     launches["tp_linear/fused_reduce_scatter"] += 1
     with on_device(x):
-        _gemm_scatter_kernel[(programs(world * tiles, x.device),)](
+        launch(
+            _gemm_scatter_kernel, programs(world * tiles, x.device),
             x, weight, y, x.stride(0), weight.stride(), where.memory.addresses, where.state, where.fault.tensor,
             where.half_bytes, timeout_ns(), rank, m, n, k, world, k % tile.k == 0, tile.m, tile.n, tile.k,
             tile.stages, tile.group, dot_precision(x.dtype), num_warps=tile.warps,

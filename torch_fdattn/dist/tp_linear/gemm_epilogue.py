@@ -25,7 +25,7 @@ from torch_fdattn.dist.tp_linear.low_latency import sum_words, words_bytes
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import INTERPRET, launches
-
+from torch_fdattn.ops.repeated_launch import launch
 
 
 class Split(NamedTuple):
@@ -90,7 +90,9 @@ def _gemm_send_kernel(
             tl.store(tickets_ptr + tile, 0)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for i in range(PARTS):
-                acc += tl.load(tile_ptrs + i * stride, mask=present, other=0.0, cache_modifier=".cg")
+                acc += tl.load(
+                    tile_ptrs + i * stride, mask=present, other=0.0, cache_modifier=".cg"
+                )
     if last:
         epoch = read_epoch(state_ptr)
         PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
@@ -132,12 +134,15 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     tiles, parts = triton.cdiv(n, split.n), split.parts
     where = channel(group_name, "gemm_epilogue", words_bytes(y.numel(), y.dtype, world), x.device)
     tickets = _tickets_of(where, tiles)
-    scratch = x.new_empty(parts * tiles * split.m * split.n if parts > 1 else 1, dtype=torch.float32)
+    scratch = x.new_empty(
+        parts * tiles * split.m * split.n if parts > 1 else 1, dtype=torch.float32
+    )
     per_part = triton.cdiv(triton.cdiv(k, split.k), parts) * split.k
     where.enter()
     launches["tp_linear/gemm_epilogue"] += 1
     with on_device(x):
-        _gemm_send_kernel[(tiles * parts,)](
+        launch(
+            _gemm_send_kernel, tiles * parts,
             x, weight, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
             where.half_bytes, where.rank, m, n, k, per_part, world, _triton_dtype(x.dtype), parts, k % split.k == 0,
             split.m, split.n, split.k, split.stages, dot_precision(x.dtype), num_warps=split.warps,

@@ -32,6 +32,7 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.repeated_launch import launch
 
 #: Words of all ranks that a program looks at together.
 _TILE_WORDS = 512
@@ -94,7 +95,8 @@ def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
         block = min(triton.next_power_of_2(words), 1 << 13)
     early = starts_early(y)
     with on_device(y):
-        _sum_words_kernel[(triton.cdiv(words, block),)](
+        launch(
+            _sum_words_kernel, triton.cdiv(words, block),
             y if x is None else x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes,
             timeout_ns(), where.rank, count, world, sources, block, x is not None, early, num_warps=1,
             **({"launch_pdl": True} if early else {}),
@@ -107,9 +109,7 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    where = channel(
-        group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device
-    )
+    where = channel(group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device)
     where.enter()
     launches["tp_linear/low_latency"] += 1
     sum_words(x, y, where, world)

@@ -54,6 +54,7 @@ from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LN2
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 
 
@@ -116,18 +117,19 @@ def launch_backward(
     with on_device(q):
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
-            _row_terms_kernel[(padded_len // block_m * heads * batch,)](
-                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len,
-                heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, **found_in,
+            launch(
+                _row_terms_kernel, padded_len // block_m * heads * batch,
+                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=found_in,
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
-            _dkdv_kernel[(kv_blocks(tile.block_n) * kv_heads * batch,)](
+            launch(
+                _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
         dmask = wanted.attn_mask
         in_dq = None  # where the sweep itself writes it
@@ -135,12 +137,13 @@ def launch_backward(
             in_dq = dmask.view(*q.shape[:3], kv_capacity)
         if q.numel():
             tile = config.dq
-            _dq_kernel[(row_blocks(tile.block_m) * heads * batch,)](
+            launch(
+                _dq_kernel, row_blocks(tile.block_m) * heads * batch,
                 q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
                 None if in_dq is None else in_dq.stride(), options,
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, **found_in,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
         if dmask is not None and in_dq is None:
             dmask.zero_()
@@ -152,7 +155,8 @@ def launch_backward(
                 *sizes_of[:2], triton.cdiv(sizes_of[2], tile.block_m), triton.cdiv(sizes_of[3], tile.block_n)
             )  # fmt: skip
             if q.numel() and k.numel():
-                _dmask_kernel[(prod(mask_sizes),)](
+                launch(
+                    _dmask_kernel, prod(mask_sizes),
                     q, k, v, dout, lse2, delta, dmask, *mask[:3],
                     q.stride(), k.stride(), v.stride(), dout.stride(),
                     dmask.expand(*q.shape[:3], kv_capacity).stride(), options,
@@ -177,7 +181,8 @@ def _sum_by_sequence(rows: Tensor, packed: Packed, tokens: int) -> Tensor:
     heads, padded_len = rows.shape[1:]
     sums = rows.new_empty(packed.sequences, heads, 1)
     with on_device(rows):
-        _sum_by_sequence_kernel[(packed.sequences * heads,)](
+        launch(
+            _sum_by_sequence_kernel, packed.sequences * heads,
             rows, sums, packed.cu_seqlens_q.contiguous(), packed.sequences, tokens, padded_len, heads,
             BLOCK=PADDING.value,
         )  # fmt: skip

@@ -43,6 +43,7 @@ from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import (
@@ -199,7 +200,8 @@ def launch_forward(
     mask = contiguous_mask(mask)
     block_d, block_dv = tile_dims(head_dim, v_dim)
     with on_device(q):
-        _attention_forward_kernel[(row_blocks * heads * batch,)](
+        launch(
+            _attention_forward_kernel, row_blocks * heads * batch,
             q, k, v, out, lse, *mask[:3],
             q.stride(), k.stride(), v.stride(), out.stride(),
             kernel_options(scores, q, k, dropout, packed),
@@ -208,5 +210,5 @@ def launch_forward(
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
             BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,
-            **kernel_arguments(packed, k),
+            also=kernel_arguments(packed, k),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
-from torch_fdattn.ops.direct_launch import DirectLaunch, direct_launch
+from torch_fdattn.ops.direct_launch import DirectLaunch, aligned, direct_launch, somebody_watches
 from torch_fdattn.ops.launch import (
     contiguous_mask,
     mask_flags,
@@ -335,8 +335,7 @@ class Plan:
             return unmerged
         if parts is not None:
             part_lses = parts[self.lse_offset :]
-        # What is compiled for addresses that are multiples of 16 is right for those alone.
-        keep = not INTERPRET and isinstance(self._index, int) and _aligned(at)
+        keep = not INTERPRET and isinstance(self._index, int) and aligned(at)
         with on_device(q):
             self._decode.launch(keep, q, k, v, out, lse, parts, part_lses, *bounds, *rest)
             if parts is not None and unmerged is None:
@@ -348,9 +347,9 @@ class Plan:
         return (
             self._decode.direct is not None
             and (self._merge is None or not merges or self._merge.direct is not None)
-            and _aligned(addresses)
+            and aligned(addresses)
             and torch._C._cuda_getDevice() == self._index
-            and not _somebody_watches()
+            and not somebody_watches()
         )
 
 
@@ -372,13 +371,6 @@ class _Kernel:
             self.direct = direct_launch(
                 compiled, self._grid, arguments, tensors[0].device, self._beside
             )
-
-
-def _aligned(addresses: list[int]) -> bool:
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits & 15 == 0
 
 
 def launch_decode(
@@ -450,15 +442,6 @@ def _too_long(batch: int, q: Tensor, cache: Cache) -> bool:
             f"{cache.k.shape[1]} heads"
         )
     return batch > schedule.MAX_BATCH or units >= 1 << 30
-
-
-def _somebody_watches() -> bool:
-    """Whether a profiler has hooked into Triton's launches."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
 
 
 def simplified(mask: Mask, q_len: int) -> Mask:

@@ -1,0 +1,255 @@
+"""What a repeated launch hands to the driver, against what Triton would have bound for the same tensors."""
+
+import os
+import types
+from unittest import mock
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
+
+from benchmarks.resources.compiled import compile_launch
+from benchmarks.resources.launches import Launch
+from benchmarks.resources.targets import ARCHS
+from torch_fdattn.ops import direct_launch, repeated_launch
+from torch_fdattn.ops.append_kv.arguments import Append
+from torch_fdattn.ops.append_kv.kernel import launch_append
+from torch_fdattn.ops.attention.backward import launch_backward
+from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.attention.forward import launch_forward
+from torch_fdattn.ops.direct_launch import flat
+from torch_fdattn.ops.merge_states.kernel import launch_merge
+from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
+
+TILE = TileConfig(32, 32, 4, 1)
+
+
+class Driver:
+    """Stands where CUDA's driver does, and reads what a launch would."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int | float]]] = []  # grid, parameters
+        self.layouts: dict[int, list] = {}
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra) -> int:
+        layout = self.layouts[function.value]
+        values = [kind.from_address(at).value for at, kind in zip(parameters, layout, strict=True)]
+        self.calls.append((list(config.contents.grid), values))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    driver = Driver()
+    init = direct_launch.DirectLaunch.__init__
+
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        driver.layouts[self._function.value] = self.layout
+
+    monkeypatch.setattr(direct_launch.DirectLaunch, "__init__", noted)
+    monkeypatch.setattr(direct_launch, "_driver", lambda: driver)
+    monkeypatch.setattr(repeated_launch, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    repeated_launch.forget()
+    yield driver
+    repeated_launch.forget()
+
+
+@pytest.fixture
+def through_triton():
+    """The launches that went through Triton, compiled for sm_90 instead of run."""
+    seen: list[Launch] = []
+    compiled = {}
+
+    def run(self, *args, grid, warmup, **kwargs):
+        seen.append(Launch(self, args, kwargs))
+        if self not in compiled:
+            made = compile_launch(seen[-1], ARCHS["sm_90"])
+            compiled[self] = types.SimpleNamespace(
+                src=made.src, metadata=made.metadata, function=len(compiled) + 1
+            )
+        seen[-1] = seen[-1], grid, compiled[self]
+        return compiled[self]
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield seen
+
+
+def bound(launch: Launch, grid, compiled) -> tuple[list[int], list[int | float]]:
+    """(grid, parameters) as Triton would bind them."""
+    own = {k: v for k, v in launch.kwargs.items() if k in launch.kernel.signature.parameters}
+    arguments = launch.kernel.signature.bind(*launch.args, **own)
+    arguments.apply_defaults()
+    pairs = list(flat(compiled.src.signature.values(), arguments.args))
+    values = [x.data_ptr() if kind.startswith("*") else x for kind, x in pairs]
+    return [*grid, 1, 1], [*values, 0, 0]
+
+
+class Pool:
+    """Tensors by the order in which a call asks for them: calls of one pool have the same addresses."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.next = 0
+
+    def __call__(self, *shape, dtype=torch.float16, device=None) -> torch.Tensor:
+        shape = shape[0] if shape and isinstance(shape[0], tuple | list) else shape
+        if self.next == len(self.tensors):
+            self.tensors.append(torch.zeros(shape, dtype=dtype))
+        self.next += 1
+        return self.tensors[self.next - 1]
+
+
+draw = Pool()
+
+
+def call_with(pool: Pool, name: str) -> None:
+    global draw
+    draw, pool.next = pool, 0
+    like = lambda x, *shape, **kw: pool(*(shape or x.shape), dtype=kw.get("dtype", x.dtype))  # noqa: E731
+    with (
+        mock.patch.object(torch, "empty", pool), mock.patch.object(torch, "empty_like", like),
+        mock.patch.object(torch.Tensor, "new_empty", like),
+    ):  # fmt: skip
+        CALLS[name]()
+
+
+def forward(case: str):
+    """A call of attention's forward: on new tensors each time."""
+    q, k, v = (draw(2, heads, 64, 32) for heads in (4, 2, 2))
+    out, lse, lens = draw(2, 4, 64, 32), draw(2, 4, 64, dtype=torch.float32), None
+    scores, dropout = Scores(), Dropout()
+    if case == "features":
+        lens = draw(2, dtype=torch.int32)
+        slopes, sinks = draw(4, dtype=torch.float32), draw(4)
+        scores = Scores(30.0, slopes, sinks, draw(4, 64, 64))
+        dropout = Dropout(0.25, draw(2, dtype=torch.int64))
+    launch_forward(q, k, v, Mask(lens, None, lens, 9, 0), 0.5, out, lse, scores, dropout, TILE)
+
+
+def pages() -> None:
+    q, lens = by_heads(draw(40, 4, 32)), draw(3, dtype=torch.int32)
+    k, v = (draw(20, 2, 16, 32) for _ in range(2))
+    out, lse = by_heads(draw(40, 4, 32)), draw(4, 40, dtype=torch.float32)
+    packed = Packed(draw(4, dtype=torch.int32), None, draw(3, 6, dtype=torch.int32))
+    launch_forward(q, k, v, Mask(lens, window_right=0), 0.5, out, lse, config=TILE, packed=packed)
+
+
+def backward(case: str) -> None:
+    q, out, dout, dq = (draw(2, 4, 64, 32) for _ in range(4))
+    k, v, dk, dv = (draw(2, 2, 64, 32) for _ in range(4))
+    lse, dlse = (draw(2, 4, 64, dtype=torch.float32) for _ in range(2))
+    scores = wanted = Scores()
+    if case == "gradients":
+        slopes, bias = draw(4, dtype=torch.float32), draw(4, 64, 64)
+        scores = Scores(alibi_slopes=slopes, attn_mask=bias)
+        wanted = Scores(
+            alibi_slopes=draw(*slopes.shape, dtype=torch.float32), attn_mask=draw(4, 64, 64)
+        )
+    launch_backward(
+        dout, dlse if case == "plain" else None, q, k, v, out, lse, Mask(window_right=0), 0.5, dq, dk, dv, scores,
+        wanted, config=BackwardConfig(TILE, TILE),
+    )  # fmt: skip
+
+
+def packed_backward() -> None:
+    q, out, dout, dq = (by_heads(draw(96, 4, 32)) for _ in range(4))
+    k, v, dk, dv = (by_heads(draw(80, 2, 32)) for _ in range(4))
+    lse, slopes = draw(4, 96, dtype=torch.float32), draw(3, 4, dtype=torch.float32)
+    begins = Packed(*(draw(4, dtype=torch.int32) for _ in range(2)))
+    scores, wanted = (
+        Scores(alibi_slopes=x) for x in (slopes, draw(*slopes.shape, dtype=torch.float32))
+    )
+    launch_backward(
+        dout, None, q, k, v, out, lse, Mask(), 0.5, dq, dk, dv, scores, wanted, config=BackwardConfig(TILE, TILE),
+        packed=begins,
+    )  # fmt: skip
+
+
+def append() -> None:
+    k_cache, v_cache = draw(2, 2, 64, 32), draw(2, 2, 64, 32)
+    launch_append(
+        Append(k_cache, v_cache, None, draw(2, 2, 1, 32), draw(2, 2, 1, 32), draw(2, dtype=torch.int32))
+    )  # fmt: skip
+
+
+def merge() -> None:
+    outs, lses = draw(3, 2, 4, 5, 32), draw(3, 2, 4, 5, dtype=torch.float32)
+    launch_merge(outs, lses, draw(2, 4, 5, 32), draw(2, 4, 5, dtype=torch.float32))
+
+
+CALLS = {
+    "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
+    "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
+    "packed backward": packed_backward, "append": append, "merge": merge,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_third_launch_is_direct(name: str, driver: Driver, through_triton: list) -> None:
+    built_with, later = Pool(), Pool()
+    for _ in range(2):
+        call_with(built_with, name)
+        assert not driver.calls
+    launched = len(through_triton)
+    assert launched in (2, 4, 6, 8, 10)
+    call_with(later, name)
+    assert len(through_triton) == launched
+    assert len(driver.calls) == launched // 2
+    repeated_launch.forget()
+    call_with(later, name)
+    for found, triton_launch in zip(driver.calls, through_triton[launched:], strict=True):
+        grid, parameters = bound(*triton_launch)
+        assert found[0] == grid
+        assert found[1] == pytest.approx(parameters)
+
+
+def test_what_must_not_be_repeated(driver: Driver, through_triton: list, monkeypatch) -> None:
+    """Other numbers, dtypes, addresses off by 8 bytes, another device, a profiler: each through Triton."""
+    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+    out, lse = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5)
+
+    def goes_through_triton(*tensors) -> bool:
+        before = len(through_triton), len(driver.calls)
+        launch_merge(*tensors)
+        after = len(through_triton), len(driver.calls)
+        assert sum(after) == sum(before) + 1
+        return after[0] > before[0]
+
+    assert [goes_through_triton(outs, lses, out, lse) for _ in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert goes_through_triton(outs[:2], lses[:2], out, lse)
+    assert goes_through_triton(outs, lses, out.half(), lse)
+    assert goes_through_triton(outs.half(), lses, out, lse)
+    shifted = torch.zeros(42)[2:].view(2, 4, 5)
+    assert shifted.data_ptr() % 16 == 8
+    assert [goes_through_triton(outs, lses, out, shifted) for _ in range(3)] == [True] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        assert goes_through_triton(outs, lses, out, lse)
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated_launch, "somebody_watches", lambda: True)
+        assert goes_through_triton(outs, lses, out, lse)
+    assert not goes_through_triton(outs, lses, out, lse)
+    monkeypatch.setattr(repeated_launch, "MOST", len(repeated_launch._known))
+    assert goes_through_triton(outs[:1], lses[:1], out, lse)
+    assert len(repeated_launch._known) == 1
+
+
+def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
+    monkeypatch.setattr(direct_launch, "_driver", lambda: None)
+    for _ in range(4):
+        call_with(Pool(), "merge")
+    assert len(through_triton) == 4
