@@ -40,7 +40,7 @@ EXPECTED_SKIPS = re.compile(
         | needs\ \d+\ GiB\ of\ free\ GPU\ memory,\ found\ \d+
         | tests\ a\ kernel:\ needs\ a\ CUDA\ device\ or\ TRITON_INTERPRET=1
         | compiles\ kernels,\ which\ the\ interpreter\ replaces | the\ interpreter\ has\ no\ bfloat16
-        | float64\ runs\ on\ the\ CPU\ only | a\ process\ group\ exists | another\ ptxas\ may\ be\ right
+        | float64\ runs\ on\ the\ CPU\ only | of\ memory\ that\ CPU\ processes\ share | a\ process\ group\ exists | another\ ptxas\ may\ be\ right
         | torch\ 2\.11\ crashes\ while\ it\ loads\ an\ AOTInductor\ package\ on\ CUDA
         | triton\ 3\.6.*'s\ interpreter\ breaks\ on\ numpy\ .*
     )('\))?$""",

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Case, record
 from benchmarks.resources.targets import ARCHS
-from torch_fdattn.ops import direct_launch
+from torch_fdattn.ops import cuda_driver, direct_launch
 from torch_fdattn.ops.direct_launch import _WIDTHS, DirectLaunch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -146,7 +146,7 @@ def test_programs_side_by_side(refused: bool, monkeypatch: pytest.MonkeyPatch) -
         return 1 if refused else 0
 
     driver = types.SimpleNamespace(cuLaunchKernelEx=None, cuFuncSetAttribute=set_attribute)
-    monkeypatch.setattr(direct_launch, "_driver", lambda: driver)
+    monkeypatch.setattr(direct_launch, "loaded", lambda: driver)
     properties = types.SimpleNamespace(
         shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448
     )
@@ -176,3 +176,20 @@ def _numbers(kinds, values):
             yield from _numbers(kind, value)
         elif kind in _WIDTHS:
             yield value
+
+
+def test_copies_by_the_driver() -> None:
+    calls, results = [], [201, 0, 1]
+
+    def copy(*given):
+        calls.append(given)
+        return results.pop(0)
+
+    bind = lambda *_: calls.append("bind") or 0  # noqa: E731
+    driver = types.SimpleNamespace(
+        cuMemcpyAsync=copy, cuDeviceGet=bind, cuDevicePrimaryCtxRetain=lambda *_: 0, cuCtxSetCurrent=lambda *_: 0
+    )  # fmt: skip
+    cuda_driver.copy_async(driver, 64, 32, 16, 5, 0)
+    assert calls == [(64, 32, 16, 5), "bind", (64, 32, 16, 5)]
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed with CUDA error 1"):
+        cuda_driver.copy_async(driver, 64, 32, 16, 5, 0)

@@ -54,7 +54,7 @@ def driver(monkeypatch) -> Driver:
         driver.layouts[self._function.value] = self.layout
 
     monkeypatch.setattr(direct_launch.DirectLaunch, "__init__", noted)
-    monkeypatch.setattr(direct_launch, "_driver", lambda: driver)
+    monkeypatch.setattr(direct_launch, "loaded", lambda: driver)
     monkeypatch.setattr(repeated_launch, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -249,7 +249,7 @@ def test_what_must_not_be_repeated(driver: Driver, through_triton: list, monkeyp
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
-    monkeypatch.setattr(direct_launch, "_driver", lambda: None)
+    monkeypatch.setattr(direct_launch, "loaded", lambda: None)
     for _ in range(4):
         call_with(Pool(), "merge")
     assert len(through_triton) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 
@@ -20,6 +21,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
+from torch_fdattn.dist.tp_linear.copies import Copies
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 
@@ -239,6 +241,33 @@ def test_epochs_wrap(group, rank_device) -> None:
         for method in METHODS:
             torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
     set_epochs(1)
+
+
+def test_the_drivers_own_copies(group, rank_device, monkeypatch) -> None:
+    """What a GPU's copies are told, done by memmove on the CPU."""
+    if rank_device.type == "cuda":
+        pytest.skip("of memory that CPU processes share")
+    moved = []
+
+    class Driver:
+        def cuMemcpyAsync(self, target, source, nbytes, stream):
+            moved.append((nbytes, stream))
+            ctypes.memmove(target, source, nbytes)
+            return 0
+
+    monkeypatch.setattr(Copies, "send", lambda self, *chunk: self._send_by(Driver(), 77, *chunk))
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = [3 + r for r in range(world)]
+    x, weight = draw(sum(rows), 16, device=rank_device), draw(6, 16, device=rank_device)
+    own = x[sum(rows[:rank]) : sum(rows[: rank + 1])]
+    (y,) = all_gather_matmul(own, [weight], group, rows=rows, strategy="copy_engine")
+    torch.testing.assert_close(y, F.linear(x, weight))
+    y = matmul_reduce_scatter(x, weight, group, rows=rows, strategy="copy_engine")
+    torch.testing.assert_close(y, world * F.linear(own, weight))
+    size = x.element_size()
+    sent = [own.numel() * size, 8] * (world - 1)
+    sent += [n for i in range(1, world) for n in (rows[(rank + i) % world] * 6 * size, 8)]
+    assert moved == [(n, 77) for n in sent]
 
 
 def test_wrong_calls(group, rank_device) -> None:

@@ -8,12 +8,13 @@ driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 import triton
+
+from torch_fdattn.ops.cuda_driver import INVALID_CONTEXT, bind_context, loaded
 
 _WIDTHS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -22,7 +23,6 @@ _WIDTHS = {
 }  # fmt: skip
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_INVALID_CONTEXT = 201
 #: Bytes of shared memory that a program takes beside its own (CUDA C++ programming guide, 16.6 to 16.8).
 _RESERVED_SHARED = 1024
 
@@ -49,29 +49,6 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL | None:
-    """CUDA's driver, called without the GIL: a launch waits where the queue is full."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuLaunchKernelEx, driver.cuFuncSetAttribute  # noqa: B018 (whether they are there)
-        return driver
-    except (OSError, AttributeError):
-        return None
-
-
-def _bind_context(driver: ctypes.CDLL, device_index: int) -> None:
-    """Makes the device's primary context this thread's: a new thread has none before its first runtime call."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    failure = (
-        driver.cuDeviceGet(ctypes.byref(device), device_index)
-        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        or driver.cuCtxSetCurrent(context)
-    )
-    if failure:
-        raise RuntimeError(f"no CUDA context for device {device_index}: CUDA error {failure}")
 
 
 class DirectLaunch:
@@ -122,10 +99,11 @@ class DirectLaunch:
         with self._lock:
             self._addresses[:] = addresses
             self._config.stream = stream
-            failure = self._launch(self._config_at, self._function, self._parameters, None)
-            if failure == _INVALID_CONTEXT:
-                _bind_context(self._driver, self._device_index)
-                failure = self._launch(self._config_at, self._function, self._parameters, None)
+            given = self._config_at, self._function, self._parameters, None
+            failure = self._launch(*given)
+            if failure == INVALID_CONTEXT:
+                bind_context(self._driver, self._device_index)
+                failure = self._launch(*given)
         if failure:
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {failure}")
 
@@ -141,7 +119,7 @@ def direct_launch(
     metadata = compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-    driver = None if torch.version.hip is not None else _driver()
+    driver = loaded()
     if driver is None or not plain or scratch:
         return None
     shared = 0

@@ -41,6 +41,7 @@ from torch_fdattn.dist.signals import (
     raise_flags,
     read_epoch,
 )
+from torch_fdattn.ops.cuda_driver import copy_async, loaded
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -156,8 +157,9 @@ class Copies:
     def fork(self) -> None:
         """Lets the streams see what the caller's own has done so far."""
         if self._device.type == "cuda":
+            here = torch.cuda.current_stream(self._device).record_event()
             for stream in self.streams:
-                stream.wait_stream(torch.cuda.current_stream(self._device))
+                stream.wait_event(here)
 
     def join(self) -> None:
         """Lets the caller's stream wait for the others."""
@@ -179,12 +181,27 @@ class Copies:
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
+        driver = loaded() if self._device.type == "cuda" else None
+        if driver is not None:
+            self._send_by(driver, self.streams[0].cuda_stream, chunk, peer, at)
+            return
         with using(self.streams[0]):
             if chunk.numel():
                 self.data(peer, chunk.dtype, *chunk.shape, at=at).copy_(chunk, non_blocking=True)
             self._word(peer, self.rank).copy_(
                 self._word(self.rank, 2 * self.world), non_blocking=True
             )
+
+    def _send_by(self, driver, stream: int, chunk: Tensor, peer: int, at: int) -> None:
+        """By the driver's own copies: views, streams made current and PyTorch's copies take the host 30 µs a chunk."""
+        here, there = (self._channel.memory.peers[r].data_ptr() for r in (self.rank, peer))
+        where = stream, self._device.index
+        if chunk.numel():
+            target = there + _DATA + at * chunk.element_size()
+            copy_async(
+                driver, target, chunk.data_ptr(), chunk.numel() * chunk.element_size(), *where
+            )
+        copy_async(driver, there + 8 * self.rank, here + 16 * self.world, 8, *where)
 
     def await_(self, peer: int) -> None:
         with on_device(self._channel.state):
