@@ -58,7 +58,8 @@ SPILLS = {
     ("dkdv", "gfx942", "half above 256"): (240, 184),
     ("dkdv", "gfx950", "half above 256"): (152, 152),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
-    ("dkdv", "sm_90", "half packed"): (232, 216),
+    ("dkdv", "sm_90", "half packed"): (248, 264),
+    ("dq", "sm_90", "half striped"): (152, 144),
     ("attention_forward", "sm_100", "half packed"): (48, 16),
     ("dq", "sm_100", "fp32 packed"): (8, 8),
     ("row_terms", "sm_100", "half"): (32, 0),
@@ -225,6 +226,8 @@ def test_compiles_within_limits(case):
         allowed = SPILLS.get((kernel.kernel, case.arch, kind), (0, 0))
         if case.op.startswith("varlen"):
             allowed = SPILLS.get((kernel.kernel, case.arch, f"{kind} packed"), allowed)
+        if case.mask == "all" and case.scores:  # distances between positions that are dealt out
+            allowed = SPILLS.get((kernel.kernel, case.arch, f"{kind} striped"), allowed)
         allowed = allowed[LATER]
         assert kernel.spills <= allowed, (
             f"{where} spills {kernel.spills} bytes a thread, allowed {allowed}"

@@ -35,7 +35,7 @@ def tile_for(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     if rows <= 64:
         return Tile(64, 128, 64, 4, 4)
     if rows * columns <= 132 * 128 * 128:
-        return Tile(128, 128, 64, 4, 4)
+        return Tile(128, 128, 64, 8, 4)
     return Tile(128, 256, 64, 8, 4)
 
 
