@@ -142,8 +142,8 @@ def check_scores(
         expect_device("sinks", sinks, q.device, "q")
 
 
-def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """An explicit mask of q (B, H, S, D) and k (B, H_kv, S_kv, D)."""
+def check_attn_mask(attn_mask: Tensor | None, q: Tensor, full: tuple[int | None, ...]) -> None:
+    """An explicit mask of q's device for scores of this shape; None: of any size."""
     if attn_mask is None:
         return
     expect_tensor("attn_mask", attn_mask)
@@ -154,11 +154,12 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         )
     if attn_mask.dtype == torch.float64 and q.is_cuda:
         raise TypeError("attn_mask must not be float64 on CUDA, got torch.float64")
-    full = (*q.shape[:3], k.shape[2])
     pairs = zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    if attn_mask.dim() > 4 or not all(size in (1, whole) for size, whole in pairs):
+    fits = all(size in (1, whole) or (whole is None and size) for size, whole in pairs)
+    if attn_mask.dim() > 4 or not fits:
+        sizes = ", ".join("any" if size is None else str(size) for size in full)
         raise ValueError(
-            f"attn_mask must be broadcastable to {full} (batch, heads, queries, keys), "
+            f"attn_mask must be broadcastable to ({sizes}) (batch, heads, queries, keys), "
             f"got shape {_shape(attn_mask)}"
         )
     expect_device("attn_mask", attn_mask, q.device, "q")

@@ -95,7 +95,7 @@ def varlen_attention(
     q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int = 0, kv_stride: int = 0,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0, dropout_seed: Tensor | None = None,
+    attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of packed sequences: tokens one after the other, without padding, lengths on the device.
 
@@ -118,16 +118,19 @@ def varlen_attention(
             Default: all (with page_table, all slots of its row).
         q_start, kv_start: int32 (B,), as in `attention`. Default: a sequence's queries are the last of its keys.
         alibi_slopes: (H,) or (B, H).
+        attn_mask: as in `attention`, broadcastable to (B, H, M, N): query i and key j of sequence b, both counted
+            from the sequence's own first, take the entry [b, h, i, j]. M and N are 1 or at least the longest
+            sequence's queries and keys (with page_table, valid keys), which is checked where lengths lie on the
+            host, or with TORCH_FDATTN_CHECK=1; beyond it nothing outside of the mask is read.
         dropout_p, dropout_seed: as in `attention`, of batch b for sequence b.
 
-    The other arguments are those of `attention`, the errors too. An explicit mask is not taken: the scores of
-    packed sequences have no common layout.
+    The other arguments are those of `attention`, the errors too.
 
     Returns:
         out (T, H, DV) in q's dtype and memory layout, and lse (H, T) float32 (float64 for float64 inputs). A
         query that sees no key has out 0 and lse -inf (or its head's sink), and so has a token of no sequence
-        (never a sink). Both are differentiable in q, k, v, alibi_slopes and sinks, as `attention`'s are; tangents
-        read the lengths on the host.
+        (never a sink). Both are differentiable in q, k, v, alibi_slopes, sinks and an additive attn_mask, as
+        `attention`'s are; tangents read the lengths on the host.
 
     Source: flash_attn_varlen_func of FlashAttention-2, arXiv:2307.08691; torch.nn.attention.varlen.
     """
@@ -135,14 +138,15 @@ def varlen_attention(
     tensors = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
     _expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed,
+        alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_number("dropout_p", dropout_p)
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
         window_left=left, window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
     )  # fmt: skip
 
 

@@ -58,6 +58,9 @@ SCORES = {
     "sinks": Scores(sinks=torch.empty(32, device="meta")),
     "mask": Scores(attn_mask=torch.empty(2, 1, 4096, 4096, dtype=torch.bool, device="meta")),
     "bias": Scores(attn_mask=torch.empty(32, 4096, 4096, dtype=torch.bfloat16, device="meta")),
+    "own bias": Scores(
+        attn_mask=torch.empty(2, 32, 4096, 4096, dtype=torch.bfloat16, device="meta")
+    ),
     "scores": Scores(30.0, torch.empty(2, 32, device="meta"), torch.empty(32, device="meta")),
 }
 

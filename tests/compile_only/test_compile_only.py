@@ -60,6 +60,7 @@ SPILLS = {
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("dkdv", "sm_90", "half packed"): (248, 264),
     ("dq", "sm_90", "half striped"): (152, 144),
+    ("dmask", "sm_80", "half packed"): (24, 24),
     ("attention_forward", "sm_100", "half packed"): (48, 16),
     ("dq", "sm_100", "fp32 packed"): (8, 8),
     ("row_terms", "sm_100", "half"): (32, 0),
@@ -89,6 +90,7 @@ def score_cases():
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, scores="scores")
         yield Case(op, "sm_90", "bf16", dim, scores="bias")
+        yield Case(op, "sm_90", "bf16", dim, scores="own bias")
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="scores")
         yield Case(op, arch, "bf16", 128, "all", scores="mask")
@@ -116,6 +118,9 @@ def varlen_cases():
         yield Case("varlen_forward", arch, "bf16", 128, "all", cache="same-paged", scores="scores")
         yield Case("varlen_forward", arch, "fp16", 96, "window", cache="same-paged", v_dim=64)
         yield Case("varlen_backward", arch, "bf16", 128, "all", scores="scores")
+        yield Case("varlen_forward", arch, "bf16", 128, cache="same-paged", scores="bias")
+        yield Case("varlen_backward", arch, "bf16", 128, scores="bias")
+        yield Case("varlen_backward", arch, "bf16", 64, scores="own bias", dropout_p=0.1)
         for op in ("varlen_forward", "varlen_backward"):
             yield Case(op, arch, "fp32", 64, "full")
     for op in ("varlen_forward", "varlen_backward"):

@@ -142,7 +142,10 @@ def test_a_mesh_of_two_dimensions(mesh, rank_device) -> None:
     check_step(call, plain, parts, [BY_BATCH, BY_HEADS])
 
 
-@pytest.mark.parametrize("name", ["slopes of heads", "slopes of sequences", "sinks"])
+@pytest.mark.parametrize(
+    "name",
+    ["slopes of heads", "slopes of sequences", "sinks", "bias", "bias of heads", "boolean mask"],
+)
 @pytest.mark.parametrize("given", ["whole", "split"])
 def test_varlen_attention_by_heads(mesh, rank_device, name: str, given: str) -> None:
     size, keyword = sizes(), OPTIONS[name][0]

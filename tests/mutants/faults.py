@@ -37,6 +37,9 @@ DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
 )
+VARLEN_MASKS = Tests(
+    "packed sequences' masks", (f"{_OPS}/varlen_attention/test_varlen_masks.py",), interpret=True
+)
 MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
 APPEND = Tests("append kernel", (f"{_OPS}/append_kv",), interpret=True)
 WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))
@@ -163,6 +166,14 @@ FAULTS = (
     Fault(
         "a mask's gradient from one head", f"{_KERNELS}/attention/backward_mask.py",
         "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
+    ),
+    Fault(
+        "a mask's gradient of packed sequences from the first alone", f"{_KERNELS}/attention/backward_mask.py",
+        "batch = own_batch + i", "batch = own_batch + 0 * i", VARLEN_MASKS,
+    ),
+    Fault(
+        "a packed sequence's mask of the first", f"{_KERNELS}/score_tiles.py",
+        "mask_ptr = options[5] + batch64 * options[6][0]", "mask_ptr = options[5] + 0 * batch64", VARLEN_MASKS,
     ),
     Fault(
         "dropout by tile", f"{_KERNELS}/attention/dropout_tiles.py",

@@ -46,33 +46,49 @@ def kernel_options(
     scores: Scores, q: Tensor, k: Tensor, dropout: Dropout, packed: Packed | None = None
 ) -> tuple:
     """What attention's kernels take of `scores` and `dropout`, None for what is absent: that costs them nothing."""
-    slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k)
+    slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k, packed)
     drops = dropout.threshold > 0
     batch = q.shape[0] if packed is None else packed.sequences
     return (
         scores.softcap or None,
         slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
-        scores.attn_mask, _mask_strides(*mask, k.shape[2]) if mask else None,
+        scores.attn_mask, _mask_strides(*mask) if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
+        # Of packed sequences the longest may be longer than the mask.
+        mask[0].shape[2] if packed is not None and mask and mask[0].stride(2) else None,
         # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
         # tuple of which no later member is one (the stale type of `set_iterable_path`).
         None,
     )  # fmt: skip
 
 
-def _mask_strides(mask: Tensor, columns: int) -> tuple[int | None, ...]:
+def _mask_strides(mask: Tensor) -> tuple[int | None, ...]:
     """Strides, None that of queries which share one row, and the columns that there are."""
     of_batch, of_heads, of_queries, of_keys = mask.stride()
-    return of_batch, of_heads, of_queries if of_queries else None, of_keys, columns
+    return of_batch, of_heads, of_queries if of_queries else None, of_keys, mask.shape[3]
 
 
-def broadcast_mask(scores: Scores, q: Tensor, k: Tensor) -> list[Tensor]:
-    """The explicit mask as a view (B, H, S, S_kv), where there is one."""
-    if scores.attn_mask is None:
+def broadcast_mask(
+    scores: Scores, q: Tensor, k: Tensor, packed: Packed | None = None
+) -> list[Tensor]:
+    """The explicit mask as a view (B, H, S, S_kv), where there is one.
+
+    Of packed sequences rows and columns are the mask's own, and as many as there are tokens where it has but one.
+    """
+    mask = scores.attn_mask
+    if mask is None:
         return []
-    return [scores.attn_mask.expand(*q.shape[:3], k.shape[2])]
+    if packed is None:
+        return [mask.expand(*q.shape[:3], k.shape[2])]
+    pages = 1 if packed.page_table is None else packed.page_table.shape[1]
+    mask = mask[(None,) * (4 - mask.dim())]
+    rows, columns = (
+        size if size > 1 else whole
+        for size, whole in zip(mask.shape[2:], (q.shape[2], k.shape[2] * pages), strict=True)
+    )
+    return [mask.expand(packed.sequences, q.shape[1], rows, columns)]
 
 
 def padded(size: int) -> int:

@@ -67,8 +67,12 @@ def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> 
     def run(case: VarlenCase, dtype: torch.dtype, way: str) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
         given = case.parameters(device)
-        parameters = {name: x.to(dtype).requires_grad_(backward) for name, x in given.items()}
-        outputs = case.oracle(*inputs, parameters, way)
+        parameters = {
+            name: x.to(dtype).requires_grad_(backward)
+            for name, x in given.items()
+            if x.is_floating_point()
+        }
+        outputs = case.oracle(*inputs, given | parameters, way)
         found = ()
         if backward:
             dout, dlse = case.output_gradients(device)

@@ -26,6 +26,27 @@ def score_parameters(case, device: torch.device | str) -> dict[str, Tensor]:
     return {name: x.to(device, wide) for name, x in found.items()}
 
 
+def drawn_mask(case, beyond: int | None, device: torch.device | str) -> Tensor:
+    """Hides a fifth of all pairs and everything from some rows; where it can be, NaN from key `beyond` on."""
+    shape, generator = case.mask_shape, torch.Generator().manual_seed(case.seed + 5)
+    hidden = torch.rand(shape, generator=generator) < 0.2
+    if len(shape) > 1 and shape[-2] > 1:
+        hidden[..., ::7, :] = True
+    if case.mask == "bool":
+        found = ~hidden.to(device)
+    else:
+        bias = torch.randn(shape, generator=generator)
+        if case.mask == "bias with -inf":
+            bias = bias.masked_fill(hidden, float("-inf"))
+        if beyond is not None and shape[-1] > 1:
+            bias[..., beyond:] = float("nan")
+        found = bias.to(device, case.dtype)
+    return found.mT.contiguous().mT if case.mask_transposed and found.dim() > 1 else found
+
+
+MASK_KINDS = ("bool", "bias", "bias with -inf")
+
+
 @dataclass(frozen=True)
 class FeatureCase(AttentionCase):
     """A call whose parameters (slopes, sinks) have gradients too."""
@@ -76,25 +97,10 @@ class FeatureCase(AttentionCase):
 
     def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
         found = score_parameters(self, device)
-        return found | ({"attn_mask": self._attn_mask(device)} if self.mask else {})
-
-    def _attn_mask(self, device: torch.device | str) -> Tensor:
-        """Hides a fifth of all pairs and everything from some rows; NaN beyond the lengths, where it can be."""
-        generator = torch.Generator().manual_seed(self.seed + 5)
-        hidden = torch.rand(self.mask_shape, generator=generator) < 0.2
-        if len(self.mask_shape) > 1 and self.mask_shape[-2] > 1:
-            hidden[..., ::7, :] = True
-        if self.mask == "bool":
-            return self._laid_out(~hidden.to(device))
-        bias = torch.randn(self.mask_shape, generator=generator)
-        if self.mask == "bias with -inf":
-            bias = bias.masked_fill(hidden, float("-inf"))
-        if self.kv_lens and self.mask_shape[-1] > 1:
-            bias[..., max(0, *self.kv_lens) :] = float("nan")
-        return self._laid_out(bias.to(device, self.dtype))
-
-    def _laid_out(self, x: Tensor) -> Tensor:
-        return x.mT.contiguous().mT if self.mask_transposed and x.dim() > 1 else x
+        if not self.mask:
+            return found
+        beyond = max(0, *self.kv_lens) if self.kv_lens else None
+        return found | {"attn_mask": drawn_mask(self, beyond, device)}
 
     def features(self) -> list[str]:
         tests = {
@@ -131,7 +137,7 @@ def draw_features(
     if rng.random() < 0.6:
         full = (case.batch, case.heads, case.q_len, case.kv_len)
         shape = tuple(x if rng.random() < 0.7 else 1 for x in full)[rng.choice((0, 0, 1, 2, 3)) :]
-        kind = rng.choice(("bool", "bias", "bias with -inf"))
+        kind = rng.choice(MASK_KINDS)
         case = replace(case, mask=kind, mask_shape=shape, mask_transposed=rng.random() < 0.3)
     if case.dtype == torch.float32 and case.mask in ("bool", "bias with -inf"):
         case = replace(case, dtype=torch.float16)  # rows may keep a single key: `cases.py`

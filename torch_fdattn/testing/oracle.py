@@ -2,8 +2,10 @@
 
 Independent of `ops/*/reference.py` on purpose: no shared mask code, one sequence at a time, invalid keys
 cut off instead of masked, no hand-written derivative. In fp64 it is the truth that errors are measured
-against; at a lower dtype it is "torch at the dtype" of the error rule, in one of three WAYS: by formula
-head by head, by formula with the heads of a group in one matmul, by torch's scaled_dot_product_attention.
+against; at a lower dtype it is "torch at the dtype" of the error rule, in one of four WAYS: by formula
+head by head, by formula with the heads of a group in one matmul, by torch's scaled_dot_product_attention, and,
+since that one takes no features, by formula with the derivative that it has: weights from the lse, and their
+mean gradient from the output.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WAYS = ("textbook", "grouped", "fused")
+WAYS = ("textbook", "grouped", "fused", "streamed")
 
 
 def visible_keys(
@@ -122,12 +124,17 @@ def attention_oracle(
                     queries[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
                 )[0]
             else:
-                weights = torch.softmax(scores, -1)
+                factors = None
                 if kept is not None:
                     factors = kept[b].to(rows.device)[:, rows, :kv_len].to(q)
-                    weights = weights[..., :kv_len] * factors  # a sink has no value to drop
-                    values = values[:, :kv_len]
-                out = matmul(weights, values)
+                    if sinks is not None:  # which has no value to drop
+                        factors = F.pad(factors, (0, 1))
+                if way == "streamed":
+                    each = values.repeat_interleave(group, 0)
+                    out, lse = _Streamed.apply(scores, each, factors)
+                else:
+                    weights = torch.softmax(scores, -1)
+                    out = matmul(weights if factors is None else weights * factors, values)
             if dead is not None and sinks is None:
                 out, lse = out.masked_fill(dead, 0.0), lse.masked_fill(dead[..., 0], float("-inf"))
         outs.append(q.new_zeros(heads, q_len, v_dim).index_copy(1, rows, out))
@@ -138,6 +145,28 @@ def attention_oracle(
     if not batch:
         return q.new_zeros(*q.shape[:-1], v_dim), q.new_zeros(q.shape[:-1])
     return torch.stack(outs), torch.stack(lses)
+
+
+class _Streamed(torch.autograd.Function):
+    """Softmax and its product with values (H, N, DV) as FlashAttention's backward has them (arXiv:2307.08691)."""
+
+    @staticmethod
+    def forward(ctx, scores, values, factors):
+        lse = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - lse[..., None])
+        out = (weights if factors is None else weights * factors) @ values
+        ctx.save_for_backward(scores, values, factors, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        scores, values, factors, out, lse = ctx.saved_tensors
+        weights, dweights = torch.exp(scores - lse[..., None]), dout @ values.mT
+        kept = weights
+        if factors is not None:
+            kept, dweights = weights * factors, dweights * factors
+        mean = (dout * out).sum(-1) - dlse
+        return weights * (dweights - mean[..., None]), kept.mT @ dout, None
 
 
 def merge_oracle(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

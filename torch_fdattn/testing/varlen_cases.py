@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
 from torch_fdattn.ops.positions import Mask, query_key_positions
 from torch_fdattn.testing.cases import PEAKY, draw_head_dim, draw_mask, dtypes
-from torch_fdattn.testing.feature_cases import score_parameters
+from torch_fdattn.testing.feature_cases import MASK_KINDS, drawn_mask, score_parameters
 from torch_fdattn.testing.inputs import LAYOUTS, make_tensor
 from torch_fdattn.testing.oracle import attention_oracle, visible_keys
 
@@ -51,6 +51,9 @@ class VarlenCase:
     alibi: str = ""  # "", "head" or "sequence"
     sinks: bool = False
     dropout_p: float = 0.0
+    mask: str = ""  # "" or one of MASK_KINDS
+    mask_shape: tuple[int, ...] = ()
+    mask_transposed: bool = False
 
     @property
     def batch(self) -> int:
@@ -141,7 +144,11 @@ class VarlenCase:
 
     def parameters(self, device: torch.device | str) -> dict[str, Tensor]:
         """Keywords that are tensors and have gradients."""
-        return score_parameters(self, device)
+        found = score_parameters(self, device)
+        if not self.mask:
+            return found
+        beyond = max((self.valid(b) for b in range(self.batch)), default=0)
+        return found | {"attn_mask": drawn_mask(self, beyond, device)}
 
     def options(self, device: torch.device | str) -> dict:
         """Keywords of `torch_fdattn.varlen_attention` but parameters, page_table and cu_seqlens."""
@@ -186,7 +193,8 @@ class VarlenCase:
                 kv_start=self.kv_start and self.kv_start[b : b + 1], kv_block=self.kv_block,
                 kv_stride=self.kv_stride, softcap=self.softcap,
                 alibi_slopes=slopes[b : b + 1] if self.alibi == "sequence" else slopes,
-                sinks=parameters.get("sinks"), kept=self._kept(b), way=way,
+                sinks=parameters.get("sinks"), attn_mask=self._entries(b, parameters.get("attn_mask")),
+                kept=self._kept(b), way=way,
             )  # fmt: skip
             outs.append(own[0][0])
             lses.append(own[1][0])
@@ -194,6 +202,15 @@ class VarlenCase:
         outs.append(q.new_zeros(self.heads, left, self.v_dim))
         lses.append(q.new_full((self.heads, left), float("-inf")))
         return torch.cat(outs, 1), torch.cat(lses, 1)
+
+    def _entries(self, b: int, entries: Tensor | None) -> Tensor | None:
+        """Those of a sequence's queries and valid keys, (1 or H, S or 1, keys or 1)."""
+        if entries is None:
+            return None
+        own = entries[(None,) * (4 - entries.dim())]
+        own = own[b if own.shape[0] > 1 else 0]
+        rows, columns = (slice(None if x == 1 else n) for x, n in zip(own.shape[1:], (self.q_lens[b], self.valid(b)), strict=True))  # fmt: skip
+        return own[:, rows, columns]
 
     def _kept(self, b: int) -> Tensor | None:
         """Factors (1, H, S, valid keys) of dropout, by its reference."""
@@ -228,6 +245,10 @@ class VarlenCase:
             "ALiBi by sequence": self.alibi == "sequence",
             "sinks": self.sinks,
             "dropout": self.dropout_p > 0,
+            "boolean mask": self.mask == "bool",
+            "additive mask": self.mask.startswith("bias"),
+            "mask of every pair": len(self.mask_shape) == 4 and 1 not in self.mask_shape,
+            "mask broadcast over queries or keys": 1 in self.mask_shape[-2:],
             "grouped heads": self.heads > self.kv_heads,
             "other value dim": self.v_dim != self.head_dim,
         }
@@ -282,9 +303,28 @@ def draw_varlen(seed: int, device: torch.device | str = "cpu") -> VarlenCase:
     )  # fmt: skip
     if case.kv_block and case.q_start is None:  # positions would not follow from the length
         case = replace(case, alibi="")
+    case = _with_mask(case)
     if case.dtype == torch.float32 and not _fair_in_fp32(case):
         return replace(case, dtype=torch.float16)
     return case
+
+
+def _with_mask(case: VarlenCase) -> VarlenCase:
+    """The case with an explicit mask, or without: drawn apart, so that the rest of a seed's draw stays."""
+    rng = random.Random(f"varlen mask {case.seed}")
+    if rng.random() < 0.5:
+        return case
+    lengths = max(case.q_lens, default=0), max(map(case.valid, range(case.batch)), default=0)
+    sizes = case.batch, case.heads, *(max(1, n) + rng.choice((0, 0, 3)) for n in lengths)
+    whole = rng.random() < 0.3
+    shape = tuple(x if whole or rng.random() < 0.7 else 1 for x in sizes)
+    shape = shape[0 if whole else rng.choice((0, 0, 1, 2, 3)) :]
+    dtype = torch.float16 if case.dtype == torch.float32 else case.dtype
+    kind = rng.choice(MASK_KINDS)
+    changed = replace(case, mask=kind, mask_shape=shape, mask_transposed=rng.random() < 0.3)
+    return (
+        replace(changed, dtype=dtype) if kind != "bias" else changed
+    )  # rows may keep a single key
 
 
 def _fair_in_fp32(case: VarlenCase) -> bool:

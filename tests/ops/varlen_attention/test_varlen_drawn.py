@@ -27,14 +27,15 @@ def run(case, device):
             q, k, v, *cu_seqlens, page_table=table, **case.options(device), **parameters
         )
         return lse, {"out": out.transpose(0, 1)}
-    leaves = [x.requires_grad_() for x in (q, k, v, *parameters.values())]
+    trained = {n: x.requires_grad_() for n, x in parameters.items() if x.is_floating_point()}
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), *trained.values()]
     out, lse = torch_fdattn.varlen_attention(
         q, k, v, *cu_seqlens, **case.options(device), **parameters
     )
     found = torch.autograd.grad([out, lse], leaves, case.output_gradients(device))
     names = ("out", "dq", "dk", "dv")
     results = {n: x.transpose(0, 1) for n, x in zip(names, (out, *found[:3]), strict=True)}
-    of_parameters = zip(parameters, found[3:], strict=True)
+    of_parameters = zip(trained, found[3:], strict=True)
     return lse, results | {f"d{name}": x for name, x in of_parameters}
 
 

@@ -59,7 +59,7 @@ def test_opcheck(layout, given, device):
         arguments = (*bounds, 4, 0, 0, 0, 0.25)
         slopes, sinks = torch.rand(2, 4, device=device), torch.rand(4, device=device).half()
         seed = torch.tensor([1, 2], device=device)
-        options = 3.0, slopes, sinks, None, 0.25, seed
+        options = 3.0, slopes, sinks, torch.randn(2, 1, 5, 7, device=device), 0.25, seed
     wider = torch.float32 if given else None
     opcheck(
         OPS.varlen_attention_forward, (q, k, v, *where(device), None, *arguments, wider, *options)
@@ -70,7 +70,7 @@ def test_opcheck(layout, given, device):
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if given else None
     state = dout, dlse, q, k, v, out, lse, *where(device)
     opcheck(OPS.varlen_attention_backward, (*state, *arguments, wider, *options))
-    flags = (given, given, False)
+    flags = (given,) * 3
     opcheck(OPS.varlen_attention_backward_all, (*state, *flags, *arguments, None, *options))
 
 
@@ -95,15 +95,16 @@ def test_gradcheck(slopes_by):
     q, k, v = (torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes)
     slopes = (torch.rand(slopes_by, dtype=torch.float64) * 0.1).requires_grad_()
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
 
-    def call(q, k, v, slopes, sinks):
+    def call(q, k, v, slopes, sinks, bias):
         out, lse = torch_fdattn.varlen_attention(
             q, k, v, int32(0, 1, 3), int32(0, 1, 5), causal=True, softcap=2.0, alibi_slopes=slopes,
-            sinks=sinks, dropout_p=0.3, dropout_seed=torch.tensor([3, 4]),
+            sinks=sinks, attn_mask=bias, dropout_p=0.3, dropout_seed=torch.tensor([3, 4]),
         )  # fmt: skip
         return out, lse[:, :3]
 
-    assert torch.autograd.gradcheck(call, (q, k, v, slopes, sinks))
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes, sinks, bias))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -200,11 +201,6 @@ def test_pages_have_no_gradient():
         torch_fdattn.varlen_attention(q, k, v, begins, page_table=table)
 
 
-def test_explicit_masks_are_refused():
-    with pytest.raises(NotImplementedError, match=re.escape("attn_mask must be None: packed")):
-        OPS.varlen_attention(*qkv(), *where(), attn_mask=torch.ones(9, 11))
-
-
 PAGES = dict(zip(("k", "v", "page_table"), pages(), strict=True)) | {"cu_seqlens_k": None}
 WRONG = {
     "q of rank 4": (dict(q=torch.ones(1, 9, 4, 16)), ValueError, "q must have 3 dimensions (tokens, heads, head_dim), got shape (1, 9, 4, 16)"),
@@ -237,7 +233,11 @@ WRONG = {
     "int64 page_table": (PAGES | dict(page_table=torch.zeros(2, 2).long()), TypeError, "page_table must be int32, got torch.int64"),
     "empty pages": (PAGES | dict(k=torch.ones(5, 2, 0, 16), v=torch.ones(5, 2, 0, 16)), ValueError, "k's pages must hold at least one token (dimension 2), got 0"),
     "2**29 tokens": (dict(q=torch.ones(1, 4, 16).expand(2**29, 4, 16)), ValueError, "q must hold fewer than 2**29 tokens, got 536870912"),
-    "attn_mask": (dict(attn_mask=torch.ones(9, 11)), TypeError, "unexpected keyword argument 'attn_mask'"),
+    "attn_mask of other heads": (dict(attn_mask=torch.ones(3, 5, 7)), ValueError, "attn_mask must be broadcastable to (2, 4, any, any) (batch, heads, queries, keys), got shape (3, 5, 7)"),
+    "attn_mask of no keys": (dict(attn_mask=torch.ones(5, 0)), ValueError, "attn_mask must be broadcastable to (2, 4, any, any)"),
+    "attn_mask of few queries": (dict(attn_mask=torch.ones(4, 7)), ValueError, "attn_mask must have entries for the longest sequence's 5 queries, got shape (4, 7)"),
+    "attn_mask of few keys": (dict(attn_mask=torch.ones(2, 1, 1, 6)), ValueError, "attn_mask must have entries for the longest sequence's 7 keys, got shape (2, 1, 1, 6)"),
+    "attn_mask of integers": (dict(attn_mask=torch.ones(5, 7).int()), TypeError, "attn_mask must be boolean, or bfloat16"),
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def launch_backward(
     ragged_q = packed is not None or q_len % WHOLE_TILES != 0
     ragged_kv = packed is not None or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
     borders = not mask.hides_nothing or ragged_q or ragged_kv
-    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k))
+    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k, packed))
     options = kernel_options(scores, q, k, dropout, packed)
     found_in = kernel_arguments(packed, k)
     with on_device(q):
@@ -133,8 +133,12 @@ def launch_backward(
             )  # fmt: skip
         dmask = wanted.attn_mask
         in_dq = None  # where the sweep itself writes it
-        if dmask is not None and dmask.numel() == q.shape[:3].numel() * kv_capacity:
-            in_dq = dmask.view(*q.shape[:3], kv_capacity)
+        if dmask is not None:
+            (whole,) = broadcast_mask(wanted, q, k, packed)
+            if dmask.numel() == whole.numel():
+                in_dq = whole
+            if in_dq is None or packed is not None:  # whose sequences do not fill it
+                dmask.zero_()
         if q.numel():
             tile = config.dq
             launch(
@@ -146,7 +150,6 @@ def launch_backward(
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
         if dmask is not None and in_dq is None:
-            dmask.zero_()
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
             tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
@@ -159,10 +162,9 @@ def launch_backward(
                     _dmask_kernel, prod(mask_sizes),
                     q, k, v, dout, lse2, delta, dmask, *mask[:3],
                     q.stride(), k.stride(), v.stride(), dout.stride(),
-                    dmask.expand(*q.shape[:3], kv_capacity).stride(), options,
-                    *sizes, batch, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
+                    whole.stride(), options, *sizes, batch if packed is None else packed.sequences, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
                     BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                    num_warps=tile.num_warps, num_stages=tile.num_stages,
+                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
                 )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2

@@ -35,7 +35,7 @@ def _dq_tiles(
 ):  # fmt: skip
     """Adds the key tiles, at least one (as in `backward_keys.py`), to dq (unscaled) of one query tile, and to dslopes (M,).
 
-    dmask: (pointer to the tile's rows, strides) where the mask's gradient is dS itself, else None.
+    dmask: as in `store_mask_tile` where the mask's gradient is dS itself, else None.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -71,7 +71,7 @@ def _dq_tiles(
             distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))
             dslopes -= tl.sum(tl.where(distance > 0, ds * distance.to(tl.float32), 0.0), 1)
         if dmask is not None:
-            store_mask_tile(dmask, start, ds, queries[0], queries[1], WIDE)
+            store_mask_tile(dmask, start, ds, queries[0], WIDE)
         ds = (ds * cap_slope).to(kt.dtype)
         dq = tl.dot(ds, tl.trans(kt), dq, input_precision=PRECISION)
     return dq, dslopes
@@ -150,12 +150,15 @@ def _dq_kernel(
     if dmask_ptr is not None:
         dmask_ptr += batch64 * dmask_strides[0] + head64 * dmask_strides[1]
         dmask_ptr += first_row.to(tl.int64) * dmask_strides[2]
-        dmask = (dmask_ptr, dmask_strides[2], dmask_strides[3], score_options[6][4])
+        mask_rows = q_len
+        if score_options[10] is not None:
+            mask_rows = tl.minimum(q_len, score_options[10])
+        dmask = (dmask_ptr, dmask_strides[2], dmask_strides[3], score_options[6][4], mask_rows)
         hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, bounds[0], BLOCK_N):
-            store_mask_tile(dmask, start, hidden, first_row, q_len, WIDE)
+            store_mask_tile(dmask, start, hidden, first_row, WIDE)
         for start in tl.range(tl.cdiv(bounds[3], BLOCK_N) * BLOCK_N, kv_capacity, BLOCK_N):
-            store_mask_tile(dmask, start, hidden, first_row, q_len, WIDE)
+            store_mask_tile(dmask, start, hidden, first_row, WIDE)
     if bounds[0] >= bounds[3]:  # no key is seen
         store_rows(dq_ptr, dq_strides, first_row, q_len, head_dim, dq, WIDE)
         if dslopes_ptr is not None:
@@ -177,12 +180,12 @@ def _dq_kernel(
 
 
 @triton.jit
-def store_mask_tile(dmask, start, tile, first_row, q_len, WIDE: tl.constexpr):
-    """A tile of the mask's gradient: dmask = (pointer to the rows from first_row on, their strides, key columns)."""
+def store_mask_tile(dmask, start, tile, first_row, WIDE: tl.constexpr):
+    """A tile of the mask's gradient: dmask = (pointer to the rows from first_row on, their strides, columns, rows)."""
     row = tl.arange(0, tile.shape[0])[:, None]
     start = start // 16 * 16  # as it is: tiles begin at multiples of their size
     column = tl.arange(0, tile.shape[1])[None, :]
-    inside = (first_row + row < q_len) & (start + column < dmask[3])
+    inside = (first_row + row < dmask[4]) & (start + column < dmask[3])
     ptrs = (
         dmask[0]
         + start.to(tl.int64) * dmask[2]

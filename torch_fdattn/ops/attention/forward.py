@@ -206,7 +206,7 @@ def launch_forward(
             q.stride(), k.stride(), v.stride(), out.stride(),
             kernel_options(scores, q, k, dropout, packed),
             q_len, kv_capacity, *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
-            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k)),
+            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
             BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,

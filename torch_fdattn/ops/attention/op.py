@@ -76,7 +76,7 @@ def check_inputs(
     )
     checks.check_scale(scale)
     checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q)
-    checks.check_attn_mask(scores.attn_mask, q, k)
+    checks.check_attn_mask(scores.attn_mask, q, (*q.shape[:3], k.shape[2]))
     checks.check_dropout(dropout.p, dropout.seed, q)
 
 

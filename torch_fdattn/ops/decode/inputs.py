@@ -72,7 +72,7 @@ def check_decode(
     checks.expect_number("scale", scale)
     checks.check_scale(scale)
     checks.check_scores(options.softcap, options.alibi_slopes, options.sinks, q)
-    checks.check_attn_mask(options.attn_mask, q, k)
+    checks.check_attn_mask(options.attn_mask, q, (*q.shape[:3], k.shape[2]))
 
 
 def expanded_scale(name: str, scale: Tensor | None, cache: Tensor, q: Tensor) -> Tensor | None:

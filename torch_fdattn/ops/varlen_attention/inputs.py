@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops.attention.op import Call
 from torch_fdattn.ops.packed import Packed
-from torch_fdattn.ops.positions import FAR
+from torch_fdattn.ops.positions import FAR, Mask
 
 
 def check_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, call: Call) -> None:
@@ -49,11 +49,8 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, call: Call) ->
     )  # fmt: skip
     checks.check_scale(call.scale)
     checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q, batch)
-    if scores.attn_mask is not None:
-        raise NotImplementedError(
-            "attn_mask must be None: packed sequences have no common layout of scores; pad them and call "
-            f"attention, or use causal, window and alibi_slopes, got shape {tuple(scores.attn_mask.shape)}"
-        )
+    checks.check_attn_mask(scores.attn_mask, q, (batch, heads, None, None))
+    _check_mask_covers(scores.attn_mask, packed, mask, capacity)
     checks.check_dropout(dropout.p, dropout.seed, q)
 
 
@@ -96,3 +93,25 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, q: Tensor, tokens: int) -> 
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] > tokens or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueError(f"{name} must grow from 0 to at most {tokens}, got {values}")
+
+
+def _check_mask_covers(attn_mask: Tensor | None, packed: Packed, mask: Mask, capacity: int) -> None:
+    """That the longest sequence has entries; where lengths are asked for, or lie on the host anyway."""
+    begins = packed.cu_seqlens_q
+    on_host = type(begins) is Tensor and begins.device.type == "cpu"
+    if attn_mask is None or not (on_host or checks.readable(begins)):
+        return
+    cu_seqlens_k = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    keys = cu_seqlens_k.diff()
+    if packed.page_table is not None:
+        keys = torch.full_like(keys, capacity)
+    if mask.kv_lens is not None:
+        keys = keys.minimum(mask.kv_lens.to(keys.dtype))
+    sizes = (1,) * (2 - attn_mask.dim()) + tuple(attn_mask.shape[-2:])
+    for size, lengths, what in zip(sizes, (packed.cu_seqlens_q.diff(), keys), ("queries", "keys"), strict=True):  # fmt: skip
+        longest = int(lengths.max()) if lengths.numel() else 0
+        if 1 < size < longest:
+            raise ValueError(
+                f"attn_mask must have entries for the longest sequence's {longest} {what}, got shape "
+                f"{tuple(attn_mask.shape)}"
+            )

@@ -163,13 +163,13 @@ def _checked_tangent(q, k, v, lse, packed: Packed, rest: tuple):
 
 def _tangent(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
-    (mask, scale, _, scores, dropout), (*of_inputs, slopes, sinks, _) = _checked_tangent(
+    (mask, scale, _, scores, dropout), (dq, dk, dv, *of_scores) = _checked_tangent(
         q, k, v, lse, packed, rest
     )
     library.launches["varlen_attention_tangent/torch"] += 1
     out, dlse = _empty_state(q, v, None)
     found = varlen_attention_tangent_reference(
-        q, k, v, lse, packed, *of_inputs, Scores(0.0, slopes, sinks), mask, scale, scores, dropout
+        q, k, v, lse, packed, dq, dk, dv, Scores(0.0, *of_scores), mask, scale, scores, dropout
     )
     copy_state(out, dlse, found)
     return out, dlse

@@ -21,7 +21,7 @@ from torch_fdattn.ops.attention.reference import (
 )
 from torch_fdattn.ops.decode.reference import gathered
 from torch_fdattn.ops.packed import Packed
-from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import Scores
 
 
@@ -38,6 +38,8 @@ def varlen_attention_reference(
             own_k, own_v = by_heads(k[keys]), by_heads(v[keys])
         else:
             own_k, own_v, keys_in = gathered(q, k, v, packed.page_table[b : b + 1], own_mask)
+            entries = _with_columns(own_options.attn_mask, own_k.shape[2])
+            own_options = own_options._replace(attn_mask=entries)
         own = attention_reference(
             by_heads(q[rows]), own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
         )
@@ -51,8 +53,8 @@ def varlen_attention_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
     """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
     dq, dk, dv = (torch.zeros_like(accumulated(x)) for x in (q, k, v))
-    slopes, sinks = (
-        None if x is None else torch.zeros_like(x, dtype=dq.dtype) for x in options[1:3]
+    slopes, sinks, entries = (
+        None if x is None else torch.zeros_like(x, dtype=dq.dtype) for x in options[1:]
     )
     for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
         *own, of_options = attention_backward_reference(
@@ -66,7 +68,14 @@ def varlen_attention_backward_reference(
             (slopes if slopes.dim() == 1 else slopes[b]).add_(of_options.alibi_slopes.squeeze(0))
         if sinks is not None:
             sinks += of_options.sinks
-    return dq, dk, dv, Scores(0.0, slopes, sinks)
+        if entries is not None:
+            own = _own_entries(entries, b, rows, keys)
+            own += (
+                of_options.attn_mask.narrow(-1, 0, own.shape[-1])
+                if own.dim()
+                else of_options.attn_mask
+            )
+    return dq, dk, dv, Scores(0.0, slopes, sinks, entries)
 
 
 def varlen_attention_tangent_reference(
@@ -116,8 +125,32 @@ def _sequences(
         own_options = options
         if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2:
             own_options = options._replace(alibi_slopes=options.alibi_slopes[b : b + 1])
+        if options.attn_mask is not None:
+            columns = keys if packed.page_table is None else slice(0, FAR)
+            own = _own_entries(options.attn_mask, b, rows, columns)
+            if packed.page_table is None:
+                own = _with_columns(own, keys.stop - keys.start)
+            own_options = own_options._replace(attn_mask=own)
         if rows.stop > rows.start:
             yield _Sequence(b, rows, keys, own_mask, own_options)
+
+
+def _own_entries(entries: Tensor, b: int, rows: slice, keys: slice) -> Tensor:
+    """A view of an explicit mask's entries of sequence b, with those columns of its keys that it has."""
+    if entries.dim() == 4 and entries.shape[0] > 1:
+        entries = entries[b : b + 1]
+    for dim, tokens in ((-2, rows), (-1, keys)):
+        if entries.dim() >= -dim and entries.shape[dim] > 1:
+            count = min(tokens.stop - tokens.start, entries.shape[dim])
+            entries = entries.narrow(dim, 0, count)
+    return entries
+
+
+def _with_columns(entries: Tensor | None, count: int) -> Tensor | None:
+    """With as many columns; those that a mask has not belong to keys that do not count."""
+    if entries is None or not entries.dim() or entries.shape[-1] in (1, count):
+        return entries
+    return torch.nn.functional.pad(entries, (0, count - entries.shape[-1]))
 
 
 def _slices(cu_seqlens: Tensor, tokens: int) -> list[slice]:
