@@ -21,6 +21,7 @@ from torch_fdattn.dist.tp_linear import (
     gemm,
     gemm_epilogue,
     low_latency,
+    push_tiles,
 )
 from torch_fdattn.ops.library import INTERPRET
 
@@ -54,6 +55,7 @@ def ranks(early: bool = True):
             gemm,
             gemm_epilogue,
             low_latency,
+            push_tiles,
         ):
             for name, value in (("channel", channel), ("rank_and_size", (1, WORLD))):
                 if hasattr(module, name):
@@ -66,7 +68,8 @@ def ranks(early: bool = True):
             mock.patch.object(gemm_epilogue, "_tickets_of", return_value=words.int())
         )
         stack.enter_context(mock.patch.object(gemm_epilogue, "_processors", return_value=132))
-        stack.enter_context(mock.patch.object(low_latency, "starts_early", return_value=early))
+        for module in (low_latency, push_tiles):
+            stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
         yield
 
 
@@ -120,6 +123,17 @@ def test_all_reduce(rows: int) -> None:
         with ranks(), recorded() as launches:
             method.matmul_all_reduce(x, weight, "0")
         check(launches, "sm_90")
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+def test_all_reduce_by_tiles(shots: int) -> None:
+    x = meta(128, 5120)
+    with ranks(), recorded() as launches:
+        push_tiles.all_reduce(x, torch.empty_like(x), "0", 1, WORLD, shots=shots)
+    check(launches, "sm_90")
+    text = text_of(launches, "shot", "sm_90")
+    assert "st.global.v4" in text
+    assert "ld.volatile.global.v4" in text
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
+from torch_fdattn.dist.tp_linear import low_latency, push_tiles
 from torch_fdattn.dist.tp_linear.copies import Copies
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
@@ -140,6 +141,42 @@ def test_matmul_all_reduce(group, rank_device, method: str, rows: int) -> None:
         check_sum(found, a.double() @ b.double(), a @ b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shots", [1, 2])
+def test_all_reduce_by_tiles(group, rank_device, shots: int, dtype: torch.dtype) -> None:
+    """One number, tiles that the ranks do not share out evenly, whole ones: the bits of words, on all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    tile = 4096 // torch.empty(0, dtype=dtype).element_size()
+    for count in (1, 3 * tile + 7, world * tile):
+        parts = [draw(count, device=rank_device, dtype=dtype) for _ in range(world)]
+        y = torch.full_like(parts[0], float("nan"))
+        for _ in range(3):
+            push_tiles.all_reduce(parts[rank], y, group, rank, world, shots=shots)
+        assert torch.equal(y, low_latency.all_reduce(parts[rank], group))
+        check_sum(y, torch.stack(parts).double().sum(0), torch.stack(parts).sum(0))
+        everywhere = [torch.empty_like(y) for _ in range(world)]
+        dist.all_gather(everywhere, y)
+        assert all(torch.equal(part, y) for part in everywhere)
+
+
+def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
+    world = dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    seen = []
+    real = push_tiles.all_reduce
+    monkeypatch.setattr(low_latency, "WORDS_BYTES", 16)
+    monkeypatch.setattr(
+        push_tiles, "all_reduce", lambda *a, shots: seen.append(shots) or real(*a, shots=shots)
+    )
+    for count in (4, 5):
+        x = draw(count, device=rank_device)
+        torch.testing.assert_close(low_latency.all_reduce(x, group), world * x)
+    assert seen == [2 if world > 2 else 1]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_uneven_rows(group, rank_device, strategy: str) -> None:
     """Any number of rows on any rank; `fused` leaves them to `collective`."""
@@ -178,10 +215,20 @@ def test_compiled_training(group, rank_device, strategy: str) -> None:
         torch.testing.assert_close(compiled, eager)
 
 
+def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
+    """`low_latency` of however few numbers in the way of many."""
+    of_group = dist.distributed_c10d._resolve_process_group(group_name)
+    part = F.linear(x, weight)
+    y = torch.empty_like(part)
+    push_tiles.all_reduce(part, y, group_name, of_group.rank(), of_group.size(), shots=shots)
+    return y
+
+
 CALLS = {
     **{f"{s} gather": lambda x, w, g, s=s: all_gather_matmul(x, [w], g, strategy=s)[0] for s in STRATEGIES},
     **{f"{s} scatter": lambda x, w, g, s=s: matmul_reduce_scatter(x, w, g, strategy=s) for s in STRATEGIES},
     **{m: lambda x, w, g, m=m: matmul_all_reduce(x, w, g, method=m) for m in METHODS},
+    **{f"low_latency by tiles, {n}": lambda x, w, g, n=n: by_tiles(x, w, g, n) for n in (1, 2)},
 }  # fmt: skip
 
 
@@ -240,6 +287,8 @@ def test_epochs_wrap(group, rank_device) -> None:
             torch.testing.assert_close(y, world * one)
         for method in METHODS:
             torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
+        for shots in (1, 2):
+            torch.testing.assert_close(by_tiles(x, weight, group, shots), world * one)
     set_epochs(1)
 
 
