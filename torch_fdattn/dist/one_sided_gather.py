@@ -25,7 +25,7 @@ from torch_fdattn.dist.signals import (
     take_epoch,
     word,
 )
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -118,20 +118,20 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
         x = x.clone()  # which begins where words may
     flat, flat_out = x.reshape(-1).view(unit), out.view(-1).view(unit)
     count = flat.numel()
-    sources = triton.next_power_of_2(world)
+    sources = power_of_two(world)
     if by_words:
         kernel, block, words = _gather_words_kernel, max(32, TILE_WORDS // sources), count
         if INTERPRET:
-            block = min(triton.next_power_of_2(count), 1 << 13)
+            block = min(power_of_two(count), 1 << 13)
     else:
         kernel, block = _gather_tiles_kernel, _TILE // 8
-        words = count + triton.cdiv(count, block)
+        words = count + cdiv(count, block)
     where = channel(group_name, f"symm_all_gather/{unit}", world * words * 8, x.device)
     where.enter()
     launches["one_sided_all_gather"] += 1
     with on_device(x):
         launch(
-            kernel, triton.cdiv(count, block),
+            kernel, cdiv(count, block),
             flat, flat_out, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(),
             rank, count, world, sources, block, num_warps=1,
         )  # fmt: skip

@@ -32,7 +32,7 @@ from torch_fdattn.dist.signals import at_rank, await_previous, may_send, take_ep
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
 
 #: Dims a program, and fp32 elements of parts that its one warp holds at once: 128 registers a thread.
@@ -106,7 +106,7 @@ def merge(
     block, tiles = rows.tile(owners)
     chunk = min(CHUNK, rows.block_d)
     at_once = min(
-        triton.next_power_of_2(cut.pieces), max(1, PART_ELEMENTS // (block * chunk))
+        power_of_two(cut.pieces), max(1, PART_ELEMENTS // (block * chunk))
     )  # fmt: skip
     early = starts_early(part)
     where.enter()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fdattn.dist.channel import Channel
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.launch import PDL_CAPABILITY
-from torch_fdattn.ops.launch import padded
+from torch_fdattn.ops.launch import cdiv, padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 
@@ -52,16 +52,16 @@ class Rows(NamedTuple):
 
     @property
     def sources(self) -> int:
-        return triton.next_power_of_2(self.world)
+        return power_of_two(self.world)
 
     def tile(self, owners: int = 1) -> tuple[int, int]:
         """(rows a tile, tiles of each owner's rows)."""
-        share, rows = triton.cdiv(self.count, owners), 1
+        share, rows = cdiv(self.count, owners), 1
         most = max(1, TILE_WORDS // (self.sources * self.block_d))
         limit = share if INTERPRET else most
-        while rows < limit and owners * triton.cdiv(share, rows) > ENOUGH:
+        while rows < limit and owners * cdiv(share, rows) > ENOUGH:
             rows *= 2
-        return rows, triton.cdiv(share, rows)
+        return rows, cdiv(share, rows)
 
 
 def outputs(part: Tensor, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:

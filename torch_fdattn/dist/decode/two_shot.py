@@ -43,7 +43,7 @@ from torch_fdattn.dist.signals import (
     unpacked,
     word,
 )
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
@@ -139,7 +139,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     with on_device(part):
         _two_shot_kernel[(rows.world * tiles,)](
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, triton.cdiv(rows.count, rows.world),
+            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world),
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
             early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -42,7 +42,7 @@ from torch_fdattn.dist.signals import (
     read_epoch,
 )
 from torch_fdattn.ops.cuda_driver import copy_async, loaded
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 
 _DATA = 4096
@@ -128,7 +128,7 @@ class Copies:
         self.rank, self.world = self._channel.rank, self._channel.world
         if self.world > _MOST_RANKS:
             raise NotImplementedError(f"at most {_MOST_RANKS} ranks, got {self.world}")
-        self._sources = triton.next_power_of_2(self.world)
+        self._sources = power_of_two(self.world)
         self._device = device
         self._channel.enter()
         self.streams: Sequence[torch.cuda.Stream | None] = (None, None)

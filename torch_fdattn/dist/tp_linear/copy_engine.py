@@ -21,7 +21,7 @@ from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import as_words, await_flags, read_epoch
 from torch_fdattn.dist.tp_linear.copies import Copies, others_of, using
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -132,10 +132,10 @@ def matmul_reduce_scatter(
     if out.numel():
         own = partial[first[rank] : first[rank] + rows[rank]]
         parts = copies.data(rank, x.dtype, world, rows[rank], width)
-        sources = triton.next_power_of_2(world)
+        sources = power_of_two(world)
         with on_device(x):
             launch(
-                _sum_kernel, triton.cdiv(out.numel(), _BLOCK),
+                _sum_kernel, cdiv(out.numel(), _BLOCK),
                 own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
                 num_warps=1,
             )  # fmt: skip

@@ -22,7 +22,7 @@ from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
 from torch_fdattn.dist.tp_linear.copy_engine import gathering, send_rows
 from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -81,7 +81,7 @@ def all_gather_matmul(
     for weight, y in zip(weights, ys, strict=True):
         n = weight.shape[0]
         tile = tile_for(m, n, x.dtype)
-        tiles = world * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+        tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
         if not tiles:
             continue
         with on_device(x):

@@ -31,7 +31,7 @@ from torch_fdattn.dist.signals import (
 from torch_fdattn.dist.tp_linear.fused_gather import programs
 from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -108,8 +108,8 @@ def matmul_reduce_scatter(
     if not y.numel():
         return y
     tile = tile_for(m, n, x.dtype)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    nbytes = triton.cdiv(world * tiles, 32) * 256 + world * m * n * x.element_size()
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    nbytes = cdiv(world * tiles, 32) * 256 + world * m * n * x.element_size()
     where = channel(group_name, "fused/reduce_scatter", nbytes, x.device)
     where.enter()
     launches["tp_linear/fused_reduce_scatter"] += 1

@@ -23,7 +23,7 @@ from torch_fdattn.dist.signals import as_words, at_rank, may_send, packed, read_
 from torch_fdattn.dist.tp_linear.gemm import product
 from torch_fdattn.dist.tp_linear.low_latency import sum_words, words_bytes
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -41,7 +41,7 @@ class Split(NamedTuple):
 
 def split_for(rows: int, columns: int, features: int, dtype: torch.dtype, processors: int) -> Split:
     """About two programs a processor, each with several blocks of features. Not measured yet."""
-    m = max(16, triton.next_power_of_2(rows))
+    m = max(16, power_of_two(rows))
     if INTERPRET:
         n, k, warps, stages = 16, 32, 4, 1
     elif dtype.itemsize > 2:
@@ -52,11 +52,11 @@ def split_for(rows: int, columns: int, features: int, dtype: torch.dtype, proces
         n, k, warps, stages = 64, 128, 4, 4
     else:
         n, k, warps, stages = 128, 64, 4, 5
-    tiles, blocks = triton.cdiv(columns, n), max(1, triton.cdiv(features, k))
+    tiles, blocks = cdiv(columns, n), max(1, cdiv(features, k))
     wanted = max(1, (2 if m <= 64 else 1) * processors // tiles)
     parts = max(1, min(wanted, blocks // 4))
-    per_part = triton.cdiv(blocks, parts)
-    return Split(m, n, k, max(1, triton.cdiv(blocks, per_part)), warps, stages)
+    per_part = cdiv(blocks, parts)
+    return Split(m, n, k, max(1, cdiv(blocks, per_part)), warps, stages)
 
 
 @triton.jit(do_not_specialize=["half_bytes", "rank", "m"])
@@ -131,13 +131,13 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     if not y.numel():
         return y
     split = split_for(m, n, k, x.dtype, _processors(x))
-    tiles, parts = triton.cdiv(n, split.n), split.parts
+    tiles, parts = cdiv(n, split.n), split.parts
     where = channel(group_name, "gemm_epilogue", words_bytes(y.numel(), y.dtype, world), x.device)
     tickets = _tickets_of(where, tiles)
     scratch = x.new_empty(
         parts * tiles * split.m * split.n if parts > 1 else 1, dtype=torch.float32
     )
-    per_part = triton.cdiv(triton.cdiv(k, split.k), parts) * split.k
+    per_part = cdiv(cdiv(k, split.k), parts) * split.k
     where.enter()
     launches["tp_linear/gemm_epilogue"] += 1
     with on_device(x):

@@ -32,7 +32,7 @@ from torch_fdattn.dist.signals import (
     word,
 )
 from torch_fdattn.dist.tp_linear import push_tiles
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
 
@@ -87,20 +87,20 @@ def _sum_words_kernel(
 
 def words_bytes(count: int, dtype: torch.dtype, world: int) -> int:
     """Bytes of all ranks' words for so many numbers."""
-    return world * triton.cdiv(count * min(dtype.itemsize, 4), 4) * 8
+    return world * cdiv(count * min(dtype.itemsize, 4), 4) * 8
 
 
 def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
     """Writes the sum over ranks into y, contiguous, of x or, without it, of what was sent already."""
-    sources, count = triton.next_power_of_2(world), y.numel()
+    sources, count = power_of_two(world), y.numel()
     block = max(32, _TILE_WORDS // sources)
-    words = triton.cdiv(count * y.element_size(), 4)
+    words = cdiv(count * y.element_size(), 4)
     if INTERPRET:
-        block = min(triton.next_power_of_2(words), 1 << 13)
+        block = min(power_of_two(words), 1 << 13)
     early = starts_early(y)
     with on_device(y):
         launch(
-            _sum_words_kernel, triton.cdiv(words, block),
+            _sum_words_kernel, cdiv(words, block),
             y if x is None else x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes,
             timeout_ns(), where.rank, count, world, sources, block, x is not None, early, num_warps=1,
             **({"launch_pdl": True} if early else {}),

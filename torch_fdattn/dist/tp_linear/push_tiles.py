@@ -30,7 +30,7 @@ from torch_fdattn.dist.signals import (
     raise_flags,
     take_epoch,
 )
-from torch_fdattn.ops.launch import on_device
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 
 #: Bytes of a tile, which one warp moves. Not measured yet.
@@ -147,7 +147,7 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int, *, 
     """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
     count, size = x.numel(), x.element_size()
     block = _TILE // size
-    tiles = triton.cdiv(count, block * (world if shots == 2 else 1))
+    tiles = cdiv(count, block * (world if shots == 2 else 1))
     slots = shots * world
     nbytes = slots * tiles * (8 + block * size)
     where = channel(group_name, f"low_latency/{shots}_shot", nbytes, x.device)
@@ -157,6 +157,6 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int, *, 
         launch(
             _two_shot_kernel if shots == 2 else _one_shot_kernel, tiles,
             x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), rank,
-            count, world, triton.next_power_of_2(world), block, early, num_warps=1,
+            count, world, power_of_two(world), block, early, num_warps=1,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.rounding import encode
-from torch_fdattn.ops.launch import on_device, padded
+from torch_fdattn.ops.launch import cdiv, on_device, padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.tiles import program_coordinates
@@ -158,7 +158,7 @@ def launch_append(call: Append) -> None:
     views = _kernel_views(call)
     with on_device(call.k_cache):
         launch(
-            _append_kernel, jobs * triton.cdiv(tokens, block_t) * batch,
+            _append_kernel, jobs * cdiv(tokens, block_t) * batch,
             *views, *(None if x is None else x.stride() for x in views),
             tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
             1 if call.cos is None else call.cos.shape[0], heads, kv_heads,

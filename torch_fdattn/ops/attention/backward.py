@@ -19,7 +19,6 @@ from functools import partial
 from math import prod
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_fdattn.ops.attention import tuning
@@ -42,6 +41,7 @@ from torch_fdattn.ops.attention.configs import (
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
     broadcast_mask,
+    cdiv,
     contiguous_mask,
     kernel_options,
     mask_flags,
@@ -84,8 +84,8 @@ def launch_backward(
             )  # fmt: skip
             config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
     mask = contiguous_mask(mask)
-    op, row_blocks = "attention_backward", partial(triton.cdiv, q_len)
-    kv_blocks = partial(triton.cdiv, kv_capacity)
+    op, row_blocks = "attention_backward", partial(cdiv, q_len)
+    kv_blocks = partial(cdiv, kv_capacity)
     if packed is not None:
         op, row_blocks = "varlen_attention_backward", partial(packed.blocks, q_len)
         kv_blocks = partial(packed.blocks, kv_capacity)
@@ -155,7 +155,7 @@ def launch_backward(
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
             by_row, by_key = (x > 1 for x in sizes_of[2:])
             mask_sizes = (
-                *sizes_of[:2], triton.cdiv(sizes_of[2], tile.block_m), triton.cdiv(sizes_of[3], tile.block_n)
+                *sizes_of[:2], cdiv(sizes_of[2], tile.block_m), cdiv(sizes_of[3], tile.block_n)
             )  # fmt: skip
             if q.numel() and k.numel():
                 launch(

@@ -30,6 +30,7 @@ from torch_fdattn.ops.attention.configs import (
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
     broadcast_mask,
+    cdiv,
     contiguous_mask,
     kernel_options,
     mask_flags,
@@ -191,7 +192,7 @@ def launch_forward(
                 launch_forward, q, k, v, mask, scale, out, lse, scores, dropout, packed=packed
             )
             config = tuning.chosen("forward", config, call, (out, lse), again)
-    op, row_blocks = "attention_forward", triton.cdiv(q_len, config.block_m)
+    op, row_blocks = "attention_forward", cdiv(q_len, config.block_m)
     if packed is not None:
         op, row_blocks = "varlen_attention_forward", packed.blocks(q_len, config.block_m)
         if packed.page_table is not None:

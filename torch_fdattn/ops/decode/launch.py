@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
@@ -20,11 +19,13 @@ from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
 from torch_fdattn.ops.direct_launch import DirectLaunch, aligned, direct_launch, somebody_watches
 from torch_fdattn.ops.launch import (
+    cdiv,
     contiguous_mask,
     mask_flags,
     mask_numbers,
     on_device,
     padded,
+    power_of_two,
     tile_dims,
 )
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -144,7 +145,7 @@ def merge_config(all_rows: int, rows: int, pieces: int, block_dv: int, wide: int
     tile_rows = 1
     while tile_rows < rows and all_rows * block_dv > 16 * wide * tile_rows * dims:
         tile_rows *= 2
-    parts = min(triton.next_power_of_2(pieces), max(1, MERGE_ELEMENTS // (tile_rows * dims)))
+    parts = min(power_of_two(pieces), max(1, MERGE_ELEMENTS // (tile_rows * dims)))
     warps = min(4, max(1, tile_rows * parts * dims // MERGE_ELEMENTS_A_WARP))
     return MergeConfig(tile_rows, parts, dims, warps)
 
@@ -202,7 +203,7 @@ class Plan:
         block_d, block_dv = padded(head_dim), padded(v_dim)
         if narrow and config.block_m >= WARP_GROUP_ROWS:
             block_d, block_dv = tile_dims(head_dim, v_dim)
-        items = kv_heads * triton.cdiv(rows, config.block_m)
+        items = kv_heads * cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         # Page numbers and conversions are more to wait for.
         twice = (paged or narrow) and load < MANY
@@ -214,7 +215,7 @@ class Plan:
             beside = schedule.side_by_side(batch * items, wanted, twice, processors)
         groups, size = (1, batch) if even else schedule.groups(batch)
         if groups > 1:
-            wanted, ragged = (triton.cdiv(x * size, batch) for x in (wanted, ragged))
+            wanted, ragged = (cdiv(x * size, batch) for x in (wanted, ragged))
         programs, pieces = schedule.most_pieces(
             size, items, cache.capacity, wanted, ragged, least, even, twice, batch_invariant
         )
@@ -281,7 +282,7 @@ class Plan:
                 )
             merge = merge._replace(dims=min(merge.dims, block_dv))
             self.tiles = config, merge
-            blocks = triton.cdiv(rows, merge.rows) * (block_dv // merge.dims)
+            blocks = cdiv(rows, merge.rows) * (block_dv // merge.dims)
             self._merge = _Kernel(
                 _merge_kernel, (batch * kv_heads * blocks, 1, 1), (
                     *strides, batch, q_len, cache.capacity, *window, cut_by, wanted, ragged,
@@ -434,7 +435,7 @@ def _too_long(batch: int, q: Tensor, cache: Cache) -> bool:
             f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
         )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
-    items = cache.k.shape[1] * triton.cdiv(rows, padded(min(rows, 32)))
+    items = cache.k.shape[1] * cdiv(rows, padded(min(rows, 32)))
     units = batch * items * (cache.capacity // schedule.UNIT.value + 1)
     if units >= 1 << 30 and batch == 1:
         raise ValueError(

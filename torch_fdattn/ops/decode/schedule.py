@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.tiles import key_range, sequence_bounds, shard_bounds
 
 #: Keys a unit: the grain of the balance, and the alignment of a piece's first key.
@@ -48,8 +49,8 @@ SHORT = 512
 
 def groups(batch: int) -> tuple[int, int]:
     """(how many groups, sequences of each but the last)."""
-    count = triton.cdiv(batch, GROUP)
-    return count, triton.cdiv(batch, count)
+    count = cdiv(batch, GROUP)
+    return count, cdiv(batch, count)
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def side_by_side(items: int, wanted: int, twice: bool, processors: int) -> int:
     Where items are split, there is a second one, which starts while the first one ends.
     """
     pieces = (1 + twice) * even_share(items, wanted)
-    return min(MOST_BESIDE, max(triton.cdiv(items * pieces, processors), min(pieces, 2)))
+    return min(MOST_BESIDE, max(cdiv(items * pieces, processors), min(pieces, 2)))
 
 
 def most_pieces(
@@ -108,10 +109,10 @@ def most_pieces(
     batch_invariant: bool,
 ) -> tuple[int, int]:
     """(the most pieces of all items, those of one), items a sequence; even: equal lengths."""
-    units = max(1, triton.cdiv(kv_capacity, UNIT.value))
-    longest = triton.cdiv(units, least)
+    units = max(1, cdiv(kv_capacity, UNIT.value))
+    longest = cdiv(units, least)
     if batch_invariant:
-        pieces = triton.cdiv(units, CHUNK.value)
+        pieces = cdiv(units, CHUNK.value)
     elif even:
         pieces = min(longest, (1 + twice) * even_share(batch * items, wanted))
     else:
