@@ -17,11 +17,13 @@ _BASE = "sdpa"
 
 
 def curves(results: Results) -> tuple[str, dict[str, dict[int, float]]]:
-    """(what was trained, loss by implementation and step)."""
+    """(what was trained, loss by implementation and step); of several seeds the first."""
     title, found = "", {}
     for case, by_impl in values_of(results, "train_loss").items():
         match = _CASE.fullmatch(case)
-        title = match[1]
+        title = title or match[1]
+        if match[1] != title:
+            continue
         for impl, loss in by_impl.items():
             found.setdefault(impl, {})[int(match[2])] = loss
     return title, {impl: found[impl] for impl in in_order(found)}

@@ -5,12 +5,14 @@
 `fdattn` and `sdpa` differ in rounding alone, but a training amplifies the last bit of its first step. What that
 amounts to is measured: torch's own attention once more (its backwards on GPUs add up in any order) and by its other
 backends, `sdpa/math` and `sdpa/efficient`. The largest gap between two of these is called noise (a gap is the mean
-over steps of the losses' distance), and ours to all of them, in the mean, is to be within it.
+over steps of the losses' distance), and ours to all of them, in the mean, is to be within it. One training more or
+less decides that: `--seeds 3` compares in three, and says what two seeds differ by, which is another noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -45,6 +47,7 @@ def add_command(names) -> None:
     command.add_argument("--size", metavar="NAME", help="small (default on GPUs) or tiny (on CPUs)")
     command.add_argument("--dtype", metavar="T", help="bf16 by autocast (default on GPUs) or fp32")
     command.add_argument("--seed", type=int, default=0, help="of weights and order (default: 0)")
+    command.add_argument("--seeds", type=int, default=1, help="so many, from --seed on (default: 1)")  # fmt: skip
     command.add_argument("--device", help="default: cuda where there is one, else cpu")
     command.add_argument("--json", metavar="PATH", help="file or folder (default: benchmarks/results)")  # fmt: skip
     command.add_argument("--plot", metavar="PATH", help="also the curves as a plot (needs matplotlib)")  # fmt: skip
@@ -59,7 +62,11 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     meta = collect_meta(words, setup.device)
     path = output_path(options.json, meta, f"train-{setup.model}")
     recorder = Recorder(Results(meta), path)
-    found = compare(setup, ways, text, recorder)
+    found = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        found.append(
+            compare(dataclasses.replace(setup, seed=seed), ways, text, recorder, options.seeds > 1)
+        )
     print(render(recorder.results), end="")
     print(f"\n{verdict(found)}\nText: {len(text.training)} bytes of the standard library, {text.digest}.")  # fmt: skip
     if path is not None:
@@ -90,8 +97,9 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, list[str]]:
     ):  # fmt: skip
         if given not in known:
             raise ValueError(f"--{name} must be of {', '.join(known)}, got {given!r}")
-    if options.steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {options.steps}")
+    for name in ("steps", "seeds"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     ways = list(dict.fromkeys(word.strip() for word in options.attention.split(",")))
     for name in ways:
         way(name)
@@ -101,24 +109,25 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, list[str]]:
 
 
 def compare(
-    setup: Setup, ways: Sequence[str], text: Text, recorder: Recorder
+    setup: Setup, ways: Sequence[str], text: Text, recorder: Recorder, says_seed: bool = False
 ) -> dict[str, Curve]:  # fmt: skip
     """Trains once for each way; the curves, and rows of them. A way that fails is a row with the reason."""
     from ..runner import DTYPES
     from .run import gap, train
 
     (dtype,), found = [name for name, x in DTYPES.items() if x == setup.dtype], {}
+    of_seed = f" seed {setup.seed}" if says_seed else ""
     for name in ways:
         try:
             found[name] = train(setup, name, text)
         except Exception as failure:
-            recorder.error(setup.model, name, describe(failure))
+            recorder.error(f"{setup.model}{of_seed}", name, describe(failure))
             continue
         curve = found[name]
         print(f"{name}: {curve.losses[-1]:.4f} after {setup.steps} steps of {curve.step_ms:.1f} ms", file=sys.stderr)  # fmt: skip
     case = setup.model
     for name, curve in found.items():
-        case = f"{setup.model} {curve.parameters / 1e6:.1f}M {dtype}"
+        case = f"{setup.model} {curve.parameters / 1e6:.1f}M {dtype}{of_seed}"
         every = -(-setup.steps // _POINTS)
         for begin in range(0, setup.steps, every):
             part = curve.losses[begin : begin + every]
@@ -131,17 +140,25 @@ def compare(
     return found
 
 
-def verdict(found: Mapping[str, Curve]) -> str:
-    """One line: whether our curve is as near to torch's as torch's own are to each other."""
+def verdict(found: Sequence[Mapping[str, Curve]]) -> str:
+    """One line: whether our curves are as near to torch's as torch's own are to each other. A mapping a seed."""
     from .run import gap
 
-    torchs = [curve for name, curve in found.items() if name.split("/")[0] == _BASE]
-    if "fdattn" not in found or len(torchs) < 2:
-        return f"Without fdattn and two runs of {_BASE} there is no noise to compare with."
-    ours = statistics.fmean(gap(found["fdattn"], curve) for curve in torchs)
-    noise = max(gap(a, b) for a, b in itertools.combinations(torchs, 2))
-    said = "within" if ours <= noise else "MORE than"
-    return (
-        f"fdattn's curve is {ours:.2e} nats a step from torch's {len(torchs)}, in the mean over them: {said} "
-        f"the noise of {noise:.2e}, by which these differ at most from each other."
+    ours, noise, seeds = [], [], []
+    for curves in found:
+        torchs = [curve for name, curve in curves.items() if name.split("/")[0] == _BASE]
+        if "fdattn" not in curves or len(torchs) < 2:
+            return f"Without fdattn and two runs of {_BASE} there is no noise to compare with."
+        ours.append(statistics.fmean(gap(curves["fdattn"], curve) for curve in torchs))
+        noise.append(max(gap(a, b) for a, b in itertools.combinations(torchs, 2)))
+        seeds.append(torchs[0])
+    said = "within" if statistics.fmean(ours) <= max(noise) else "MORE than"
+    line = (
+        f"fdattn's curve is {statistics.fmean(ours):.2e} nats a step from torch's {len(torchs)}, in the mean over "
+        f"them: {said} the noise of {max(noise):.2e}, by which these differ at most from each other."
     )
+    if len(found) == 1:
+        return line
+    apart = statistics.fmean(gap(a, b) for a, b in itertools.combinations(seeds, 2))
+    by_seed = ", ".join(f"{a:.2e} ({b:.2e})" for a, b in zip(ours, noise, strict=True))
+    return f"{line} By seed: {by_seed}. Two seeds of {_BASE} differ by {apart:.2e}."

@@ -127,6 +127,9 @@ def test_verdict() -> None:
 
     assert gap(curve(1, 2), curve(1.5, 2)) == 0.25
     torchs = {"sdpa": curve(3.0, 2.0), "sdpa/again": curve(3.0, 2.0), "sdpa/math": curve(3.0, 2.4)}
-    assert "within the noise of 2.00e-01" in command.verdict(torchs | {"fdattn": curve(3.0, 2.1)})
-    assert "MORE than the noise" in command.verdict(torchs | {"fdattn": curve(3.0, 1.7)})
-    assert "no noise" in command.verdict({"sdpa": torchs["sdpa"], "fdattn": torchs["sdpa"]})
+    assert "within the noise of 2.00e-01" in command.verdict([torchs | {"fdattn": curve(3.0, 2.1)}])
+    assert "MORE than the noise" in command.verdict([torchs | {"fdattn": curve(3.0, 1.7)}])
+    assert "no noise" in command.verdict([{"sdpa": torchs["sdpa"], "fdattn": torchs["sdpa"]}])
+    near, far = (torchs | {"fdattn": curve(3.0, x)} for x in (2.1, 1.8))
+    assert "within the noise of 2.00e-01" in command.verdict([near, far])
+    assert "Two seeds of sdpa differ by 0.00e+00" in command.verdict([near, far])
