@@ -15,6 +15,7 @@ from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows, TPHead
+from torch_fdattn.dist.tp_weights import as_one
 from torch_fdattn.models.rope import Rotary
 
 BATCH, LENGTH = 2, 7  # 14 tokens: uneven on 3 and 4 ranks
@@ -125,6 +126,39 @@ def test_attention_with_a_mask(group, rank_device, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_product_without_gradients(group, rank_device, strategy: str) -> None:
+    """Projections of one input lie side by side until something moves them, biases too; parameters stay apart."""
+    ours = config(mlp_bias=True, attention_bias=True)
+    mlp = TPMLP.from_module(dense_mlp(ours, "ours").to(rank_device), group, strategy)
+    attention = TPAttention.from_module(dense_attention(ours, "ours").to(rank_device), group, strategy)  # fmt: skip
+    world = dist.get_world_size()
+    x = torch.randn(BATCH, LENGTH, HIDDEN).to(rank_device)
+    if strategy == "ag_rs":
+        x = x.flatten(0, 1)[: BATCH * LENGTH // world]
+    names = {mlp: ("gate_proj", "up_proj"), attention: ("q_proj", "k_proj", "v_proj")}
+    for layer, projections in names.items():
+        linears = [getattr(layer, name) for name in projections]
+        assert as_one(linears) is None  # with gradients
+        expected = layer._columns(x, linears)
+        with torch.no_grad():
+            weight, bias = as_one(linears)
+            assert weight.data_ptr() == linears[0].weight.data_ptr()
+            assert torch.equal(weight, torch.cat([linear.weight for linear in linears]))
+            assert torch.equal(bias, torch.cat([linear.bias for linear in linears]))
+            found = layer._columns(x, linears)
+            for one, apart in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, apart.detach())
+            linears[1].weight += 1  # as an optimiser would
+            assert torch.equal(as_one(linears)[0][len(linears[0].weight)], linears[1].weight[0])
+            loaded = copy.deepcopy(layer)
+            loaded.load_state_dict(layer.state_dict())
+            for moved in (loaded, layer.double()):
+                linears = [getattr(moved, name) for name in projections]
+                assert as_one(linears) is None
+                assert len(moved._columns(x.to(linears[0].weight.dtype), linears)) == len(linears)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_half_precision(group, rank_device, strategy: str) -> None:
     """Within the roundings of a bfloat16 layer and of its sum over ranks."""
     ours = config()
@@ -187,8 +221,9 @@ def test_frozen_parameters_take_their_hooks_when_thawed(group, rank_device) -> N
 def test_slices_do_not_keep_the_dense_weights(group, rank_device) -> None:
     dense = dense_mlp(config(), "ours").to(rank_device)
     parallel = TPMLP.from_module(dense, group, "all_reduce")
-    for parameter in parallel.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in parallel.parameters()}
+    held = sum(storage.nbytes() for storage in storages.values())
+    assert held == 4 * sum(x.numel() for x in parallel.parameters())
 
 
 def test_equal_rows_need_not_be_told(group, rank_device) -> None:

@@ -18,6 +18,7 @@ from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import TokenRows, TPLayer
 from torch_fdattn.dist.tp_weights import (
     expect_linear,
+    lay_side_by_side,
     sliced_linear,
     sum_gradient,
     sum_kv_gradient,
@@ -96,6 +97,7 @@ class TPAttention(TPLayer):
         self.q_proj = sliced_linear(module.q_proj, rows=q)
         self.k_proj = sliced_linear(module.k_proj, rows=kv)
         self.v_proj = sliced_linear(module.v_proj, rows=kv)
+        lay_side_by_side(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = sliced_linear(module.o_proj, columns=q)
         self.q_norm = copy.deepcopy(getattr(module, "q_norm", nn.Identity()))
         self.k_norm = copy.deepcopy(getattr(module, "k_norm", nn.Identity()))

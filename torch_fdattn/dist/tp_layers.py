@@ -13,7 +13,8 @@ Parameters keep the names of the layer that is replaced (``q_proj.weight``, …)
 alone. After a backward pass each gradient is the same slice of the single-process gradient: where ranks
 share a parameter, a hook sums what each of them saw (`tp_weights.py`). Hooks sit on the parameter
 objects: `copy.deepcopy` and a meta model's `to_empty` lose them, so copy and materialise first.
-Hooks on the projections themselves do not run: the layers use their weights only.
+Hooks on the projections themselves do not run: the layers use their weights only. Those of one input lie side by
+side in memory, and without gradients one product takes them all.
 
 B batch, T new tokens, C hidden size.
 """
@@ -29,7 +30,13 @@ from torch import Tensor, nn
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
-from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
+from torch_fdattn.dist.tp_weights import (
+    as_one,
+    expect_linear,
+    lay_side_by_side,
+    sliced_linear,
+    sum_gradient,
+)
 
 STRATEGIES = ("ag_rs", "all_reduce")
 
@@ -84,7 +91,11 @@ class TPLayer(nn.Module):
         return sum(self.tokens.rows)
 
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i)."""
+        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); views of one product
+        where nobody asks for gradients."""
+        one = as_one(linears)
+        if one is not None:
+            return list(self._product(x, *one).split([x.out_features for x in linears], -1))
         if self.strategy == "ag_rs":
             return torch.ops.fdattn.all_gather_matmul(
                 x,
@@ -98,6 +109,16 @@ class TPLayer(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`_columns` of one weight, without gradients."""
+        if self.strategy != "ag_rs":
+            return F.linear(x, weight, bias)
+        (y,) = torch.ops.fdattn.all_gather_matmul(
+            x, [weight], self.group_name, [bias], rows=self.tokens.rows, strategy=self.linear_strategy,
+            **self._ranks,
+        )  # fmt: skip
+        return y
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
@@ -158,9 +179,11 @@ class TPMLP(TPLayer):
         shares = split_evenly(module.gate_proj.out_features, world_size)
         start = sum(shares[:rank])
         inner = slice(start, start + shares[rank])
+        gate, up = (sliced_linear(x, rows=inner) for x in (module.gate_proj, module.up_proj))
+        lay_side_by_side(gate, up)
         return cls(
-            sliced_linear(module.gate_proj, rows=inner),
-            sliced_linear(module.up_proj, rows=inner),
+            gate,
+            up,
             sliced_linear(module.down_proj, columns=inner),
             group_name,
             strategy,

@@ -7,7 +7,7 @@ backward passes of all ranks must reach it in the same order, as those of the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,51 @@ def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) 
     if linear.bias is not None:
         sliced.bias = _parameter(linear.bias[rows], linear.bias)
     return sliced
+
+
+def lay_side_by_side(*linears: nn.Linear) -> None:
+    """Moves the layers' parameters to where one product of their common input can take all (`as_one`).
+
+    The parameters stay what they are, with their hooks and names. What moves them again (`to`, `to_empty`, copies)
+    undoes it, which costs speed alone.
+    """
+    for name in ("weight", "bias"):
+        parameters = [getattr(linear, name) for linear in linears]
+        kinds = {None if x is None else (x.dtype, x.device, x.shape[1:]) for x in parameters}
+        if len(kinds) > 1 or None in kinds or parameters[0].is_meta:
+            continue
+        whole = torch.cat([x.detach() for x in parameters])
+        for parameter, part in zip(
+            parameters, whole.split([len(x) for x in parameters]), strict=True
+        ):
+            parameter.data = part
+
+
+def as_one(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """(weights (ΣN, K), biases (ΣN,)) of layers that lie side by side; None where they do not, or have gradients."""
+    if torch.compiler.is_compiling():
+        return None
+    weight = _joined([x.weight for x in linears])
+    if weight is None or all(x.bias is None for x in linears):
+        return None if weight is None else (weight, None)
+    if any(x.bias is None for x in linears):
+        return None
+    bias = _joined([x.bias for x in linears])
+    return None if bias is None else (weight, bias)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    first, rows = parts[0], 0
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
+    if trained or any(type(x) not in (Tensor, nn.Parameter) for x in parts):
+        return None
+    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        here = part.untyped_storage().data_ptr() == storage and part.storage_offset() == at
+        if not here or not part.is_contiguous() or part.shape[1:] != first.shape[1:]:
+            return None
+        at, rows = at + part.numel(), rows + len(part)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _parameter(part: Tensor, whole: nn.Parameter) -> nn.Parameter:
