@@ -37,6 +37,7 @@ from torch_fdattn.dist.tp_weights import (
     sliced_linear,
     sum_gradient,
 )
+from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
 
@@ -194,7 +195,7 @@ class TPMLP(TPLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._columns(x, (self.gate_proj, self.up_proj))
-        return self._row(F.silu(gate) * up, self.down_proj)
+        return self._row(silu_mul(gate, up), self.down_proj)
 
 
 class TPHead(nn.Module):

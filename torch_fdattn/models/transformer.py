@@ -20,6 +20,7 @@ from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.ops.rotary import rotate
+from torch_fdattn.ops.swiglu import silu_mul
 
 
 class KVCache(Protocol):
@@ -72,7 +73,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):

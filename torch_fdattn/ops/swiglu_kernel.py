@@ -1,0 +1,40 @@
+"""``silu(gate) * up`` row by row, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.repeated_launch import launch
+
+#: Columns of a program at most: two loads of 16 bytes a thread for each of the tensors.
+_COLUMNS = 2048
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, blocks, BLOCK: tl.constexpr
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=inside).to(tl.float32)
+    out = gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
+    tl.store(out_ptr + row * columns + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_silu_mul(
+    gate: Tensor, up: Tensor, out: Tensor, gate_stride: int, up_stride: int
+) -> None:
+    """Writes into out, contiguous; rows of the others begin so many elements apart."""
+    columns = gate.shape[-1]
+    block = min(power_of_two(columns), _COLUMNS)
+    blocks = cdiv(columns, block)
+    with on_device(gate):
+        launch(
+            _silu_mul_kernel, out.numel() // columns * blocks,
+            gate, up, out, gate_stride, up_stride, columns, blocks, block, num_warps=4,
+        )  # fmt: skip
