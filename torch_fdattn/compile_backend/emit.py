@@ -22,6 +22,7 @@ from torch_fdattn.compile_backend.nodes import (
     value,
 )
 from torch_fdattn.compile_backend.operands import B, H, Operand, S
+from torch_fdattn.compile_backend.packing import documents, packed, unpacked
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.attention.op import empty_state
 
@@ -32,16 +33,23 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     given = MaskArguments(add, found, masks.made)
     try:
         q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        operands = given.positions(plan.structure, q)
+        options = given.options(plan.structure, plan.scale) | plan.options
+        if plan.structure.chunk:
+            operands = (documents(add, q, plan.structure.chunk),)
+            whole, (q, k, v) = q, (packed(add, x) for x in (q, k, v))
+        else:
+            operands = given.positions(plan.structure, q)
         if plan.operands:
             operands = (*(x for x in operands if x is not None), *plan.operands)
-        options = given.options(plan.structure, plan.scale) | plan.options
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
             like = value(q).contiguous() if plan.contiguous else value(q)
-            pair = empty_state(like, value(v))
+            lse_shape = value(q).shape[1::-1] if plan.structure.chunk else None
+            pair = empty_state(like, value(v), lse_shape=lse_shape)
         pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
         out = add.call(operator.getitem, pair, 0)
+        if plan.structure.chunk:
+            out = unpacked(add, out, whole)
         if found.mask.empty != "zero":
             out = _with_empty_rows(add, pair, out, v, found.mask.empty)
         out = _as_result(add, out, found.out_dims)
