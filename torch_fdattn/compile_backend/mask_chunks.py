@@ -60,9 +60,7 @@ def size_of(parts: list[Part], sizes, causal: bool) -> int | None:
         begins = at_least_zero(Poly.atom(_K) - first)
         ends = at_least_zero(first + number(atom.by - 1) - Poly.atom(_K))
         says = {part.says for part in parts}
-        if atom.of == Poly.atom(_Q) and (
-            says == {begins, ends} or (causal and says == {begins})
-        ):
+        if atom.of == Poly.atom(_Q) and (says == {begins, ends} or (causal and says == {begins})):
             return atom.by
     return None
 

@@ -71,7 +71,9 @@ class Structure:
     left: int = -1
     right: int = -1
     lengths: Poly | None = None  #: keys that are valid, of each sequence
-    chunk: int | None = None  #: only keys of the query's own chunk of this many; beside no lengths and no rest
+    chunk: int | None = (
+        None  #: only keys of the query's own chunk of this many; beside no lengths and no rest
+    )
     rest: list[Condition] = field(default_factory=list)
 
     def is_never_empty(self, sizes: Sizes) -> bool:
@@ -153,11 +155,13 @@ def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
         lengths = _tightest(lengths, sizes)
         found.lengths = lengths[0].by
         found.rest += [x.condition for x in lengths[1:]]
-    if chunks and len(found.rest) == len(rest) and found.lengths is None:
+    alone = len(found.rest) == len(rest) and found.lengths is None
+    packed = found.moved_to(number(0)) if chunks and alone else None
+    if packed is not None:  # queries of packed sequences begin where their keys do
         causal = found.right == 0 and found.start == number(0)
-        found.chunk = mask_chunks.size_of(rest, sizes, causal)
-        if found.chunk:
-            found.rest = []
+        packed.chunk = mask_chunks.size_of(rest, sizes, causal)
+        if packed.chunk:
+            return replace(packed, rest=[])
     return found
 
 
@@ -251,7 +255,11 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
     (atom,) = atoms
     slope = Poly.of((m - {(atom, 1)}, c) for m, c in of_keys)
     constant = {x for m, c in bias.terms if (m, c) not in of_keys for x, _ in m}
-    if found.chunk or axes_of(slope) - {"b", "h"} or any(isinstance(x, Select) for x in slope.atoms):
+    if (
+        found.chunk
+        or axes_of(slope) - {"b", "h"}
+        or any(isinstance(x, Select) for x in slope.atoms)
+    ):
         return None
     # Any other number may be infinite, and then is not without effect.
     if not constant <= {*slope.atoms, _Q}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx import Node
@@ -23,14 +24,18 @@ def unpacked(add: Adder, out: Node, q: Node) -> Node:
 
 
 def documents(add: Adder, q: Node, chunk: int) -> Node:
-    """int32 cu_seqlens: where each chunk of each sequence begins, and where the last one ends."""
+    """int32 cu_seqlens: where each chunk of each sequence begins, and where the last one ends.
+
+    Without a broadcast, which would ask whether a symbolic number of chunks is one.
+    """
     batch, length = _size(add, q, 0), _size(add, q, 2)
-    like = {"dtype": torch.int32, "device": value(q).device}
-    begins = add.call(operator.mul, add.call(torch.arange, batch, **like), length)
-    chunks = add.call(torch.arange, 0, length, chunk, **like)
-    begins = add.call(operator.add, add.call("unsqueeze", begins, 1), chunks)
-    end = _product(add, batch, length)
-    return add.call(torch.cat, [add.call("flatten", begins), add.call(torch.full, (1,), end, **like)])
+    chunks = _of(add, operator.floordiv, _of(add, operator.add, length, chunk - 1), chunk)
+    count = _of(add, operator.add, _of(add, operator.mul, batch, chunks), 1)
+    i = add.call(torch.arange, count, dtype=torch.int32, device=value(q).device)
+    sequence = add.call(operator.mul, add.call(operator.floordiv, i, chunks), length)
+    return add.call(
+        operator.add, sequence, add.call(operator.mul, add.call(operator.mod, i, chunks), chunk)
+    )
 
 
 def _size(add: Adder, x: Node, dim: int) -> int | Node:
@@ -38,7 +43,6 @@ def _size(add: Adder, x: Node, dim: int) -> int | Node:
     return size if isinstance(size, int) else add.call("size", x, dim)
 
 
-def _product(add: Adder, a: int | Node, b: int | Node) -> int | Node:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    return add.call(operator.mul, a, b)
+def _of(add: Adder, function: Callable, a: int | Node, b: int | Node) -> int | Node:
+    numbers = isinstance(a, int) and isinstance(b, int)
+    return function(a, b) if numbers else add.call(function, a, b)
