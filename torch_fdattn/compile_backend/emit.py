@@ -13,6 +13,7 @@ from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
 from torch_fdattn.compile_backend.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.masks import Empty, Masks
+from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import (
     asks_for_shape,
     is_tensor,
@@ -54,6 +55,10 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
             out = _with_empty_rows(add, pair, out, v, found.mask.empty)
         out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
+        if value(found.result).requires_grad and _is_written(found.result):
+            out = add.call(
+                "clone", out
+            )  # our backward reads the output, that of a product does not
     except Left:
         add.undo()
         given.undo()
@@ -84,6 +89,11 @@ def _expand_by_sizes(found: Attention) -> None:
             user.replace_all_uses_with(add.call("expand", user.args[0], *numbers))
             user.graph.erase_node(user)
     _erase(rest)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether the graph may write into what a node yields."""
+    return written_between(node.next, node.graph.output_node(), [node]) is not None
 
 
 def _with_empty_rows(add: Adder, pair: Node, out: Node, v: Node, empty: Empty) -> Node:
