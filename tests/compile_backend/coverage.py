@@ -92,6 +92,7 @@ class Result:
     report: Report
     error: float  #: the largest difference, of outputs or gradients
     failure: str = ""
+    repeated: int = 0  #: ops that are given copies of heads
 
     @property
     def masks(self) -> Counter:
@@ -120,7 +121,9 @@ class Case:
             ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()
             for a, b in zip(found, expected, strict=True)
         )
-        return Result(backend.found.report, error)
+        heads = self.model.config.get("num_key_value_heads", 0)
+        repeated = sum(heads and n != heads for n in backend.kv_heads)
+        return Result(backend.found.report, error, repeated=repeated)
 
     def _inputs(self) -> tuple[dict, torch.Tensor]:
         """(the model's arguments, which outputs count)."""
@@ -197,7 +200,7 @@ def row(case: Case, result: Result) -> str:
 
 
 def main(names: list[str]) -> int:
-    sites = rewritten = bare = failed = 0
+    sites = rewritten = bare = failed = repeated = 0
     print("| model | attention | use | rewritten | masks, or why left | largest error |")
     print("|---|---|---|---|---|---|")
     for case in cases(names):
@@ -210,12 +213,13 @@ def main(names: list[str]) -> int:
             result = Result(Report([]), math.nan, f"{type(error).__name__}: {text[0][:120]}")
         failed += bool(result.failure) or not result.error < 1e-3
         sites += len(result.report)
+        repeated += result.repeated
         rewritten += len(result.report.rewritten)
         bare += sum("explicit" not in "".join(site.notes) for site in result.report.rewritten)
         print(row(case, result), flush=True)
     print(
-        f"\n{rewritten} of {sites} attention sites rewritten, {bare} of them without an explicit mask; "
-        f"{failed} cases failed"
+        f"\n{rewritten} of {sites} attention sites rewritten, {bare} of them without an explicit mask, "
+        f"{repeated} with heads of K and V repeated; {failed} cases failed"
     )
     return int(failed > 0)
 

@@ -43,6 +43,7 @@ def test_models(name, attention, use, masks):
         masks = {"full": 2}  # made all the same, and found to hide nothing
     assert result.masks == masks
     assert result.error < 1e-5
+    assert not result.repeated
 
 
 def seems_exported() -> bool:

@@ -155,7 +155,7 @@ def test_varlen_attention_by_heads(mesh, rank_device, name: str, given: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["slopes of sequences", "sinks", "lengths", "bias of heads", "boolean mask", "bias for all"],
+    ["slopes of sequences", "sinks", "lengths", "bias of heads", "boolean mask"],
 )
 @pytest.mark.parametrize("split", [BY_BATCH, BY_HEADS], ids=["batch", "heads"])
 def test_decode(mesh, rank_device, name: str, split) -> None:
