@@ -64,6 +64,9 @@ MODELS = (
     Model("SmolLM3", {**GROUPED, "pad_token_id": 0}, caches=True),
     Model("GptOss", {**GROUPED, **_HEADS, "sliding_window": 6, "num_local_experts": 2,
                      "num_experts_per_tok": 1}, caches=True),
+    Model("Llama4", {**GROUPED, **_HEADS, "intermediate_size_mlp": 64, "num_local_experts": 2,
+                     "num_experts_per_tok": 1, "attention_chunk_size": 6, "num_hidden_layers": 4,
+                     "pad_token_id": 0}, config_name="Llama4Text", caches=True),
     Model("Mpt", dict(d_model=64, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=64)),
     Model("Bloom", dict(vocab_size=64, hidden_size=64, n_layer=2, n_head=4)),
     Model("Bert", SMALL, "Model"),
@@ -89,6 +92,7 @@ class Result:
     report: Report
     error: float  #: the largest difference, of outputs or gradients
     failure: str = ""
+    repeated: int = 0  #: ops that are given copies of heads
 
     @property
     def masks(self) -> Counter:
@@ -117,7 +121,9 @@ class Case:
             ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()
             for a, b in zip(found, expected, strict=True)
         )
-        return Result(backend.found.report, error)
+        heads = self.model.config.get("num_key_value_heads", 0)
+        repeated = sum(heads and n != heads for n in backend.kv_heads)
+        return Result(backend.found.report, error, repeated=repeated)
 
     def _inputs(self) -> tuple[dict, torch.Tensor]:
         """(the model's arguments, which outputs count)."""
@@ -194,7 +200,7 @@ def row(case: Case, result: Result) -> str:
 
 
 def main(names: list[str]) -> int:
-    sites = rewritten = bare = failed = 0
+    sites = rewritten = bare = failed = repeated = 0
     print("| model | attention | use | rewritten | masks, or why left | largest error |")
     print("|---|---|---|---|---|---|")
     for case in cases(names):
@@ -207,12 +213,13 @@ def main(names: list[str]) -> int:
             result = Result(Report([]), math.nan, f"{type(error).__name__}: {text[0][:120]}")
         failed += bool(result.failure) or not result.error < 1e-3
         sites += len(result.report)
+        repeated += result.repeated
         rewritten += len(result.report.rewritten)
         bare += sum("explicit" not in "".join(site.notes) for site in result.report.rewritten)
         print(row(case, result), flush=True)
     print(
-        f"\n{rewritten} of {sites} attention sites rewritten, {bare} of them without an explicit mask; "
-        f"{failed} cases failed"
+        f"\n{rewritten} of {sites} attention sites rewritten, {bare} of them without an explicit mask, "
+        f"{repeated} with heads of K and V repeated; {failed} cases failed"
     )
     return int(failed > 0)
 

@@ -23,6 +23,7 @@ class Recorder:
 
     def __init__(self, lower: str = "aot_eager") -> None:
         self.lower, self.reports, self.graphs = lower, [], []
+        self.kv_heads: list[int] = []  #: of the keys that each op of ours is given
 
     def __call__(self, gm, inputs):
         env = next((x.node.shape_env for x in inputs if isinstance(x, torch.SymInt)), None)
@@ -36,6 +37,7 @@ class Recorder:
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 if node.op in ("call_function", "call_method") and "fdattn" in str(node.target):
                     assert "example_value" in node.meta
+                    self.kv_heads.append(node.args[1].meta["example_value"].shape[1])
         return getattr(debugging, self.lower)(gm, inputs)
 
     @property

@@ -21,6 +21,8 @@ SLOW = [
     ),
     ("Gemma2", "eager", "prefill", {"causal and window (5, 0)": 1, "causal": 1}),
     ("GptOss", "eager", "prefill", {"causal and window (5, 0)": 1, "causal": 1}),
+    ("Llama4", "eager", "prefill", {"causal and chunks of 6": 3, "causal": 1}),
+    ("Llama4", "eager", "decode", {"window (2, all)": 3, "lengths": 1}),
     ("GPT2", "eager", "training, padded", {PADDED: 2}),
     ("Bert", "sdpa", "padded", {"explicit padding (mask-data)": 2}),
     ("ViT", "eager", "prefill", {}),
@@ -41,6 +43,7 @@ def test_models(name, attention, use, masks):
         masks = {"full": 2}  # made all the same, and found to hide nothing
     assert result.masks == masks
     assert result.error < 1e-5
+    assert not result.repeated
 
 
 def seems_exported() -> bool:

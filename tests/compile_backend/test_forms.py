@@ -423,3 +423,43 @@ def test_a_result_that_is_returned_has_its_strides():
     torch._dynamo.reset()
     out = torch.compile(fn, backend=Recorder("eager"))
     assert out(*args).stride() == fn(*args).stride()
+
+
+WRITES = {
+    "scaled": lambda out, q: out.mul_(2),
+    "a residual": lambda out, q: out.add_(q),
+    "a view": lambda out, q: (out.transpose(1, 2)[:, 0].mul_(2), out + 1)[1],
+    "an item": lambda out, q: (out.__setitem__((slice(None), 0), 0.0), out + 1)[1],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_result_that_is_written_to(name, chunk):
+    """In training our op keeps its output for the backward, where a product keeps only its operands."""
+
+    def fn(q, k, v):
+        scores = q @ k.mT * 0.25
+        if chunk:
+            at = torch.arange(8) // chunk
+            scores = scores.masked_fill(at != at[:, None], -torch.inf)
+        return WRITES[name](scores.softmax(-1) @ v, q)
+
+    found = check(fn, *qkv())
+    assert ops(found) == ["varlen_attention" if chunk else "attention"]
+    assert "clone" in found.graph
+    assert "clone" not in check(fn, *qkv(grad=False)).graph
+
+
+def test_a_cache_that_is_updated_behind_a_transposed_query():
+    """What is read after the write can be read later still."""
+
+    def fn(q, k, v, cache, at):
+        q = q.transpose(1, 2)
+        cache = cache.clone()
+        cache.index_copy_(2, at, k)
+        return (q @ cache.mT * 0.25).softmax(-1) @ cache
+
+    q, k, v = qkv(1, grad=False)
+    found = check(fn, q.transpose(1, 2), k, v, torch.randn(2, 4, 12, 16), torch.tensor([5]))
+    assert ops(found) == ["decode"], str(found.report)

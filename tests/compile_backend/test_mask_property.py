@@ -107,7 +107,7 @@ class Builder:
     def atom(self):
         return self.draw.choice(
             [self.compared, self.compared, self.compared, self.compared, self.difference, self.triangle,
-             self.lengths, self.padding, self.chunks, self.segments, self.any_mask, self.bounded]
+             self.lengths, self.padding, self.chunks, self.chunked, self.segments, self.any_mask, self.bounded]
         )()  # fmt: skip
 
     def compared(self):
@@ -144,6 +144,25 @@ class Builder:
         size = self.draw.randint(1, 4)
         q, k = (self.call(operator.floordiv, x, size) for x in (self.queries(), self.keys()))
         return self.call(self.draw.choice([operator.eq, operator.le]), q, k)
+
+    def chunked(self):
+        """Llama 4's: a query's own chunk, from the first token of each sequence on, and no key behind it."""
+        q, k = self.queries(), self.keys()
+        within = self.call(operator.le, k, q)
+        size = self.draw.randint(2, 6)
+        if self.draw.random() < 0.3:  # before it indices are negative
+            first = self.of_sequences(0, 4)
+            q, k = (self.call(operator.sub, x, first) for x in (q, k))
+        rounding = self.draw.choice(["floor", "floor", "floor", "trunc"])
+        found = [
+            self.call(torch.div, x, n, rounding_mode=rounding)
+            for x, n in ((q, size), (k, size + (self.draw.random() < 0.1)))
+        ]
+        if self.draw.random() < 0.3:
+            chunk = self.call(operator.le, self.call(operator.mul, found[0], size), k)
+        else:
+            chunk = self.call(operator.eq, *found)
+        return self.call(operator.and_, chunk, within) if self.draw.random() < 0.8 else chunk
 
     def segments(self):
         found = self.input(torch.randint(0, 3, (self.batch, self.kv_len)))
@@ -229,7 +248,10 @@ class Arguments(Interpreter):
 
 def effective(args, kwargs) -> torch.Tensor:
     """What the call adds to scores (B, H, S, N): -inf where it hides."""
-    (q, k, _, kv_lens, q_start), rest = args, dict(kwargs)
+    (q, k, _, *where), rest = args, dict(kwargs)
+    if len(where) == 1:
+        return packed(q, where[0], rest)
+    kv_lens, q_start = where
     right = 0 if rest.pop("causal") else rest.get("window_right", -1)
     mask = Mask(kv_lens, q_start, None, rest.get("window_left", -1), right)
     q_len, kv_len = q.shape[2], k.shape[2]
@@ -244,14 +266,44 @@ def effective(args, kwargs) -> torch.Tensor:
     return modify_scores(found, distance, options).masked_fill(~seen[:, None], -math.inf)
 
 
-def check_one(seed: int) -> str:
-    """Draws, rewrites and compares one; returns what the report says of the mask."""
+def packed(q, cu_seqlens, rest: dict) -> torch.Tensor:
+    """The same of packed sequences, which are chunks of the longer ones that `check_one` draws: (B·S, B·S)."""
+    at = torch.arange(q.shape[0])
+    sequence = (at >= cu_seqlens[:, None]).sum(0)
+    distance = at[:, None] - at
+    seen = sequence[:, None] == sequence
+    right = 0 if rest["causal"] else rest.get("window_right", -1)
+    left = rest.get("window_left", -1)
+    seen &= (right < 0) | (distance >= -right)
+    seen &= (left < 0) | (distance <= left)
+    return torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+
+
+def of_batch(added: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Blocks on the diagonal of what is added to packed sequences, as (B, H, S, S); all else is hidden."""
+    batch, heads, length, _ = shape
+    blocks = added.view(batch, length, batch, length)
+    whole = torch.eye(batch, dtype=torch.bool)[:, None, :, None]
+    assert blocks.masked_fill(whole, -math.inf).isneginf().all()
+    own = torch.stack([blocks[b, :, b] for b in range(batch)])
+    return own[:, None].expand(batch, heads, length, length)
+
+
+def check_one(seed: int, chunks: bool = False) -> str:
+    """Draws, rewrites and compares one; returns what the report says of the mask.
+
+    chunks: only masks that are chunked, and mostly as many keys as queries.
+    """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     q_len = draw.choice([1, 1, 2, 5, 8, 18])
     batch, heads = draw.choice([1, 2]), 2
     kv_len = max(q_len, draw.choice([8, 12, 24]))
+    if chunks and draw.random() < 0.7:
+        q_len = kv_len
     build = Builder(draw, (batch, heads, q_len, kv_len))
+    if chunks:
+        build.condition = lambda depth: build.chunked()
     q, k, v = (build.input(torch.randn(batch, heads, n, 16)) for n in (q_len, kv_len, kv_len))
     out, condition, bias, fill = build.attention(q, k, v, (batch, heads, q_len, kv_len))
     before = (condition, bias) if isinstance(bias, torch.fx.Node) else (condition,)
@@ -274,6 +326,8 @@ def check_one(seed: int) -> str:
         msg=lambda m: f"seed {seed}: {site}\n{m}",
     )
     given = effective(*run.call)
+    if given.dim() == 2:
+        given = of_batch(given, (batch, heads, q_len, kv_len))
     wanted = torch.zeros(()) if not biases else biases[0]
     wanted = wanted.masked_fill(~seen, fill).expand(given.shape)
     hidden = given <= -1e37
@@ -287,23 +341,32 @@ def check_one(seed: int) -> str:
     return next((note for note in site.notes if note.startswith("mask: ")), "mask: none")
 
 
-def check_many(seeds: range) -> Counter:
-    return Counter(kind_of(check_one(seed)) for seed in seeds)
+def check_many(seeds: range, **options) -> Counter:
+    return Counter(kind_of(check_one(seed, **options)) for seed in seeds)
 
 
 def kind_of(note: str) -> str:
+    if "chunks" in note:
+        return "chunks"
     if "explicit mask" in note:
         return "explicit" if note.startswith("mask: explicit") else "partly"
     return "with padding" if "explicit" in note else "recovered"
 
 
 def test_drawn_masks():
-    kinds = check_many(range(60))
+    kinds = check_many(range(80))
     print(dict(kinds))
     assert min(kinds[x] for x in ("explicit", "partly", "with padding", "recovered")) >= 2, kinds
+
+
+def test_drawn_chunks():
+    """Self-attention under chunks, and what else was drawn for it."""
+    kinds = check_many(range(40), chunks=True)
+    print(dict(kinds))
+    assert min(kinds[x] for x in ("explicit", "partly", "recovered", "chunks")) >= 2, kinds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1000, 9000, 1000))
 def test_drawn_masks_at_length(start):
-    print(dict(check_many(range(start, start + 1000))))
+    print(dict(check_many(range(start, start + 1000), chunks=start >= 7000)))

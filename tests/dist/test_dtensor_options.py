@@ -168,7 +168,10 @@ def test_varlen_attention_by_heads(mesh, rank_device, name: str, given: str) -> 
     check_step(call, plain, parts, [BY_HEADS], [Shard(0)])
 
 
-@pytest.mark.parametrize("name", ["slopes of sequences", "sinks", "lengths"])
+@pytest.mark.parametrize(
+    "name",
+    ["slopes of sequences", "sinks", "lengths", "bias of heads", "boolean mask"],
+)
 @pytest.mark.parametrize("split", [BY_BATCH, BY_HEADS], ids=["batch", "heads"])
 def test_decode(mesh, rank_device, name: str, split) -> None:
     plain = [*qkv(rank_device), drawn(name, rank_device)]
@@ -179,6 +182,18 @@ def test_decode(mesh, rank_device, name: str, split) -> None:
         return torch_fdattn.decode(q, k, v, **{OPTIONS[name][0]: option})
 
     check_step(call, plain, parts, [split])
+
+
+def test_keys_and_a_mask_that_are_split_along_the_keys(mesh, rank_device) -> None:
+    """No rule splits keys, so they are gathered: decode needs all of them, and `dist.decode` merges parts."""
+    with torch.no_grad():
+        q, k, v = qkv(rank_device)
+        mask = drawn("boolean mask", rank_device)
+        where = [WHOLE, Shard(2), Shard(2), Shard(3)]
+        parts = [distributed(x, mesh, y) for x, y in zip((q, k, v, mask), where, strict=True)]
+        found = torch_fdattn.decode(*parts[:3], attn_mask=parts[3])
+        expected = torch_fdattn.decode(q, k, v, attn_mask=mask)
+        torch.testing.assert_close([x.full_tensor() for x in found], list(expected))
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])

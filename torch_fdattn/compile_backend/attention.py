@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.mask_expressions import Lookup, Poly, atoms_of
 from torch_fdattn.compile_backend.mask_recovery import Sizes, Structure
 from torch_fdattn.compile_backend.masks import Recovered
-from torch_fdattn.compile_backend.mutations import written_between
+from torch_fdattn.compile_backend.mutations import written_after
 from torch_fdattn.compile_backend.nodes import described, is_tensor, known, tensor, value
 from torch_fdattn.compile_backend.operands import B, D, H, Operand, S, seen_through
 from torch_fdattn.compile_backend.report import REASONS, Left
@@ -71,6 +71,8 @@ def choose(found: Attention) -> Plan:
     if found.scale is not None and not 1e-37 <= found.scale <= 1e37:
         raise Left("scale", f"the scale is {found.scale:g}, not a positive number")
     structure = found.mask.structure
+    if structure.chunk:
+        return Plan("varlen_attention", dtype, structure, found.scale)
     if not _is_decode(found):
         return Plan("attention", dtype, structure, found.scale)
     start = structure.start
@@ -121,14 +123,13 @@ def _dtype(found: Attention) -> torch.dtype:
 
 
 def _check_writes(found: Attention) -> None:
-    """What was read step by step is now read at the end: nothing may have written to it by then."""
-    if found.between:
-        order = {node: i for i, node in enumerate(found.result.graph.nodes)}
-        first = min(found.between, key=order.__getitem__)
-        watched = [x for node in found.between for x in (node, *node.all_input_nodes)]
-        writer = written_between(first, found.result, watched)
-        if writer is not None:
-            raise Left("in-place", f"{described(writer)} may write in place between its parts")
+    """What was read step by step is now read at the end: nothing may have written to it by then.
+
+    What is read after a write may be read later still: a cache that is updated behind a transposed q.
+    """
+    writer = written_after(found.between, found.result)
+    if writer is not None:
+        raise Left("in-place", f"{described(writer)} may write in place between its parts")
 
 
 def check_gradients(found: Attention) -> None:

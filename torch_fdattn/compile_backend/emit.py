@@ -13,6 +13,7 @@ from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
 from torch_fdattn.compile_backend.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.masks import Empty, Masks
+from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import (
     asks_for_shape,
     is_tensor,
@@ -22,6 +23,7 @@ from torch_fdattn.compile_backend.nodes import (
     value,
 )
 from torch_fdattn.compile_backend.operands import B, H, Operand, S
+from torch_fdattn.compile_backend.packing import documents, packed, unpacked
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.attention.op import empty_state
 
@@ -32,20 +34,31 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
     given = MaskArguments(add, found, masks.made)
     try:
         q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        operands = given.positions(plan.structure, q)
+        options = given.options(plan.structure, plan.scale) | plan.options
+        if plan.structure.chunk:
+            operands = (documents(add, q, plan.structure.chunk),)
+            whole, (q, k, v) = q, (packed(add, x) for x in (q, k, v))
+        else:
+            operands = given.positions(plan.structure, q)
         if plan.operands:
             operands = (*(x for x in operands if x is not None), *plan.operands)
-        options = given.options(plan.structure, plan.scale) | plan.options
         op = getattr(torch.ops.fdattn, plan.op).default
         with add.mode:  # not by calling it, whose checks could add guards
             like = value(q).contiguous() if plan.contiguous else value(q)
-            pair = empty_state(like, value(v))
+            lse_shape = value(q).shape[1::-1] if plan.structure.chunk else None
+            pair = empty_state(like, value(v), lse_shape=lse_shape)
         pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
         out = add.call(operator.getitem, pair, 0)
+        if plan.structure.chunk:
+            out = unpacked(add, out, whole)
         if found.mask.empty != "zero":
             out = _with_empty_rows(add, pair, out, v, found.mask.empty)
         out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
+        if value(found.result).requires_grad and _is_written(found.result):
+            out = add.call(
+                "clone", out
+            )  # our backward reads the output, that of a product does not
     except Left:
         add.undo()
         given.undo()
@@ -76,6 +89,11 @@ def _expand_by_sizes(found: Attention) -> None:
             user.replace_all_uses_with(add.call("expand", user.args[0], *numbers))
             user.graph.erase_node(user)
     _erase(rest)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether the graph may write into what a node yields."""
+    return written_between(node.next, node.graph.output_node(), [node]) is not None
 
 
 def _with_empty_rows(add: Adder, pair: Node, out: Node, v: Node, empty: Empty) -> Node:

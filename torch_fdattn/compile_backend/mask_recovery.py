@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import sympy
 
+from torch_fdattn.compile_backend import mask_chunks
+from torch_fdattn.compile_backend.mask_chunks import Part
 from torch_fdattn.compile_backend.mask_expressions import (
     AtLeastZero,
     Axis,
@@ -20,7 +22,6 @@ from torch_fdattn.compile_backend.mask_expressions import (
     Poly,
     Select,
     axes_of,
-    conjuncts,
     negation,
     number,
 )
@@ -70,6 +71,9 @@ class Structure:
     left: int = -1
     right: int = -1
     lengths: Poly | None = None  #: keys that are valid, of each sequence
+    chunk: int | None = (
+        None  #: only keys of the query's own chunk of this many; beside no lengths and no rest
+    )
     rest: list[Condition] = field(default_factory=list)
 
     def is_never_empty(self, sizes: Sizes) -> bool:
@@ -110,16 +114,17 @@ class Structure:
         return self if moved is None else replace(moved, start=None)
 
 
-def structured(condition: Condition, sizes: Sizes) -> Structure:
-    """The same condition, as far as it is structure."""
+def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
+    """The same condition, as far as it is structure; chunks: whether they may be a part of it."""
     found = Structure()
+    rest: list[Part] = []
     above: list[Bound] = []
     below: list[Bound] = []
     lengths: list[Bound] = []
     # One query stands wherever it is said to stand.
     one_query = known(sizes.queries == 1)
-    for part in sorted(conjuncts(condition), key=repr):
-        kind, by = _bound(part)
+    for part, says in mask_chunks.parts(condition, sizes):
+        kind, by = _bound(says)
         if kind in ("above", "length") and (kind == "above" or one_query):
             above.append(Bound(part, by))
         elif kind in ("below", "from") and (kind == "below" or one_query):
@@ -127,7 +132,8 @@ def structured(condition: Condition, sizes: Sizes) -> Structure:
         elif kind == "length":
             lengths.append(Bound(part, by + number(1)))
         else:
-            found.rest.append(part)
+            rest.append(Part(part, says))
+    found.rest = [part.of for part in rest]
     above = [x for x in above if not _allows_all(x.by - sizes.poly("keys"), -1, sizes)]
     below = [x for x in below if not _allows_all(x.by - sizes.poly("queries"), -1, sizes)]
     lengths = [x for x in lengths if not _allows_all(x.by - sizes.poly("keys"), 0, sizes)]
@@ -140,14 +146,22 @@ def structured(condition: Condition, sizes: Sizes) -> Structure:
         else:
             found.rest += [x.condition for x in others]
     below = _with_left_window(found, below)
-    found.rest += [x.condition for x in below]
     if one_query and found.right == 0 and found.left < 0:
         lengths.append(Bound(above[0].condition, found.start + number(1)))
         found.start, found.right = None, -1
+        below = _with_left_window(found, below)  # from where its keys begin, however far that is
+    found.rest += [x.condition for x in below]
     if lengths:
         lengths = _tightest(lengths, sizes)
         found.lengths = lengths[0].by
         found.rest += [x.condition for x in lengths[1:]]
+    alone = len(found.rest) == len(rest) and found.lengths is None
+    packed = found.moved_to(number(0)) if chunks and alone else None
+    if packed is not None:  # queries of packed sequences begin where their keys do
+        causal = found.right == 0 and found.start == number(0)
+        packed.chunk = mask_chunks.size_of(rest, sizes, causal)
+        if packed.chunk:
+            return replace(packed, rest=[])
     return found
 
 
@@ -241,7 +255,11 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
     (atom,) = atoms
     slope = Poly.of((m - {(atom, 1)}, c) for m, c in of_keys)
     constant = {x for m, c in bias.terms if (m, c) not in of_keys for x, _ in m}
-    if axes_of(slope) - {"b", "h"} or any(isinstance(x, Select) for x in slope.atoms):
+    if (
+        found.chunk
+        or axes_of(slope) - {"b", "h"}
+        or any(isinstance(x, Select) for x in slope.atoms)
+    ):
         return None
     # Any other number may be infinite, and then is not without effect.
     if not constant <= {*slope.atoms, _Q}:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import constant
+from torch_fdattn.compile_backend.mask_chunks import is_chunked
 from torch_fdattn.compile_backend.mask_entries import Entry, Reader, axis
 from torch_fdattn.compile_backend.mask_expressions import (
     FALSE,
@@ -100,6 +101,8 @@ class Recovered:
         if found.left >= 0 or found.right > 0:
             left, right = ("all" if n < 0 else n for n in (found.left, found.right))
             words.append(f"window ({left}, {right})")
+        if found.chunk is not None:
+            words.append(f"chunks of {found.chunk}")
         if found.lengths is not None:
             words.append("lengths")
         if self.slopes is not None:
@@ -246,16 +249,19 @@ class Masks:
         return entry, visited
 
 
-def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool) -> Recovered:
-    """What is proven as structure, and the rest kept; raises `_Kept` where all is better kept."""
-    found = Recovered(structured(both(*(read.condition for read in reads)), sizes))
+def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool, chunks: bool = True) -> Recovered:
+    """What is proven as structure, and the rest kept; raises `_Kept` where all is better kept.
+
+    chunks: whether they may be structure, which they are alone or beside causal and a window.
+    """
+    found = Recovered(structured(both(*(read.condition for read in reads)), sizes, chunks))
     for i, read in enumerate(reads):
         if read.bias is None or not read.bias.terms:
             continue
         alibi = None if found.slopes else slopes(read.bias, found.structure, sizes)
         if alibi is None or not is_expressible(alibi[0], sizes):
             whole = read.whole()
-            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, safe)
+            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, safe, chunks)
         found.slopes, found.structure = alibi
         found.roots[found.slopes] = read.term.node
     for poly in (found.structure.start, found.structure.lengths):
@@ -265,6 +271,8 @@ def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool) -> Recovered:
     finite = any(map(math.isfinite, fills))
     for read in reads:
         found.kept += _kept(read, found, sizes, finite)
+    if found.kept and found.structure.chunk:
+        return _taken_apart(reads, sizes, safe, chunks=False)
     if not found.kept and found.structure.is_never_empty(sizes):
         return found
     if finite:
@@ -323,13 +331,15 @@ def _kept(read: _Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kep
         return []
     data = any(isinstance(x, Lookup) for x in atoms_of(condition))
     found.reason = "mask-data" if data else "mask-form"
+    if is_chunked(condition):
+        found.reason = "mask-chunked"
     by_rows = {"q", "k"} <= axes_of(condition)
     if not by_rows and condition != FALSE and is_expressible(condition, sizes):
         return [Kept(read.term, condition)]
     if read.bias.terms:  # which the mask holds too
         raise _Kept(found.reason)
     if read.term.is_added and finite:
-        raise _Kept("mask-rows")
+        raise _Kept("mask-chunked" if is_chunked(condition) else "mask-rows")
     return [Kept(read.term)]
 
 

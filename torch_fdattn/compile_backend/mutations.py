@@ -54,6 +54,22 @@ def writes(node: Node) -> bool:
     return name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
 
 
+def written_after(nodes: list[Node], last: Node) -> Node | None:
+    """A node before `last` that may write into what one of `nodes` has read or yields, once it has."""
+    remaining, watched = {*nodes}, set()
+    node = last
+    while remaining:
+        node = node.prev
+        remaining.discard(node)
+    while node is not last:
+        if node in nodes:
+            watched |= storages(_flat(node))
+        if writes(node) and watched & storages(_flat(node)):
+            return node
+        node = node.next
+    return None
+
+
 def written_between(first: Node, last: Node, nodes: Iterable[Node]) -> Node | None:
     """A node between these two that may write into what any of `nodes` yields."""
     watched = storages(nodes)

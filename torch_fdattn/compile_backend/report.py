@@ -41,8 +41,9 @@ REASONS = {
 
 #: Why a mask, or a part of it, stays a tensor that the op is given. Stable too.
 MASK_REASONS = {
+    "mask-chunked": "queries see their own chunk of keys, beside padding, over a cache, or with a bias",
     "mask-data": "which keys it hides follows from data",
-    "mask-form": "it is neither causal nor a window, lengths or ALiBi",
+    "mask-form": "it is neither causal nor a window, chunks, lengths or ALiBi",
     "mask-gradient": "its gradient is wanted, or was cut off",
     "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
@@ -65,7 +66,7 @@ class Site:
     node: str  #: the name of its result in the graph
     op: (
         str | None
-    )  #: "attention", "decode", "ring_attention" or "dist_decode"; None where it is left as it was
+    )  #: "attention", "varlen_attention", "decode", "ring_attention" or "dist_decode"; None: it is left
     reason: str | None = None  #: a key of `REASONS`, where it is left
     detail: str = ""
     notes: tuple[str, ...] = ()  #: what else was recognised, for example "causal mask"
