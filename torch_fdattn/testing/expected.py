@@ -14,8 +14,10 @@ from torch_fdattn.testing.oracle import WAYS, attention_oracle, gradients, merge
 from torch_fdattn.testing.varlen_cases import VarlenCase
 
 #: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why); so is that of
-#: a parameter's gradient at any dtype, whose few elements are sums over everything.
+#: a parameter's gradient at any dtype, whose few elements are sums over everything, and that of whatever else has
+#: few elements: the largest of 64 errors says little about the next 64.
 SAMPLES = 8
+FEW = 512
 
 
 @dataclass(frozen=True)
@@ -105,13 +107,22 @@ def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]
     errors: dict[str, list[Tensor]] = {}
     sums = {f"d{name}" for name in getattr(case, "parameters", lambda device: ())("cpu")}
     everything = case.dtype == torch.float32
-    for sample in reversed(range(SAMPLES if everything or sums else 1)):
+    found: dict[str, Tensor] = {}
+
+    def takes_samples(name: str, x: Tensor) -> bool:
+        return name != "lse" and (everything or name in sums or 0 < x.numel() < FEW)
+
+    for sample in range(SAMPLES):
         drawn = replace(case, seed=case.seed + 1_000_000 * sample)
         exact = {name: x.detach() for name, x in run(drawn, torch.float64, WAYS[0]).items()}
+        found = found or exact
         for way in ways:
             for name, x in run(drawn, case.dtype, way).items():
-                if name != "lse" and (everything or sample == 0 or name in sums):
+                if sample == 0 or takes_samples(name, x):
                     errors.setdefault(name, []).append(x.detach().double() - exact[name])
+        if not any(takes_samples(name, x) for name, x in found.items()):
+            break
+    exact = found
     lse = exact.pop("lse")
     values = {name: (x, errors[name]) for name, x in exact.items()}
     return Expected(case.dtype, lse, values, getattr(case, "error_factor", 2.0))
