@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.test_tp_linear import leaf
+from tests.epochs import start_at
 from torch_fdattn.dist import (
     PeerTimeout,
     all_gather_matmul,
@@ -206,16 +207,11 @@ def test_graphs(group, rank_device) -> None:
 
 
 def set_epochs(epoch: int) -> None:
-    """As if all channels' next calls were this one; buffers that copies go to are free for it."""
+    """As if all channels' next calls were this one."""
     group = dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name)
-    raised = (epoch * -7046029254386353131 + 2**63) % 2**64 - 2**63
     for (purpose, _), channels in _channels.get(group, {}).items():
         if purpose.partition("/")[0] in (*STRATEGIES, *METHODS):
-            channels[-1].memory.local.zero_()
-            channels[-1].state[0] = epoch
-            if "copy_engine" in purpose or purpose == "fused/all_gather":
-                world = channels[-1].world
-                channels[-1].memory.local.view(torch.int64)[world : 2 * world] = raised
+            start_at(epoch, purpose, channels[-1])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
