@@ -55,6 +55,7 @@ _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_mesh.py",
     "tests/benchmarks/test_distributed.py",
+    "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",
     "tests/test_soak.py",
 )
