@@ -74,7 +74,7 @@ def add_commands(names) -> None:
     command.add_argument("--gen-len", type=int, default=128)
     command.add_argument("--max-length", type=int, default=150)
     command.add_argument(
-        "--backend", choices=("torch", "ag_rs", "all_reduce"), default="all_reduce"
+        "--backend", choices=("torch", "ag_rs", "all_reduce", "auto"), default="all_reduce"
     )
     parallel_options.add(command, layers=True, generation=True)
 

@@ -54,6 +54,8 @@ class _Model:
         needed += 3 * batch * self.config.vocab_size * dtype.itemsize
         require_memory(f"{options.model} with batch {batch}", needed, ranks.device, ranks.size)
         (method,), (way,) = options.allreduce_method, options.strategy
+        if strategy == "auto":
+            method = "auto"
         parts = (ranks.group_name, strategy, method, way)
         if options.check:
             from torch_fdattn.models.parallelize import parallelize

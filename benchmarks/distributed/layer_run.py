@@ -143,7 +143,7 @@ class LayerRun:
 
 def our_name(form: str, way: str) -> str:
     """What rows call ours: the form alone where the way is the one that is older than the others."""
-    first = {"ag_rs": "auto", "all_reduce": "nccl"}[form]
+    first = "nccl" if form == "all_reduce" else "auto"
     return f"fdattn/{form}" if way == first else f"fdattn/{form}-{way}"
 
 

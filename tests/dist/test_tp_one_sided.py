@@ -11,9 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dist.dense_layers import HIDDEN, config
+from tests.dist.parts import randomise
 from tests.dist.test_tp_linear import leaf
 from tests.epochs import start_at
 from torch_fdattn.dist import (
+    TPMLP,
     PeerTimeout,
     all_gather_matmul,
     matmul_all_reduce,
@@ -21,6 +24,8 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 
@@ -295,3 +300,30 @@ def test_auto_is_collective_where_nothing_was_measured(group, rank_device) -> No
     all_gather_matmul(x, [weight], group)
     matmul_all_reduce(x, weight, group)
     assert launches.total() == before
+
+
+@torch.no_grad()
+def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -> None:
+    """By the first rank's sizes, of those measured the nearest."""
+    world = dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    dense = randomise(MLP(config(inner=10 * world + 1))).to(rank_device)
+    measured(
+        (GATHER, 30, HIDDEN, [[4 * world, "collective"], [8 * world, "copy_engine"]]),
+        (SCATTER, HIDDEN, 14, [[8 * world, "copy_engine"]]),
+        (ALL_REDUCE, HIDDEN, 14, [[2, "low_latency"], [64, "nccl"]]),
+    )
+    for strategy, rows, launched in (
+        ("ag_rs", 4 * world, ["copy_engine_reduce_scatter"]),
+        ("ag_rs", 7 * world, ["copy_engine_all_gather", "copy_engine_reduce_scatter"]),
+        ("all_reduce", 3, ["low_latency"]),
+        ("all_reduce", 60, []),
+    ):
+        layer = TPMLP.from_module(dense, group, strategy)
+        x = draw(rows, HIDDEN, device=rank_device)
+        own = of_rank(rows // world) if strategy == "ag_rs" else slice(None)
+        before = launches.copy()
+        torch.testing.assert_close(layer(x[own]), dense(x)[own], atol=1e-4, rtol=1e-4)
+        ours = {name[len("tp_linear/") :] for name in launches - before if "tp_linear" in name}
+        assert ours == set(launched), (strategy, rows)
