@@ -12,6 +12,7 @@ PYTHON ?= $(VENV)/bin/python
 NPROC  ?= 2
 CALLS  ?= 100000
 RANKS  ?= 2
+SEED   ?= 0
 # Kernels are interpreted where not every rank has a GPU.
 INTERPRET = $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.device_count() < $(RANKS)))")
 
@@ -61,9 +62,11 @@ fuzz: $(TESTED)  ## A thousand drawn calls of each of decode, attention and varl
 	if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then $(PYTHON) $(FUZZ); else TRITON_INTERPRET=1 $(PYTHON) $(FUZZ) -m interpreter; fi
 
-soak: $(TESTED)  ## Sharded decode calls back to back in any order: CALLS=100000 RANKS=2; and merges on eight ranks.
-	TRITON_INTERPRET=$(INTERPRET) OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m tests.soak --calls $(CALLS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 8 --redirects 3 --tee 0:3 -m pytest -q tests/dist/test_one_sided.py -k "merge or wrap or overlapping"
+SOAK := OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node
+soak: $(TESTED)  ## Sharded decode and, half as many, tensor-parallel matmuls, back to back in any order: CALLS=100000 RANKS=2 SEED=0; and merges on eight ranks.
+	TRITON_INTERPRET=$(INTERPRET) $(SOAK) $(RANKS) -m tests.soak decode --calls $(CALLS) --seed $(SEED)
+	TRITON_INTERPRET=$(INTERPRET) $(SOAK) $(RANKS) -m tests.soak tp_linear --calls $$(($(CALLS) / 2)) --seed $(SEED)
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(SOAK) 8 --redirects 3 --tee 0:3 -m pytest -q tests/dist/test_one_sided.py -k "merge or wrap or overlapping"
 
 sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="--tool memcheck --cases 100".
 	$(PYTHON) -m tests.sanitizer $(SANITIZE)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 _NAME = re.compile(r"B(\d+) H(\d+)/(\d+) N(\d+) D(\d+)((?: \S+)*)")
 PURE_READ, MATMUL = "pure_read", "matmul"
 LOCAL = "local"  # the same call without its communication
-FLOORS = (PURE_READ, MATMUL, LOCAL)
+GEMM_ALONE = "gemm_alone"  # a matmul without the collective beside it
+FLOORS = (PURE_READ, MATMUL, LOCAL, GEMM_ALONE)
 MATMUL_CASE = "M8192 N8192 K8192 bf16"
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 

@@ -55,6 +55,7 @@ _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_mesh.py",
     "tests/benchmarks/test_distributed.py",
+    "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",
     "tests/test_soak.py",
 )
@@ -130,7 +131,7 @@ def layers(kind: str) -> list[Layer]:
                 "strategies",
                 "fused_parts",
                 "tp_one_sided",
-                only="test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank",
+                only="test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
         ]
     if kind == "slow":

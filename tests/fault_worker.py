@@ -1,5 +1,7 @@
 """Three ranks, of which rank 1 is lost: python fault_worker.py FAULT STRATEGY[,STRATEGY…] FOLDER.
 
+A strategy is decode's, or one of the tensor-parallel matmuls': gather/fused, scatter/copy_engine, all_reduce/low_latency.
+
     kill, stop     it ends, or halts, between two calls
     kill_in_calls  it ends while it makes one call after the other
     absent         it makes no call of these strategies any more
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -26,8 +28,18 @@ import torch.distributed.tensor  # what assert_close imports: better once than i
 from torch.distributed import distributed_c10d
 
 import torch_fdattn
-from torch_fdattn.dist import PeerTimeout, ShardMap, check, decode, set_timeout
+from torch_fdattn.dist import (
+    PeerTimeout,
+    ShardMap,
+    all_gather_matmul,
+    check,
+    decode,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    set_timeout,
+)
 from torch_fdattn.dist.decode import fused, one_sided  # noqa: F401  # imports triton before the forks
+from torch_fdattn.dist.tp_linear import copy_engine  # noqa: F401
 
 DEVICE = os.environ.get("FDATTN_FAULT_DEVICE", "cpu")
 WORLD, LOST = 3, 1
@@ -57,27 +69,44 @@ def leave() -> None:
 
 
 class Calls:
-    """Decode calls of one group, and what they should give."""
+    """Calls of one group, by strategy, and what they should give: decode's, and OP/STRATEGY of the matmuls."""
 
     def __init__(self, group: str) -> None:
-        q, k, v, lens, *exact = (x.to(DEVICE) for x in WHOLE)
-        shards = ShardMap(dist.get_rank(), dist.get_world_size(), BLOCK)
-        mine, _ = shards.locate(torch.arange(KEYS, device=DEVICE))
-        self.inputs = q, k[:, :, mine], v[:, :, mine], lens, group
-        self.exact = exact
+        rank, world = dist.get_rank(), dist.get_world_size()
+        q, k, v, lens, *decoded = (x.to(DEVICE) for x in WHOLE)
+        mine, _ = ShardMap(rank, world, BLOCK).locate(torch.arange(KEYS, device=DEVICE))
+        shard = q, k[:, :, mine], v[:, :, mine], lens, group
+        x, weight = (x.to(DEVICE) for x in LINEAR)
+        part, product = x * (rank + 1), x @ weight.t()
+        total = product * (world * (world + 1) // 2)
+        own = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+        #: By op: (how a strategy's call is made, what it should give).
+        self._ops = {
+            "": (lambda s: decode(*shard, kv_block=BLOCK, strategy=s), decoded),
+            "gather": (lambda s: all_gather_matmul(x[own], [weight], group, strategy=s), [product]),
+            "scatter": (
+                lambda s: [matmul_reduce_scatter(part, weight, group, strategy=s)],
+                [total[own]],
+            ),
+            "all_reduce": (lambda s: [matmul_all_reduce(part, weight, group, method=s)], [total]),
+        }
 
-    def __call__(self, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
-        found = decode(*self.inputs, kv_block=BLOCK, strategy=strategy)
+    def __call__(self, strategy: str) -> Sequence[torch.Tensor]:
+        op, _, name = strategy.rpartition("/")
+        found = self._ops[op][0](name)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         return found
 
-    def expect(self, found) -> None:
-        for ours, exact in zip(found, self.exact, strict=True):
+    def exact(self, strategy: str) -> Sequence[torch.Tensor]:
+        return self._ops[strategy.rpartition("/")[0]][1]
+
+    def expect(self, strategy: str, found: Sequence[torch.Tensor]) -> None:
+        for ours, exact in zip(found, self.exact(strategy), strict=True):
             torch.testing.assert_close(ours, exact)
 
     def right(self, strategy: str) -> None:
-        self.expect(self(strategy))
+        self.expect(strategy, self(strategy))
 
 
 #: Kept, as a program might: their tracebacks hold what belonged to the old group.
@@ -103,18 +132,19 @@ def survive(calls: Calls, strategy: str, whole: bool) -> None:
         found = calls(strategy)
         if any(x.isnan().any() for x in found):
             break
-        calls.expect(found)
+        calls.expect(strategy, found)
         assert count < 100_000, "rank 1 is never lost"
     took = time.monotonic() - start
     assert took < LIMIT_S + SLACK_S, f"{took} s"
-    for ours, exact in zip(found, calls.exact, strict=True):
+    for ours, exact in zip(found, calls.exact(strategy), strict=True):
         lost = ours.isnan()
         assert lost.all() or not whole
         torch.testing.assert_close(ours[~lost], exact[~lost])
     start = time.monotonic()
     for _ in range(2):
         error = timeout_of(lambda: calls(strategy))
-        assert (error.rank, error.strategy, error.epoch) == (dist.get_rank(), strategy, count)
+        said = error.rank, error.strategy, error.epoch
+        assert said == (dist.get_rank(), strategy.rpartition("/")[2], count)
         assert error.peer == LOST or not whole, error
         assert error.peer != error.rank
         assert f"waited for rank {error.peer} of group" in str(error)
@@ -199,6 +229,8 @@ def whole_call() -> tuple[torch.Tensor, ...]:
 
 
 WHOLE = whole_call()
+#: x (M, K) and a weight (N, K); M divides by the ranks, all and those that survive.
+LINEAR = torch.randn(2 * WORLD, 16), torch.randn(6, 16)
 
 
 def main(fault: str, strategies: str, folder: str) -> int:

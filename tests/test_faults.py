@@ -13,6 +13,15 @@ import torch
 from .interpreting import needs_interpreter
 
 WORKER = Path(__file__).parent / "fault_worker.py"
+#: The first of each pair is lost among the quick tests.
+LINEAR = (
+    "gather/copy_engine",
+    "gather/fused",
+    "scatter/fused",
+    "scatter/copy_engine",
+    "all_reduce/low_latency",
+    "all_reduce/gemm_epilogue",
+)
 CASES = [
     pytest.param("kill", "fused", marks=pytest.mark.slow),
     ("stop", "push_tiled"),
@@ -20,6 +29,13 @@ CASES = [
     pytest.param("kill_in_calls", "push", marks=pytest.mark.slow),
     ("absent", "fused,two_shot,symm_all_gather"),
     pytest.param("late", "fused,two_shot,push_tiled", marks=pytest.mark.slow),
+    ("kill", ",".join(LINEAR[::2])),
+    pytest.param("kill", ",".join(LINEAR[1::2]), marks=pytest.mark.slow),
+    *(
+        pytest.param(x, ",".join(LINEAR), marks=pytest.mark.slow)
+        for x in ("stop", "absent", "late")
+    ),
+    *(pytest.param("kill_in_calls", x, marks=pytest.mark.slow) for x in LINEAR),
 ]
 
 

@@ -6,18 +6,22 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from .interpreting import needs_interpreter
 
 
 @needs_interpreter
-def test_sixteen_calls() -> None:
+@pytest.mark.parametrize(("work", "calls"), [("decode", 16), ("tp_linear", 60)])
+def test_a_few_calls(work: str, calls: int) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "tests.soak", "--calls", "16",
+            "-m", "tests.soak", work, "--calls", str(calls), "--seed", "3",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "soak: 16 calls on 2 cpu ranks, no mismatch and no hang" in done.stdout
+    said = f"soak: {calls} calls of {work} on 2 cpu ranks, seed 3, no mismatch and no hang"
+    assert said in done.stdout

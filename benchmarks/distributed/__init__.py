@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node N -m benchmarks NAME …      or      python -m benchmarks NAME --gpus N …
 
+Tensor parallelism: `parallel_options.py` has the options, `layer_run.py` what runs share, `layers.py` the layers,
+`matmuls.py` the three ops alone, `end_to_end.py` models, `symmetric_peers.py` torch's fused ops, `crossover.py` the
+sweep that `auto` reads, `timeline.py` the plot.
+
 `processes.py` joins or starts the ranks (`mpi.py` those of mpirun), `clock.py` times, `models.py` has the
 shapes, `peers.py` what we are compared with; `commands.py` holds the command lines.
 

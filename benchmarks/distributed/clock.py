@@ -63,6 +63,20 @@ def meet(ranks: Ranks) -> None:
         torch.cuda.synchronize()
 
 
+def captured(ranks: Ranks, call: Call) -> torch.cuda.CUDAGraph:
+    """The call, which all ranks have made before, as a graph."""
+    stream = torch.cuda.Stream()
+    meet(ranks)
+    with torch.cuda.stream(stream):  # workspaces of this stream are made outside the capture
+        call()
+    meet(ranks)  # nothing of anybody else's is under way in the capture
+    graph = torch.cuda.CUDAGraph()
+    # Of this thread only: NCCL's watchdog may query events in its own meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
 def slowest(ranks: Ranks, times: Sequence[float]) -> list[float]:
     """Each time's largest over the ranks."""
     found = torch.tensor(times, dtype=torch.float64, device=ranks.device)

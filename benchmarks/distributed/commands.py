@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-NAMES = ("ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "e2e", "e2e_inference", "dist_decode")
-METHODS = (
-    "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue", "two_shot_multimem",
+from . import parallel_options
+
+NAMES = (
+    "ring", "tp_mlp", "ag_gemm", "gemm_rs", "tp_attn", "tp_crossover", "e2e", "e2e_inference", "dist_decode",
 )  # fmt: skip
 DIST_DECODE = ("correctness", "compare", "latency", "scaling")
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
@@ -48,12 +49,16 @@ def add_commands(names) -> None:
     ):
         command = _command(names, name, text)
         command.add_argument("--M", type=int, default=4096, help="tokens (default: 4096)")
-        _add_parallel(command)
+        parallel_options.add(command)
     command = _command(names, "tp_attn", "a tensor-parallel attention layer")
     command.add_argument("--bsz", type=int, default=32)
     command.add_argument("--seq-len", type=int, default=128)
     command.add_argument("--mode", choices=("prefill", "decode"), default="prefill")
-    _add_parallel(command)
+    parallel_options.add(command)
+
+    parallel_options.add_crossover(
+        _command(names, "tp_crossover", "from how many rows on which strategy is the fastest")
+    )
 
     _add_dist_decode(names)
     command = _command(names, "e2e", "a whole model: prefill and decode step")
@@ -63,15 +68,15 @@ def add_commands(names) -> None:
     command.add_argument(
         "--eager", action="store_true", help="also our decode step without its CUDA graph"
     )
-    _add_parallel(command, layers=True)
+    parallel_options.add(command, layers=True)
     command = _command(names, "e2e_inference", "a whole generation: latency and tokens/s")
     command.add_argument("--bsz", type=int, default=128)
     command.add_argument("--gen-len", type=int, default=128)
     command.add_argument("--max-length", type=int, default=150)
     command.add_argument(
-        "--backend", choices=("torch", "ag_rs", "all_reduce"), default="all_reduce"
+        "--backend", choices=("torch", "ag_rs", "all_reduce", "auto"), default="all_reduce"
     )
-    _add_parallel(command, layers=True, generation=True)
+    parallel_options.add(command, layers=True, generation=True)
 
 
 def _add_dist_decode(names) -> None:
@@ -116,24 +121,6 @@ def _command(names, name: str, text: str) -> argparse.ArgumentParser:
     return command
 
 
-def _add_parallel(
-    command: argparse.ArgumentParser, layers: bool = False, generation: bool = False
-) -> None:
-    command.add_argument("--model", default="Qwen/Qwen3-32B", help="a built-in shape")
-    command.add_argument("--allreduce-method", choices=METHODS, default="nccl")
-    # A layer alone takes and ignores it, so that one line serves all runs of a model.
-    command.add_argument("--layers", type=int, help="of the model" if layers else argparse.SUPPRESS)
-    if generation:  # its strategy is --backend; e2e checks the logits
-        command.set_defaults(use_allreduce=False, check=False)
-        return
-    command.add_argument(
-        "--use-allreduce", action="store_true", help="not all-gather, reduce-scatter"
-    )
-    command.add_argument(
-        "--check", action="store_true", help="against one process with all weights"
-    )
-
-
 def _strategies(text: str) -> list[str]:
     found = [word.strip() for word in text.split(",")]
     if wrong := [word for word in found if word not in STRATEGIES or word == "query_split"]:
@@ -159,6 +146,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     mpi.adopt()  # before torch is imported, since it sets how many threads torch takes
     from . import processes
 
+    here = os.environ.get("LOCAL_WORLD_SIZE") or options.gpus or 1
+    parallel_options.interpret_on_cpu(options, int(here))
     _check(options)
     if torchrun := processes.under_torchrun():
         size = int(os.environ["WORLD_SIZE"])
@@ -197,34 +186,11 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if getattr(options, "allreduce_method", None) == "two_shot_multimem":
-        raise ValueError(
-            "--allreduce-method two_shot_multimem needs NVLink multicast, which torch_fdattn does not "
-            "use: take one_shot, two_shot or nccl"
-        )
+    parallel_options.check(options)
     if getattr(options, "model", None) is not None:
         from .models import config_named
 
         config_named(options.model, options.layers)
-
-
-def _check_method(options: argparse.Namespace, device_type: str) -> None:
-    """That the method of all-reduce, where it is used, works on the ranks' device and dtype."""
-    method = getattr(options, "allreduce_method", "nccl")
-    if method not in ("one_shot", "two_shot"):  # the others' own words are enough
-        return
-    if not options.use_allreduce and getattr(options, "backend", None) != "all_reduce":
-        return
-    import torch
-
-    from torch_fdattn.dist import symmetric_memory
-
-    from ..runner import DTYPES
-
-    try:
-        symmetric_memory.check(method, torch.device(device_type), DTYPES[options.dtype])
-    except (NotImplementedError, TypeError) as refusal:
-        raise ValueError(f"--allreduce-method: {refusal}") from None
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
@@ -233,7 +199,7 @@ def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
     from . import mpi
 
     options.dtype = options.dtype or ("fp32" if ranks.device.type == "cpu" else "bf16")
-    _check_method(options, ranks.device.type)
+    parallel_options.check_method(options, ranks.device.type)
     function, table = _function(options.name, ranks.device.type)
     meta = collect_meta(words, ranks.device, ranks.size, mpi.under_mpirun())
     path = None
@@ -261,10 +227,14 @@ def _function(name: str, device_type: str) -> tuple[Callable, Callable[..., str]
         from . import decode_report, dist_decode
 
         return dist_decode.run, decode_report.table
-    from . import end_to_end, layers, report, ring
+    if name == "tp_crossover":
+        from . import crossover
 
-    module = ring if name == "ring" else end_to_end if name.startswith("e2e") else layers
-    return getattr(module, "run" if name == "ring" else name), report.table
+        return crossover.run, crossover.table
+    from . import end_to_end, layers, matmuls, report, ring
+
+    module = next(m for m in (ring, end_to_end, layers, matmuls) if hasattr(m, name))
+    return getattr(module, name), report.table
 
 
 def _default_path(options: argparse.Namespace) -> str | None:
@@ -282,12 +252,12 @@ def _file_name(options: argparse.Namespace) -> str:
         parts += [str(options.seq)]
     elif options.name == "dist_decode":
         parts += [options.case]
+    elif options.name == "tp_crossover":
+        pass
     elif options.name == "e2e_inference":
-        parts += [options.backend.replace("_", "-"), f"bsz{options.bsz}"]
+        parts += [*parallel_options.file_name(options), f"bsz{options.bsz}"]
     else:
-        parts += ["all-reduce" if options.use_allreduce else "ag-rs"]
-        if options.use_allreduce and options.allreduce_method != "nccl":
-            parts += [options.allreduce_method.replace("_", "-")]
+        parts += parallel_options.file_name(options)
         if getattr(options, "mode", None):
             parts += [options.mode]
         if hasattr(options, "bsz"):

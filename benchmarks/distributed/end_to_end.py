@@ -1,7 +1,8 @@
 """Whole models with random weights: one prefill, one decode step, or a whole generation.
 
-Ours is the engine, its decode steps captured in a CUDA graph; `torch` is eager PyTorch with NCCL on the
-same weights and the same cache memory (peers.py), one all-reduce after each layer.
+Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
+same weights and the same cache memory (peers.py), one all-reduce after each layer; `torch_symm` the same
+by torch's fused symmetric-memory ops. `…_graph` is a decode step of theirs in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,8 @@ from torch_fdattn.engine import Engine
 
 from ..results import Recorder
 from ..runner import DTYPES, generator
-from .clock import Call, compare
+from .clock import Call, captured, compare
+from .layer_run import marked, our_name
 from .models import (
     config_named,
     kv_bytes,
@@ -26,10 +29,11 @@ from .models import (
     sharded_model,
     whole_model,
 )
-from .peers import TorchModel
+from .peers import EAGER, Linears, TorchModel, fused
 from .processes import Ranks, largest
 from .progress import progress
-from .report import TORCH
+from .report import IN_GRAPH, TORCH
+from .together import StepFailed, together
 
 STEPS = 2  # room in the cache: the step that is timed is taken back each time
 PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activations
@@ -49,7 +53,10 @@ class _Model:
         # Logits and the widest activations.
         needed += 3 * batch * self.config.vocab_size * dtype.itemsize
         require_memory(f"{options.model} with batch {batch}", needed, ranks.device, ranks.size)
-        parts = (ranks.group_name, strategy, options.allreduce_method)
+        (method,), (way,) = options.allreduce_method, options.strategy
+        if strategy == "auto":
+            method = "auto"
+        parts = (ranks.group_name, strategy, method, way)
         if options.check:
             from torch_fdattn.models.parallelize import parallelize
 
@@ -63,9 +70,14 @@ class _Model:
             prefill_chunk=max(1, PREFILL_TOKENS // batch),
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
-        self.ours = f"fdattn/{strategy}"
-        if strategy == "all_reduce" and options.allreduce_method != "nccl":
-            self.ours += f"-{options.allreduce_method}"
+        self.strategy, self.dtype = strategy, dtype
+        self.ours = our_name(strategy, method if strategy == "all_reduce" else way)
+
+    def peers(self, tokens: int) -> dict[str, Linears]:
+        """Eager torch, and torch's fused ops for steps of so many tokens."""
+        replicated = self.strategy == "all_reduce"
+        hidden = self.config.hidden_size
+        return {TORCH: EAGER, **fused(self.ranks, tokens, hidden, self.dtype, replicated)}
 
     def prompts(self, batch: int, length: int) -> torch.Tensor:
         made = generator(torch.device("cpu"), 0)
@@ -87,8 +99,9 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     )
     for mode in [options.mode] if options.mode else ["prefill", "decode"]:
         case = " ".join(("e2e", *words, options.dtype, f"x{ranks.size}", mode))
-        torch_, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
-        calls = {TORCH: torch_, made.ours: ours}
+        case = marked(case, ranks.device)
+        calls, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
+        calls = {**_that_run(made, case, calls, recorder, mode == "decode"), made.ours: ours}
         prepare = {made.ours: made.engine.reset}
         if mode == "decode":
             prepare = {made.ours: lambda: made.engine.truncate(options.seq_len)}
@@ -109,16 +122,42 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     return holds
 
 
-def _prefill(made: _Model, prompts: torch.Tensor) -> tuple[Call, Call]:
+def _prefill(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
+    """(others' calls, ours)."""
     tokens, lists = prompts.to(made.ranks.device), prompts.tolist()
-    return lambda: made.torch(tokens, 0), lambda: made.engine.prefill(lists)
+    others = {
+        name: lambda by=by: made.torch(tokens, 0, by)
+        for name, by in made.peers(tokens.numel()).items()
+    }
+    return others, lambda: made.engine.prefill(lists)
 
 
-def _decode(made: _Model, prompts: torch.Tensor) -> tuple[Call, Call]:
+def _decode(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
     made.engine.reset()
     made.engine.prefill(prompts.tolist())
     tokens, held = prompts[:, :1].to(made.ranks.device), prompts.shape[1]
-    return lambda: made.torch(tokens, held), lambda: made.engine.step(tokens)
+    others = {
+        name: lambda by=by: made.torch(tokens, held, by)
+        for name, by in made.peers(tokens.numel()).items()
+    }
+    return others, lambda: made.engine.step(tokens)
+
+
+def _that_run(
+    made: _Model, case: str, calls: Mapping[str, Call], recorder: Recorder, in_graphs: bool
+) -> dict[str, Call]:
+    """Those that run here, and, where asked for, replays of them: our decode step is a CUDA graph as well."""
+    ranks, found = made.ranks, {}
+    for name, call in calls.items():
+        try:
+            together(ranks, "first call", call)
+            found[name] = call
+            if in_graphs and ranks.device.type == "cuda":
+                graph = together(ranks, "graph", lambda call=call: captured(ranks, call))
+                found[f"{name}{IN_GRAPH}"] = graph.replay
+        except StepFailed as failure:
+            recorder.error(case, name, str(failure))
+    return found
 
 
 def _check(
@@ -157,6 +196,7 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
         "e2e_inference", f"bsz{options.bsz}", f"gen{options.gen_len}", f"N{options.max_length}",
         options.model, f"L{made.config.num_layers}", options.dtype, f"x{ranks.size}",
     )))  # fmt: skip
+    case = marked(case, ranks.device)
     runs = {TORCH: lambda count: _torch_generation(made, prompts, count, ranks)}
     if options.backend != "torch":
         runs[made.ours] = lambda count: _our_generation(made, prompts, count, ranks)

@@ -127,7 +127,7 @@ def whole_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
 
 def sharded_model(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, group_name: str, strategy: str,
-    allreduce_method: str, rank: int,
+    allreduce_method: str, linear_strategy: str, rank: int,
 ) -> Transformer:  # fmt: skip
     """This rank's part of a model too large to be built whole: random weights, each rank its own.
 
@@ -135,7 +135,7 @@ def sharded_model(
     """
     with torch.device("meta"):
         model = Transformer(config)
-    parallelize(model, group_name, strategy, allreduce_method)
+    parallelize(model, group_name, strategy, allreduce_method, linear_strategy)
     random_weights(model, device, dtype, seed=1 + rank)
     generator = torch.Generator(device).manual_seed(0)
     model.embed_tokens.weight.data.normal_(0, 0.02, generator=generator)

@@ -11,41 +11,115 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_fdattn.dist import TPMLP, ShardedKVCache, TPAttention
 from torch_fdattn.models import Transformer
 from torch_fdattn.ops.rotary import rotate
 
+from . import symmetric_peers
+from .processes import Ranks, all_gather
 
-def mlp(layer: TPMLP, x: Tensor) -> Tensor:
+
+class Linears:
+    """How a layer's matmuls meet their collectives: eager torch, activations replicated."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Activations (B, T, C) as the layers take them."""
+        return x
+
+    def leave(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """(B, T, C) again; shape: (B, T)."""
+        return x
+
+    def columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return [F.linear(x, linear.weight) for linear in linears]
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        out = F.linear(x, linear.weight)
+        dist.all_reduce(out)
+        return out
+
+
+class Alone(Linears):
+    """No communication: what is left is wrong, and what the rest costs."""
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return F.linear(x, linear.weight)
+
+
+class FusedLinears(Linears):
+    """torch's fused ops: activations (m_r, C) sharded along tokens."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._group_name = ranks, ranks.group_name
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).chunk(self._ranks.size)[self._ranks.rank].contiguous()
+
+    def leave(self, x: Tensor, shape: torch.Size) -> Tensor:
+        whole = x.new_empty(self._ranks.size, *x.shape)
+        all_gather(whole, x, self._ranks)
+        return whole.view(*shape, -1)
+
+    def columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+        return symmetric_peers.gather(x, [linear.weight for linear in linears], self._group_name)
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return symmetric_peers.scatter(x.flatten(0, -2), linear.weight, self._group_name)
+
+
+class SymmetricLinears(Linears):
+    """torch's all-reduces over symmetric memory."""
+
+    def __init__(self, all_reduce: symmetric_peers.AllReduce, method: str) -> None:
+        self._all_reduce, self._method = all_reduce, method
+
+    def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        out = self._all_reduce(x.flatten(0, -2), linear.weight, self._method)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+EAGER = Linears()
+
+
+def fused(
+    ranks: Ranks, tokens: int, hidden: int, dtype: torch.dtype, replicated: bool
+) -> dict[str, Linears]:
+    """torch's own over symmetric memory by name, with a form for so many tokens; none on CPUs and on one rank."""
+    if ranks.device.type != "cuda" or ranks.size == 1:
+        return {}
+    name = symmetric_peers.NAME
+    if not replicated:
+        return {} if tokens % ranks.size else {name: FusedLinears(ranks)}
+    made = symmetric_peers.AllReduce(tokens, hidden, dtype, ranks.device, ranks.group_name)
+    return {f"{name}/{by}": SymmetricLinears(made, by) for by in symmetric_peers.METHODS}
+
+
+def mlp(layer: TPMLP, x: Tensor, by: Linears = EAGER) -> Tensor:
     """x replicated (M, C), or (B, T, C)."""
-    inner = F.silu(F.linear(x, layer.gate_proj.weight)) * F.linear(x, layer.up_proj.weight)
-    out = F.linear(inner, layer.down_proj.weight)
-    dist.all_reduce(out)
-    return out
+    gate, up = by.columns(x, (layer.gate_proj, layer.up_proj))
+    return by.row(F.silu(gate) * up, layer.down_proj)
 
 
 def attention(
     layer: TPAttention, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor] | None,
-    held: int,
+    held: int, by: Linears = EAGER,
 ) -> Tensor:  # fmt: skip
-    """x replicated (B, T, C); the cache's K and V (B, K, capacity, D) hold `held` tokens."""
+    """x replicated (B, T, C), or as `by` has it; the cache's K and V (B, K, capacity, D) hold `held` tokens."""
+    length = cos.shape[2]
     q, k, v = (
-        F.linear(x, linear.weight).unflatten(-1, (-1, layer.head_dim))
-        for linear in (layer.q_proj, layer.k_proj, layer.v_proj)
+        y.view(-1, length, y.shape[-1] // layer.head_dim, layer.head_dim)
+        for y in by.columns(x, (layer.q_proj, layer.k_proj, layer.v_proj))
     )
     q = rotate(layer.q_norm(q).transpose(1, 2), cos, sin)
     k, v = rotate(layer.k_norm(k).transpose(1, 2), cos, sin), v.transpose(1, 2)
-    length = q.shape[2]
     if cache is not None:
         for stored, new in zip(cache, (k, v), strict=True):
             stored[:, :, held : held + length] = new
         k, v = (stored[:, :, : held + length] for stored in cache)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=True)
-    out = F.linear(out.transpose(1, 2).flatten(2), layer.o_proj.weight)
-    dist.all_reduce(out)
-    return out
+    return by.row(out.transpose(1, 2).flatten(2), layer.o_proj)
 
 
 def gather(own: Tensor, shares: Sequence[int], dim: int) -> Tensor:
@@ -68,15 +142,16 @@ class TorchModel:
         self._cache = [cache.layer(i) for i in range(model.config.num_layers)]
 
     @torch.inference_mode()
-    def __call__(self, tokens: Tensor, held: int) -> Tensor:
+    def __call__(self, tokens: Tensor, held: int, by: Linears = EAGER) -> Tensor:
         """Logits (B, vocab) of the last of tokens (B, T), after `held` tokens (0 if T > 1)."""
         model = self._model
         positions = torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
         cos, sin = model.rotary(positions)
-        x = model.embed_tokens(tokens)
+        x = by.enter(model.embed_tokens(tokens))
         for block, cache in zip(model.layers, self._cache, strict=True):
-            x = x + attention(block.self_attn, block.input_layernorm(x), cos, sin, cache, held)
-            x = x + mlp(block.mlp, block.post_attention_layernorm(x))
+            x = x + attention(block.self_attn, block.input_layernorm(x), cos, sin, cache, held, by)
+            x = x + mlp(block.mlp, block.post_attention_layernorm(x), by)
+        x = by.leave(x, tokens.shape)
         return self._head(model.norm(x[:, -1]))
 
     def _head(self, x: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from ..metrics import METRICS
 from ..results import Results
-from ..tables import is_ours, ours, values_of
+from ..shapes import FLOORS
+from ..tables import failures, is_ours, markdown_table, metric_cells, ours, values_of
 
 TORCH = "eager"
+IN_GRAPH = "_graph"  # at the end of a peer's name: the same in a CUDA graph
 #: Whom a test is compared with: the first of these that it measured. Ring attention has no eager form.
 PEERS = (TORCH, "torch_cp", "single_device")
 HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | --- | --- |"]
@@ -17,15 +19,21 @@ HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | 
 def lines_of(results: Results, every: bool = False) -> list[str]:
     """One Markdown row for each test that has both times; tokens/s beside the time where measured.
 
-    `every`: a row for each of ours, not for the first alone.
+    `every`: a row for each of ours and of the others, not for the first ones alone.
     """
     lines = []
     rates = values_of(results, "tokens_per_s")
     for case, times in values_of(results, "latency_ms").items():
         peer = next((name for name in PEERS if name in times), None)
-        own = [name for name in times if is_ours(name)] if every else [ours(times)]
+        own, others = [ours(times)], [peer]
+        if every:
+            own = [name for name in times if is_ours(name)]
+            others += [x for x in times if not is_ours(x) and x not in (peer, *FLOORS)]
         lines += [
-            _line(case, peer, name, times, rates.get(case, {})) for name in own if peer and name
+            _line(case, other, name, times, rates.get(case, {}))
+            for other in others
+            for name in own
+            if other and name
         ]
     return lines
 
@@ -49,6 +57,13 @@ def _line(
 
 
 def table(results: Results) -> str:
-    """Markdown; empty where no test has both times."""
+    """Markdown, with times in CUDA graphs and what failed; empty where no test has both times."""
     lines = lines_of(results, every=True)
-    return "\n".join([*HEAD, *lines]) if lines else ""
+    if not lines:
+        return ""
+    parts = ["\n".join([*HEAD, *lines]), failures(results)]
+    if in_graphs := values_of(results, "graph_us"):
+        columns, rows = metric_cells(METRICS["graph_us"], in_graphs)
+        cells = [[case, *(cell.markdown for cell in found)] for case, found in rows]
+        parts.insert(1, "µs in a CUDA graph:\n\n" + markdown_table(columns, cells))
+    return "\n\n".join(part for part in parts if part)

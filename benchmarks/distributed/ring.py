@@ -25,7 +25,7 @@ from .processes import Ranks, largest
 SINGLE = "single_device"
 
 
-def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     """Measures one sequence length; whether the results agree."""
     dtype = DTYPES[options.dtype]
     made = generator(ranks.device, 0)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, processes
+from benchmarks.distributed import commands, parallel_options, processes
 from benchmarks.distributed.clock import compare
 from benchmarks.distributed.commands import NAMES, normalised
 from benchmarks.distributed.models import (
@@ -50,7 +50,7 @@ INFERENCE = "e2e_inference --bsz 1 --gen-len 2 --max-length 4 --model tiny-qwen3
 #: One start of ranks for all of them. With M or bsz 1 the second rank has no row.
 FORMS = [
     f"tp_mlp --M 1 {SMALL}",
-    f"tp_mlp --M 9 --use-allreduce {SMALL}",
+    f"tp_mlp --M 9 --use-allreduce --allreduce-method nccl,auto {SMALL}",
     f"ag_gemm --M 9 {SMALL}",
     f"gemm_rs --M 1 {SMALL}",
     f"tp_attn --bsz 1 --seq-len 4 --mode decode {SMALL}",
@@ -76,7 +76,8 @@ def not_under_torchrun(monkeypatch) -> None:
 
 
 def test_every_system_is_run() -> None:
-    assert set(NAMES) == {*RUNS, "dist_decode"}  # test_dist_decode.py has that one
+    # test_dist_decode.py and test_tp_ways.py have these
+    assert set(NAMES) == {*RUNS, "dist_decode", "tp_crossover"}
 
 
 #: Each starts ranks anew; the others' systems are among FORMS, too.
@@ -125,7 +126,8 @@ def test_other_forms_on_two_ranks() -> None:
     start = "torch.distributed.run --standalone --nproc-per-node 2"
     done = call(*start.split(), __file__)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("check: largest error") == sum("--check" in words for words in FORMS)
+    checks = sum("--check" in words for words in FORMS) + 1  # one of them checks two methods
+    assert done.stdout.count("check: largest error") == checks
     # Of torch alone there is nothing to compare.
     assert done.stdout.count("| test | parameters | torch | ours | speed-up |") == len(FORMS) - 1
 
@@ -201,6 +203,9 @@ def test_every_strategy_of_a_ring_is_checked(monkeypatch, not_under_torchrun) ->
         ("tp_mlp --use-allreduce --allreduce-method two_shot_multimem", "needs NVLink multicast"),
         ("e2e_inference --model tiny-qwen3 --gen-len 8 --max-length 8 --device cpu", "must be more than"),
         ("ring --strategy query_split", "must be of ring"),
+        ("tp_mlp --use-allreduce --strategy fused", "--strategy must be left out where .* got fused"),
+        ("tp_mlp --strategy fast", "must be of auto, collective, copy_engine, fused, got 'fast'"),
+        ("e2e --strategy fused,collective", "--strategy must be one of a model, got fused,collective"),
         ("e2e --model Qwen/Qwen3-32B --device cpu --bsz 4096", r"needs [\d,]+ bytes on each rank, [\d,]+ are free"),
         *((f"{words} --model tiny-qwen3 --device cpu", r"of tiny-qwen3 needs [\d,]{15,} bytes on each rank") for words in (
             "tp_mlp --M 200000000000", "ag_gemm --M 200000000000", "gemm_rs --M 200000000000 --use-allreduce",
@@ -223,9 +228,9 @@ def test_a_method_that_takes_no_fp16() -> None:
     words = "tp_mlp --use-allreduce --allreduce-method two_shot --dtype fp16"
     options = _parser().parse_args(words.split())
     with pytest.raises(ValueError, match=r"--allreduce-method: .* needs bfloat16 or float32"):
-        commands._check_method(options, "cuda")
+        parallel_options.check_method(options, "cuda")
     options.use_allreduce = False  # then the method is not used
-    commands._check_method(options, "cpu")
+    parallel_options.check_method(options, "cpu")
 
 
 MASTER = "MASTER_ADDR=localhost MASTER_PORT=29500"

@@ -8,13 +8,15 @@ A plain pytest skips them and says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torch_fdattn.dist.tp_linear import auto
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +64,19 @@ def hierarchies(rank_device: torch.device) -> list[tuple[str, str]]:
 def _same_seed_everywhere(group: str) -> None:
     """Replicated inputs are drawn alike on all ranks."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., None]]:
+    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json`, for fp32."""
+    gpu = torch.cuda.get_device_name() if rank_device.type == "cuda" else "cpu"
+    about = dict(gpu=gpu, dtype="float32", ranks=dist.get_world_size())
+
+    def plant(*entries: tuple) -> None:
+        names = ("op", "columns", "features", "choices")
+        table = tuple({**about, **dict(zip(names, entry, strict=True))} for entry in entries)
+        monkeypatch.setattr(auto, "table", lambda: table)
+        auto._known.cache_clear()
+
+    yield plant
+    auto._known.cache_clear()

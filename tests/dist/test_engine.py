@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine.tiny import PROMPTS, greedy, random_model
 from torch_fdattn.dist import matmul_all_reduce
+from torch_fdattn.dist.collectives import split_evenly
+from torch_fdattn.dist.tp_linear.auto import LAYER
 from torch_fdattn.engine import Engine
 from torch_fdattn.models.parallelize import parallelize
 
@@ -29,4 +32,24 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
         engine.reset()
         x, weight = (torch.ones(width, 16, device=rank_device) for _ in range(2))
         matmul_all_reduce(x[:256], weight, group, method=method)
+    engine.close()
+
+
+def test_auto_shards_prompts_and_replicates_single_tokens(group, rank_device, measured) -> None:
+    dense = random_model(rank_device)
+    expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
+    mlp = dense.layers[0].mlp.gate_proj
+    most = split_evenly(mlp.out_features, dist.get_world_size())[0]
+    measured((LAYER, mlp.in_features, most, [[len(PROMPTS), "all_reduce"], [64, "ag_rs"]]))
+    model = parallelize(random_model(rank_device), group)
+    forms = []
+    layer = model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda module, args: forms.append(module.form))
+    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group)
+    forms.clear()  # those of a capture
+    steps = list(engine.generate(PROMPTS, 8))
+    assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
+    assert forms[0] == "ag_rs"
+    assert set(forms[1:]) <= {"all_reduce"}
+    assert rank_device.type == "cuda" or len(forms) == 8
     engine.close()

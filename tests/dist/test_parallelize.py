@@ -10,11 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parts import assert_near, assert_same_gradients, randomise
-from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.dist import TPMLP, ShardedKVCache
+from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.head_sharding import shard_heads
-from torch_fdattn.dist.tp_layers import STRATEGIES
+from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows
+from torch_fdattn.dist.tp_linear.auto import LAYER
 from torch_fdattn.models import ModelConfig, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 
@@ -68,6 +71,65 @@ def test_head_counts(group, rank_device, strategy: str, heads) -> None:
     assert local_kv_heads(parallel) == shard.kv_heads
     assert local_kv_heads(dense) == heads[1]
     compare(dense, parallel, tokens_for(rank_device), (*heads, 16))
+
+
+def forms_of(parallel: nn.Module) -> list[str]:
+    """Filled by forwards: of the first MLP's activations."""
+    found: list[str] = []
+    mlp = parallel.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda module, args: found.append(module.form))
+    return found
+
+
+def test_auto_follows_the_number_of_tokens(group, rank_device, measured) -> None:
+    """Inner features that ranks do not share evenly: all of them look up what the first has."""
+    dense, most = make(rank_device, 9, 3), split_evenly(45, dist.get_world_size())[0]
+    parallel = parallelize(copy.deepcopy(dense), group)
+    forms = forms_of(parallel)
+    few, many = (tokens_for(rank_device, 2, length) for length in (2, 14))
+    with torch.no_grad():
+        assert_near(logits_of(parallel, many), logits_of(dense, many))
+    measured((LAYER, 48, most, [[4, "all_reduce"], [32, "ag_rs"]]))
+    with torch.no_grad():
+        for tokens in (few, many, few):
+            assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+    compare(dense, parallel, many, (9, 3, 16))  # with gradients
+    assert forms == ["all_reduce", "all_reduce", "ag_rs", "all_reduce", "all_reduce"]
+
+
+class Checkpointed(nn.Module):
+    """A layer, with its hooks, whose forward runs with gradients off and is run again in the backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=True)
+
+
+def test_auto_in_a_reentrant_checkpoint(group, rank_device, measured) -> None:
+    dense, tokens = make(rank_device), tokens_for(rank_device)
+    measured((LAYER, 48, split_evenly(45, dist.get_world_size())[0], [[14, "ag_rs"]]))
+    parallel = parallelize(copy.deepcopy(dense), group)
+    for model in (dense, parallel):
+        layers = model.layers
+        model.layers = nn.ModuleList(Checkpointed(layer) for layer in layers)
+        y = logits_of(model, tokens)
+        F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        model.layers = layers
+    assert_same_gradients(parallel, dense, 6, 2, 16)
+
+
+def test_auto_refuses_gradients_of_sharded_rows(group, rank_device) -> None:
+    tokens = TokenRows()
+    tokens.rows = [1] * dist.get_world_size()
+    layer = TPMLP.from_module(make(rank_device).layers[0].mlp, group, "auto", tokens=tokens)
+    x = torch.randn(1, 48, device=rank_device)
+    with pytest.raises(NotImplementedError, match="strategy 'auto' has gradients for replicated"):
+        layer(x)
+    with torch.no_grad():
+        assert layer(x).shape == x.shape
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -254,7 +254,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("strategy", "method", "error", "message"),
         [
-            ("fast", "nccl", ValueError, r"strategy must be one of \('ag_rs', 'all_reduce'\), got 'fast'"),
+            ("fast", "nccl", ValueError, r"strategy must be one of \('auto', 'ag_rs', 'all_reduce'\), got 'fast'"),
             ("all_reduce", "ring", ValueError, "allreduce_method must be one of .* got 'ring'"),
             ("all_reduce", "two_shot_multimem", NotImplementedError, "allreduce_method .* needs NVLink multicast"),
         ],

@@ -12,8 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dist.dense_layers import HIDDEN, config
+from tests.dist.parts import randomise
 from tests.dist.test_tp_linear import leaf
+from tests.epochs import start_at
 from torch_fdattn.dist import (
+    TPMLP,
     PeerTimeout,
     all_gather_matmul,
     matmul_all_reduce,
@@ -22,7 +26,9 @@ from torch_fdattn.dist import (
 )
 from torch_fdattn.dist.channel import _channels
 from torch_fdattn.dist.tp_linear import low_latency, push_tiles
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tp_linear.copies import Copies
+from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 
@@ -255,16 +261,11 @@ def test_graphs(group, rank_device) -> None:
 
 
 def set_epochs(epoch: int) -> None:
-    """As if all channels' next calls were this one; buffers that copies go to are free for it."""
+    """As if all channels' next calls were this one."""
     group = dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name)
-    raised = (epoch * -7046029254386353131 + 2**63) % 2**64 - 2**63
     for (purpose, _), channels in _channels.get(group, {}).items():
         if purpose.partition("/")[0] in (*STRATEGIES, *METHODS):
-            channels[-1].memory.local.zero_()
-            channels[-1].state[0] = epoch
-            if "copy_engine" in purpose or purpose == "fused/all_gather":
-                world = channels[-1].world
-                channels[-1].memory.local.view(torch.int64)[world : 2 * world] = raised
+            start_at(epoch, purpose, channels[-1])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
@@ -377,3 +378,30 @@ def test_auto_is_collective_where_nothing_was_measured(group, rank_device) -> No
     all_gather_matmul(x, [weight], group)
     matmul_all_reduce(x, weight, group)
     assert launches.total() == before
+
+
+@torch.no_grad()
+def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -> None:
+    """By the first rank's sizes, of those measured the nearest."""
+    world = dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    dense = randomise(MLP(config(inner=10 * world + 1))).to(rank_device)
+    measured(
+        (GATHER, 30, HIDDEN, [[4 * world, "collective"], [8 * world, "copy_engine"]]),
+        (SCATTER, HIDDEN, 14, [[8 * world, "copy_engine"]]),
+        (ALL_REDUCE, HIDDEN, 14, [[2, "low_latency"], [64, "nccl"]]),
+    )
+    for strategy, rows, launched in (
+        ("ag_rs", 4 * world, ["copy_engine_reduce_scatter"]),
+        ("ag_rs", 7 * world, ["copy_engine_all_gather", "copy_engine_reduce_scatter"]),
+        ("all_reduce", 3, ["low_latency"]),
+        ("all_reduce", 60, []),
+    ):
+        layer = TPMLP.from_module(dense, group, strategy)
+        x = draw(rows, HIDDEN, device=rank_device)
+        own = of_rank(rows // world) if strategy == "ag_rs" else slice(None)
+        before = launches.copy()
+        torch.testing.assert_close(layer(x[own]), dense(x)[own], atol=1e-4, rtol=1e-4)
+        ours = {name[len("tp_linear/") :] for name in launches - before if "tp_linear" in name}
+        assert ours == set(launched), (strategy, rows)

@@ -67,7 +67,8 @@ TensorParallel = Annotated[
     int, typer.Option(min=1, help="Ranks that split the model; the others split the cache.")
 ]
 TPStrategyOption = Annotated[
-    TPStrategy, typer.Option(help="Activations replicated, or sharded along tokens.")
+    TPStrategy,
+    typer.Option(help="Activations replicated, or sharded along tokens; auto: as measured."),
 ]
 
 
@@ -104,7 +105,7 @@ def generate(
     strategy: StrategyOption = KVStrategy.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
-    tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
+    tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
     """Write text that continues a prompt, streaming to the terminal."""
     with one_line_errors(), join(device) as world:
@@ -161,7 +162,7 @@ def chat(
     strategy: StrategyOption = KVStrategy.auto,
     prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
-    tp_strategy: TPStrategyOption = TPStrategy.all_reduce,
+    tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
     """Talk with a model: a line is a turn; /reset forgets the conversation, /exit or the input's end ends it."""
     with one_line_errors(), join(device) as world:

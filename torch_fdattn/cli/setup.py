@@ -27,6 +27,7 @@ class DType(str, Enum):
 
 
 class TPStrategy(str, Enum):
+    auto = "auto"
     all_reduce = "all_reduce"
     ag_rs = "ag_rs"
 

@@ -69,7 +69,7 @@ class TPAttention(TPLayer):
     """Causal self-attention with rotary positions, grouped KV heads and optional norms of q and k.
 
     forward(x, cos, sin, cache=None) as torch_fdattn.models.transformer.Attention: x and the result are
-    (m_r, C) with ag_rs and (B, T, C) with all_reduce; cos and sin (B or 1, 1, T, D / 2) speak of all
+    (m_r, C) with ag_rs and (B, T, C) with all_reduce (auto: as `tokens` has it); cos and sin (B or 1, 1, T, D / 2) speak of all
     tokens; the cache stores this rank's KV heads.
 
     Attributes:
@@ -89,6 +89,9 @@ class TPAttention(TPLayer):
         all_heads, all_kv_heads = _head_counts(module)
         shard = shard_heads(all_heads, all_kv_heads, rank, world_size)
         self.heads, self.kv_heads = shard.q_heads, shard.kv_heads
+        most = shard_heads(all_heads, all_kv_heads, 0, world_size)
+        features_of_all = (most.q_heads + 2 * most.kv_heads) * self.head_dim
+        self._largest = features_of_all, most.q_heads * self.head_dim
 
         def features(start: int, count: int) -> slice:
             return slice(start * self.head_dim, (start + count) * self.head_dim)
@@ -146,7 +149,7 @@ class TPAttention(TPLayer):
     def _output(self, out: Tensor) -> Tensor:
         """out (B, H, T, D) -> the layer's result."""
         out = out.transpose(1, 2).flatten(2)
-        return self._row(out.flatten(0, 1) if self.strategy == "ag_rs" else out, self.o_proj)
+        return self._row(out.flatten(0, 1) if self.form == "ag_rs" else out, self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
         q, k, v = self._qkv(x, cos, sin)

@@ -1,6 +1,6 @@
 """Tensor-parallel layers: what they share, the MLP and the LM head; attention is in `tp_attention.py`.
 
-They replace the layers of a dense Llama or Qwen3. Two strategies:
+They replace the layers of a dense Llama or Qwen3. Two forms of activations, the strategies:
 
 - ``all_reduce``: activations are replicated, (B, T, C) on every rank; one all-reduce after each layer.
   For few tokens (decode).
@@ -8,6 +8,10 @@ They replace the layers of a dense Llama or Qwen3. Two strategies:
   (B · T, C), as even as possible, the remainder on the first ranks. All-gather before a layer,
   reduce-scatter after it; norms and residuals see the rank's rows alone. For many tokens (prefill,
   training).
+
+With ``auto`` a layer takes what it is given: sharded rows where `TokenRows` says how they are spread, replicated ones
+where it says nothing. `models.parallelize` says so in each step, by what was measured for so many tokens. Training
+replicates: sharded rows would want other gradient hooks.
 
 Parameters keep the names of the layer that is replaced (``q_proj.weight``, …) and hold the rank's slice
 alone. After a backward pass each gradient is the same slice of the single-process gradient: where ranks
@@ -29,6 +33,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.tp_linear import auto
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tp_weights import (
     as_one,
@@ -40,13 +45,15 @@ from torch_fdattn.dist.tp_weights import (
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
+AUTO = "auto"
 
 
 class TokenRows:
     """How many rows of the current step's tokens each rank holds under ``ag_rs``.
 
     One object is shared by all layers of a model, and the model's entry sets it in every step: a
-    rank's rows alone do not tell how many the others have. None: as many on every rank.
+    rank's rows alone do not tell how many the others have. None: as many on every rank, and, to layers of strategy
+    ``auto``, that activations are replicated.
     """
 
     rows: Sequence[int] | None = None
@@ -54,8 +61,8 @@ class TokenRows:
 
 def check_strategy(strategy: str, allreduce_method: str, linear_strategy: str) -> None:
     check_linear_strategy("linear_strategy", linear_strategy)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+    if strategy not in (AUTO, *STRATEGIES):
+        raise ValueError(f"strategy must be one of {(AUTO, *STRATEGIES)}, got {strategy!r}")
     check_method("allreduce_method", allreduce_method)
 
 
@@ -82,58 +89,87 @@ class TPLayer(nn.Module):
         # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
         rank, world_size = rank_and_size(group_name)
         self._ranks = dict(rank=rank, world_size=world_size)
+        #: (columns of `_columns`, features of `_row`) of the rank that has the most: the same on all ranks. Or None.
+        self._largest: tuple[int, int] | None = None
+
+    @property
+    def form(self) -> str:
+        """Of the step's activations: "ag_rs" or "all_reduce"."""
+        if self.strategy != AUTO:
+            return self.strategy
+        return "all_reduce" if self.tokens.rows is None else "ag_rs"
 
     def _all_tokens(self, x: Tensor) -> int:
         """How many tokens all ranks have together."""
-        if self.strategy == "all_reduce":
+        if self.form == "all_reduce":
             return x.shape[:-1].numel()
         if self.tokens.rows is None:
-            return x.shape[0] * rank_and_size(self.group_name)[1]
+            return x.shape[0] * self._ranks["world_size"]
         return sum(self.tokens.rows)
+
+    def _way(self, chosen: str, op: str, x: Tensor, columns: int, features: int, rows: int) -> str:
+        """What `auto` is for an op's largest local sizes: the same on all ranks, whatever their shares.
+
+        Where nothing is near, or sizes are not known, the op may find more by this rank's own.
+        """
+        if chosen != AUTO or self._largest is None or torch.compiler.is_compiling():
+            return chosen
+        sizes = auto.Sizes(rows, columns, features, self._ranks["world_size"])
+        return auto.choose(op, self.group_name, x, sizes, AUTO, alike=True)
 
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); views of one product
         where nobody asks for gradients."""
+        weights, biases = [x.weight for x in linears], [x.bias for x in linears]
         one = as_one(linears)
         if one is not None:
-            return list(self._product(x, *one).split([x.out_features for x in linears], -1))
-        if self.strategy == "ag_rs":
-            return torch.ops.fdattn.all_gather_matmul(
+            weights, biases = [one[0]], [one[1]]
+        if self.form == "ag_rs":
+            if self.strategy == AUTO and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    "strategy 'auto' has gradients for replicated activations alone, got sharded rows where gradients "
+                    "are wanted: make the layer with strategy 'ag_rs'"
+                )
+            largest = self._largest[0] if self._largest else 0
+            way = self._way(
+                self.linear_strategy, auto.GATHER, x, largest, x.shape[-1], self._all_tokens(x)
+            )
+            ys = torch.ops.fdattn.all_gather_matmul(
                 x,
-                [linear.weight for linear in linears],
+                weights,
                 self.group_name,
-                [linear.bias for linear in linears],
+                biases,
                 rows=self.tokens.rows,
-                strategy=self.linear_strategy,
+                strategy=way,
                 **self._ranks,
             )
-        if torch.is_grad_enabled() and x.requires_grad:
-            x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
-        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`_columns` of one weight, without gradients."""
-        if self.strategy != "ag_rs":
-            return F.linear(x, weight, bias)
-        (y,) = torch.ops.fdattn.all_gather_matmul(
-            x, [weight], self.group_name, [bias], rows=self.tokens.rows, strategy=self.linear_strategy,
-            **self._ranks,
-        )  # fmt: skip
-        return y
+        else:
+            if torch.is_grad_enabled() and x.requires_grad:
+                x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
+            ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        if one is not None:
+            return list(ys[0].split([linear.out_features for linear in linears], -1))
+        return ys
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
-        if self.strategy == "ag_rs":
+        rows, columns = x.shape[:-1].numel(), linear.weight.shape[0]
+        largest = self._largest[1] if self._largest else 0
+        if self.form == "ag_rs":
+            way = self._way(self.linear_strategy, auto.SCATTER, x, columns, largest, rows)
             return torch.ops.fdattn.matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows,
-                strategy=self.linear_strategy, **self._ranks,
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way,
+                **self._ranks,
             )  # fmt: skip
+        method = self.allreduce_method
+        if self.linear_strategy in (AUTO, "collective"):  # another one speaks for itself
+            method = self._way(method, auto.ALL_REDUCE, x, columns, largest, rows)
         y = torch.ops.fdattn.matmul_all_reduce(
             x.flatten(0, -2),
             linear.weight,
             self.group_name,
             linear.bias,
-            method=self.allreduce_method,
+            method=method,
             strategy=self.linear_strategy,
             **self._ranks,
         )
@@ -144,7 +180,8 @@ class TPLayer(nn.Module):
 
 
 class TPMLP(TPLayer):
-    """``down(silu(gate(x)) * up(x))``: x and the result (m_r, C) with ag_rs, (…, C) with all_reduce.
+    """``down(silu(gate(x)) * up(x))``: x and the result (m_r, C) with ag_rs, (…, C) with all_reduce, and with auto
+    either, as `tokens` has it.
 
     Args:
         gate_proj, up_proj, down_proj: this rank's slices, of the inner features.
@@ -182,7 +219,7 @@ class TPMLP(TPLayer):
         inner = slice(start, start + shares[rank])
         gate, up = (sliced_linear(x, rows=inner) for x in (module.gate_proj, module.up_proj))
         lay_side_by_side(gate, up)
-        return cls(
+        layer = cls(
             gate,
             up,
             sliced_linear(module.down_proj, columns=inner),
@@ -192,6 +229,8 @@ class TPMLP(TPLayer):
             tokens,
             linear_strategy,
         )
+        layer._largest = 2 * shares[0], shares[0]
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._columns(x, (self.gate_proj, self.up_proj))

@@ -3,7 +3,8 @@
 The attention and the MLP of every layer are replaced by their tensor-parallel forms
 (`torch_fdattn.dist.TPAttention`, `TPMLP`), which keep this rank's slices of the weights. With ``ag_rs``
 two hooks carry the tokens in and out: before the first layer each rank takes its rows of the
-replicated hidden states, after the last they are gathered. An untied LM head is split over the
+replicated hidden states, after the last they are gathered. With ``auto`` they do so in steps of as many
+tokens as it was measured to be faster for. An untied LM head is split over the
 vocabulary and its logits are gathered; embedding, final norm and a tied head stay replicated. Inputs,
 logits and loss are the same on every rank.
 """
@@ -12,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_attention import check_attention
-from torch_fdattn.dist.tp_layers import TokenRows, TPHead, check_mlp, check_strategy
+from torch_fdattn.dist.tp_layers import AUTO, TokenRows, TPHead, check_mlp, check_strategy
+from torch_fdattn.dist.tp_linear import auto
 from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
 
 
 def parallelize(
-    model: nn.Module, mesh, strategy: str = "all_reduce", allreduce_method: str = "auto",
+    model: nn.Module, mesh, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto",
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
@@ -36,8 +39,10 @@ def parallelize(
         model: ours (`Transformer`) or transformers' LlamaForCausalLM and Qwen3ForCausalLM (their
             attention implementations "sdpa" and "eager").
         mesh: a one-dimensional DeviceMesh (``mesh["tp"]`` of a larger one), or a process group's name.
-        strategy: "all_reduce" (activations replicated) or "ag_rs" (activations sharded along tokens);
-            see `torch_fdattn.dist.tp_layers`.
+        strategy: "all_reduce" (activations replicated), "ag_rs" (activations sharded along tokens; see
+            `torch_fdattn.dist.tp_layers`), or "auto": in each forward the one that was measured to be faster for so
+            many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
+            are enabled, and in torch.compile.
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
         linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin.
 
@@ -62,7 +67,8 @@ def parallelize(
     if untied:
         expect_linear(model, "lm_head")
 
-    tokens = _Tokens(group_name, world_size)
+    inner = split_evenly(layers[0].mlp.gate_proj.out_features, world_size)[0]
+    tokens = _Tokens(group_name, world_size, strategy, inner)
     options = (group_name, strategy, allreduce_method, tokens, linear_strategy)
     for layer in layers:
         layer.self_attn = TPAttention.from_module(layer.self_attn, *options)
@@ -74,6 +80,7 @@ def parallelize(
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 for parameter in norm.parameters():
                     sum_gradient(parameter, group_name)
+    if strategy != "all_reduce":
         layers[0].register_forward_pre_hook(tokens.enter)
         layers[-1].register_forward_hook(tokens.leave)
     return model
@@ -89,15 +96,18 @@ class _Tokens(TokenRows):
     """Takes the rank's rows of (B, T, C) before the first layer, and puts all together after the last.
 
     Holds the shape of the forward that runs: layers that are recomputed (activation checkpointing) must
-    be so before another forward of another shape.
+    be so before another forward of another shape. inner: the most inner features of an MLP that a rank has.
     """
 
-    def __init__(self, group_name: str, world_size: int) -> None:
+    def __init__(self, group_name: str, world_size: int, strategy: str, inner: int) -> None:
         self.group_name, self.world_size = group_name, world_size
+        self.strategy, self._inner = strategy, inner
 
-    def enter(self, layer: nn.Module, args: tuple) -> tuple:
+    def enter(self, layer: nn.Module, args: tuple) -> tuple | None:
         x = args[0]
-        self.shape = x.shape
+        self.shape, self.rows = x.shape, None
+        if self._form(x) == "all_reduce":
+            return None
         if not x.shape[1]:
             raise ValueError(
                 f"tokens must have at least one position, got shape {tuple(x.shape[:2])}"
@@ -105,7 +115,19 @@ class _Tokens(TokenRows):
         self.rows = split_evenly(x.shape[0] * x.shape[1], self.world_size)
         return own_rows(x.flatten(0, 1), self.group_name, self.rows), *args[1:]
 
-    def leave(self, layer: nn.Module, args: tuple, x: Tensor) -> Tensor:
+    def _form(self, x: Tensor) -> str:
+        """Of this forward; by sizes that are the same on all ranks."""
+        if self.strategy != AUTO:
+            return self.strategy
+        # In reentrant checkpoints gradients are off, but asked for all the same.
+        if torch.is_grad_enabled() or x.requires_grad or torch.compiler.is_compiling():
+            return "all_reduce"
+        sizes = auto.Sizes(x.shape[:-1].numel(), x.shape[-1], self._inner, self.world_size)
+        return auto.choose(auto.LAYER, self.group_name, x, sizes, "all_reduce", alike=True)
+
+    def leave(self, layer: nn.Module, args: tuple, x: Tensor) -> Tensor | None:
+        if self.rows is None:
+            return None
         return replicate_rows(x, self.group_name, self.rows).view(self.shape)
 
 

@@ -1,13 +1,17 @@
 """Strategy and method `auto`: by measured crossovers, and `collective` (method `nccl`) where nothing was measured.
 
-`crossovers.json` has, for an op, a GPU, a number of ranks and a layer's local sizes (N, K), up to how many rows M which
-strategy or method was the fastest, and the run that says so.
+`crossovers.json`, which `python -m benchmarks tp_crossover` writes, has for an op, a GPU, a number of ranks, a dtype
+and a layer's local sizes (N, K) which strategy or method was the fastest for so many rows M, and the run that says so.
+Where it was measured, a choice is at most 2 % slower than BLAS and the group's own collective. Between, the nearest
+measured sizes speak, and far from all of them nothing does.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -18,6 +22,12 @@ from torch_fdattn.dist.decode.one_sided import available
 from torch_fdattn.dist.groups import is_traced
 
 GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+#: Not an op but a model's layers: "ag_rs" or "all_reduce"; their sizes are those of the MLP's second matmul.
+LAYER = "layer"
+#: What ranks with unequal shards do not have in common.
+_OF_RANK = {GATHER: "columns", SCATTER: "features", ALL_REDUCE: "features"}
+#: Octaves of rows, columns or features beyond which a measurement says nothing.
+FARTHEST = 2.0
 
 
 class Sizes(NamedTuple):
@@ -31,30 +41,55 @@ class Sizes(NamedTuple):
 
 @functools.cache
 def table() -> tuple[dict, ...]:
-    """The measured entries: op, gpu, ranks, columns, features, dtype, choices [[rows, name], …] ascending in rows."""
+    """The measured entries: op, gpu, ranks, columns, features, dtype, choices [[rows, name], …], run."""
     file = resources.files(__package__) / "crossovers.json"
     return tuple(json.loads(file.read_text())["entries"])
 
 
-def lookup(entries: tuple[dict, ...], op: str, gpu: str, dtype: str, sizes: Sizes) -> str | None:
-    """What was measured the fastest; None: nothing was measured."""
-    wanted = dict(
-        op=op, gpu=gpu, dtype=dtype, ranks=sizes.ranks, columns=sizes.columns, features=sizes.features
-    )  # fmt: skip
-    for entry in entries:
-        if all(entry[name] == value for name, value in wanted.items()):
-            return next((name for rows, name in entry["choices"] if sizes.rows <= rows), None)
-    return None
+def lookup(
+    entries: Sequence[dict], op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool = False
+) -> str | None:
+    """What was the fastest at the nearest measured sizes, by the logarithms of M, N and K; None: none is near.
 
-
-def choose(op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str) -> str:
-    """The strategy or method for a call with x.
-
-    Sizes are looked up as they are, so ranks with shards of one size choose alike; those of different sizes are not
-    in the table. (The ops compare what was chosen, `groups.agree`.) Nothing is chosen in traces.
+    alike: whether all ranks ask for the same sizes. Otherwise N of a gather and K of the others, which are a rank's
+    own, must be measured as they are: ranks on either side of a middle would choose differently.
     """
-    if x.device.type != "cuda" or is_traced(x) or not table():
+    best, found = math.inf, None
+    own = None if alike else _OF_RANK.get(op)
+    for entry in entries:
+        if (entry["op"], entry["gpu"], entry["dtype"], entry["ranks"]) != (op, gpu, dtype, sizes.ranks):  # fmt: skip
+            continue
+        if own is not None and entry[own] != getattr(sizes, own):
+            continue
+        apart = [_octaves(entry[name], getattr(sizes, name)) for name in ("columns", "features")]
+        for rows, name in entry["choices"]:
+            distances = (*apart, _octaves(rows, sizes.rows))
+            distance = sum(x * x for x in distances)
+            if max(distances) <= FARTHEST and distance < best:
+                best, found = distance, name
+    return found
+
+
+def _octaves(measured: int, wanted: int) -> float:
+    return abs(math.log2(max(measured, 1) / max(wanted, 1)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool) -> str | None:
+    return lookup(table(), op, gpu, dtype, sizes, alike)
+
+
+def choose(
+    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False
+) -> str:
+    """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
+
+    Nothing is chosen in traces. (The ops compare what was chosen, `groups.agree`.)
+    """
+    if is_traced(x) or not table():
         return otherwise
-    gpu, dtype = torch.cuda.get_device_name(x.device), str(x.dtype).removeprefix("torch.")
-    found = lookup(table(), op, gpu, dtype, sizes)
-    return found if found and available(group_name, x.device) else otherwise
+    gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    found = _known(op, gpu, str(x.dtype).removeprefix("torch."), sizes, alike)
+    if found is None or found == otherwise:
+        return otherwise
+    return found if op == LAYER or available(group_name, x.device) else otherwise

@@ -1,0 +1,108 @@
+"""A timeline of one call of each implementation: a panel for each, in it a row for each stream of rank 0's device.
+
+What overlaps stands above each other. On a CPU the rows are threads and show ops alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+
+from .clock import meet
+from .processes import Ranks
+
+#: Parts of kernels' names, in the order of looking; what has none is "other".
+KINDS = {
+    "copy": ("memcpy", "copy_", "aten::copy", "dma"),
+    "communication": ("nccl", "gloo", "c10d", "symm", "shot", "_words", "send", "barrier"),
+    "wait": ("_start_kernel", "_await_kernel", "_finish_kernel"),
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "matmul", "linear"),
+}
+_COLOURS = {"matmul": "C0", "copy": "C1", "communication": "C2", "wait": "C3", "other": "0.7"}
+
+
+class Span(NamedTuple):
+    """Something that ran: its row, and µs since the first one's start."""
+
+    name: str
+    row: int
+    start: float
+    duration: float
+
+    @property
+    def kind(self) -> str:
+        # Ours that multiply and communicate are matmuls here: that they do both is what is to be seen.
+        lowered = self.name.lower()
+        if "gemm" in lowered:
+            return "matmul"
+        found = (kind for kind, parts in KINDS.items() if any(part in lowered for part in parts))
+        return next(found, "other")
+
+
+def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
+    """What one call runs on this rank; all ranks make it together, once before it is watched."""
+    on_gpu = ranks.device.type == "cuda"
+    activities = torch.profiler.ProfilerActivity
+    call()
+    meet(ranks)
+    with torch.profiler.profile(
+        activities=[activities.CUDA if on_gpu else activities.CPU]
+    ) as profile:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    meet(ranks)
+    return spans(profile.events(), on_gpu)
+
+
+def spans(events: Sequence, on_gpu: bool) -> list[Span]:
+    """The device's events, or, on a CPU, those that no other contains."""
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    found = [
+        (event.name, event.device_resource_id if on_gpu else event.thread, event.time_range)
+        for event in events
+        if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
+    ]
+    if not found:
+        return []
+    begin = min(time.start for _, _, time in found)
+    return sorted(
+        (Span(name, row, time.start - begin, time.elapsed_us()) for name, row, time in found),
+        key=lambda span: (span.row, span.start),
+    )
+
+
+def draw(path: str, title: str, watched: Mapping[str, Sequence[Span]]) -> None:
+    """Writes the plot; its format is that of the file's name."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shown = {name: found for name, found in watched.items() if found}
+    if not shown:
+        raise ValueError(f"--timeline {path}: the profiler saw nothing run")
+    rows = {name: sorted({span.row for span in found}) for name, found in shown.items()}
+    heights = [len(of_one) for of_one in rows.values()]
+    figure = Figure(figsize=(11, 1.2 + 0.35 * sum(heights) + 0.6 * len(heights)), layout="constrained")  # fmt: skip
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (name, found) in zip(panels, shown.items(), strict=True):
+        places = {row: i for i, row in enumerate(rows[name])}
+        for span in found:
+            panel.broken_barh(
+                [(span.start, span.duration)], (places[span.row] - 0.4, 0.8),
+                color=_COLOURS[span.kind], edgecolor="white", linewidth=0.3,
+            )  # fmt: skip
+        end = max(span.start + span.duration for span in found)
+        panel.set_title(f"{name}: {end:.0f} µs", loc="left", fontsize=9)
+        panel.set_yticks(range(len(places)), [f"stream {row}" for row in places], fontsize=8)
+        panel.set_ylim(len(places) - 0.5, -0.5)
+    panels[-1].set_xlabel("µs since the first kernel's start")
+    kinds = [kind for kind in _COLOURS if any(s.kind == kind for f in shown.values() for s in f)]
+    handles = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,245 @@
+"""Benchmarks of the tensor-parallel strategies: runs by interpreted kernels, the sweep's choices, the timeline.
+
+Run under torchrun with TRITON_INTERPRET=1, this file makes the runs of a list of FORMS on its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.__main__ import _parser
+from benchmarks.distributed import commands, processes
+from benchmarks.distributed.models import CONFIGS
+from benchmarks.distributed.timeline import Span, spans
+from benchmarks.results import Recorder, Results
+from tests.interpreting import needs_interpreter
+from torch_fdattn.dist.tp_linear import auto
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, LAYER, SCATTER, Sizes, lookup
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--model tiny-qwen3 --check --repeats 1 --device cpu"
+METHODS = "--use-allreduce --allreduce-method nccl,low_latency,gemm_epilogue"
+FORMS = {
+    "quick": [
+        f"ag_gemm --M 2 --strategy copy_engine --timeline {{folder}}/ag.svg {SMALL}",
+        "tp_crossover --rows 1 --table {folder}/table.json --repeats 1 --device cpu --json {folder}/run.json",
+    ],
+    "slow": [
+        f"gemm_rs --M 4 --strategy auto,collective,copy_engine,fused {SMALL}",
+        f"gemm_rs --M 3 {METHODS} {SMALL}",
+        f"tp_mlp --M 4 --strategy copy_engine,fused --timeline {{folder}}/mlp.svg {SMALL}",
+        f"tp_mlp --M 3 {METHODS} {SMALL}",
+        f"tp_attn --bsz 2 --seq-len 4 --mode decode --strategy fused {SMALL}",
+        f"tp_attn --bsz 2 --seq-len 4 --mode decode {METHODS} {SMALL}",
+        f"e2e --bsz 2 --seq-len 4 --layers 1 --strategy fused {SMALL}",
+        f"e2e --bsz 2 --seq-len 4 --layers 1 --use-allreduce --allreduce-method gemm_epilogue {SMALL}",
+        "e2e_inference --bsz 2 --gen-len 2 --max-length 4 --model tiny-qwen3 --layers 1 --backend ag_rs "
+        "--strategy copy_engine --device cpu",
+    ],
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["quick", pytest.param("slow", marks=pytest.mark.slow)])
+def test_runs_by_kernels(kind: str, tmp_path: Path) -> None:
+    start = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, *start.split(), __file__, kind, str(tmp_path)], text=True, cwd=ROOT,
+        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "Without a figure" not in done.stdout
+    assert "WRONG" not in done.stdout
+    asked = (words for words in FORMS[kind] if "--check" in words)
+    ways = sum(words.count(",") + 1 for words in asked)
+    assert done.stdout.count("check: largest error") == ways
+    if kind == "quick":
+        assert "<svg" in (tmp_path / "ag.svg").read_text()
+        _check_sweep(tmp_path)
+
+
+def _check_sweep(folder: Path) -> None:
+    """Rows of all that was measured, and a table that `auto` reads."""
+    results = Results.load(folder / "run.json")
+    assert all(row.case.endswith(" cpu") for row in results.rows)
+    timed = {(row.case.split()[1], row.impl) for row in results.rows if row.metric == "eager_us"}
+    ours = {
+        GATHER: ("collective", "copy_engine", "fused"),
+        SCATTER: ("collective", "copy_engine", "fused"),
+        ALL_REDUCE: ("nccl", "low_latency", "gemm_epilogue"),
+    }
+    expected = {(op, f"fdattn/{way}") for op, ways in ours.items() for way in ways}
+    assert timed == expected | {(op, impl) for op in ours for impl in ("eager", "gemm_alone")}
+    document = json.loads((folder / "table.json").read_text())
+    assert {entry["op"] for entry in document["entries"]} == {*ours, LAYER}
+    for entry in document["entries"]:
+        assert document["runs"][entry["run"]]["command"].startswith("torchrun --nproc-per-node 2")
+        sizes = Sizes(1, entry["columns"], entry["features"], 2)
+        found = lookup(document["entries"], entry["op"], "cpu", "float32", sizes)
+        assert [[1, found]] == entry["choices"]
+
+
+def test_the_packaged_table_names_its_runs() -> None:
+    document = json.loads(Path(auto.__file__).with_name("crossovers.json").read_text())
+    for entry in document["entries"]:
+        run = document["runs"][entry["run"]]
+        assert (run["gpu"], run["count"]) == (entry["gpu"], entry["ranks"])
+
+
+class TestChoice:
+    """Of times in µs: the fastest that no metric shows to be slower than stock."""
+
+    @pytest.mark.parametrize(
+        ("graph", "eager", "chosen"),
+        [
+            (dict(collective=100, fused=90, copy_engine=80), {}, "copy_engine"),
+            (dict(collective=100, fused=101, copy_engine=120), {}, "collective"),
+            (dict(collective=100, fused=90), dict(collective=100, fused=103), "collective"),
+            (dict(collective=100, fused=90), dict(collective=100, fused=102), "fused"),
+            (dict(collective=100, fused=90), dict(collective=100), "collective"),  # it failed there
+            (dict(collective=100, fused=90, eager=85), {}, "collective"),
+            ({}, dict(collective=100, fused=90), "fused"),
+            (dict(gemm_alone=1, eager=100), {}, "collective"),
+        ],
+    )
+    def test_choice(self, graph: dict, eager: dict, chosen: str) -> None:
+        from benchmarks.distributed.crossover import choice
+
+        stock = ("eager", "gemm_alone", "torch_symm")
+        times = {
+            metric: {name if name in stock else f"fdattn/{name}": us for name, us in found.items()}
+            for metric, found in (("graph_us", graph), ("eager_us", eager))
+        }
+        assert choice(GATHER, times) == chosen
+
+    def test_the_form_of_a_model_is_the_smaller_sum(self) -> None:
+        from benchmarks.distributed.crossover import Measured, shapes
+
+        config = CONFIGS["Qwen/Qwen3-32B"]
+        for reduce_us, form in ((30, "all_reduce"), (50, "ag_rs")):
+            recorder = Recorder(Results({"gpu": "H"}), None)
+            measured = Measured(2, "bf16", recorder)
+            ours = {GATHER: ("collective", 30), SCATTER: ("collective", 30), ALL_REDUCE: ("nccl", reduce_us)}  # fmt: skip
+            for shape in shapes(config, 2):
+                for op in shape.ops:
+                    way, us = ours[op]
+                    measured.add(
+                        op, shape, 8, {"graph_us": {f"fdattn/{way}": us, "gemm_alone": 20}}
+                    )
+            measured.layer(config, [8])
+            found = {entry["op"]: entry for entry in measured.entries()}[LAYER]
+            assert found["choices"] == [(8, form)]
+            assert (found["columns"], found["features"]) == (5120, 12800)
+
+    def test_a_new_run_takes_the_place_of_its_own_sizes_alone(self, tmp_path: Path) -> None:
+        from benchmarks.distributed.crossover import write
+
+        path = tmp_path / "table.json"
+        about = dict(op=GATHER, gpu="H", dtype="bfloat16", columns=8, features=8)
+        for date, sizes in (("a", (2, 4)), ("b", (2,)), ("c", (4,))):
+            entries = [{**about, "ranks": ranks, "choices": [(1, date)]} for ranks in sizes]
+            write(path, entries, Recorder(Results({"date": date}), None))
+        document = json.loads(path.read_text())
+        found = {entry["ranks"]: (entry["choices"], entry["run"]) for entry in document["entries"]}
+        assert found == {2: ([[1, "b"]], "b"), 4: ([[1, "c"]], "c")}
+        assert set(document["runs"]) == {"b", "c"}
+
+
+class TestLookup:
+    """The nearest measured sizes, by the logarithms of rows, columns and features."""
+
+    ENTRIES = tuple(
+        dict(
+            op=op, gpu="H", dtype="bfloat16", ranks=2, columns=columns, features=4096,
+            choices=[[16, f"few {columns}"], [1024, f"many {columns}"]],
+        )
+        for op in (GATHER, SCATTER, LAYER)
+        for columns in (4096, 16384)
+    )  # fmt: skip
+
+    def find(self, op, rows, columns=4096, features=4096, ranks=2, **changes):
+        about = dict(gpu="H", dtype="bfloat16") | changes
+        return lookup(self.ENTRIES, op, sizes=Sizes(rows, columns, features, ranks), **about)
+
+    @pytest.mark.parametrize(
+        ("rows", "columns", "features", "found"),
+        [
+            (16, 4096, 4096, "few 4096"),
+            (40, 4096, 4096, "few 4096"),
+            (300, 4096, 4096, "many 4096"),
+            (1024, 7000, 4096, "many 4096"),
+            (1024, 9000, 4096, "many 16384"),
+            (4096, 4096, 2048, "many 4096"),
+            (4097, 4096, 4096, None),  # more than two octaves from anything
+            (3, 4096, 4096, None),
+            (16, 4096, 1000, None),
+            (128, 4096, 4096, None),
+            (0, 0, 0, None),
+        ],
+    )
+    def test_nearest(self, rows: int, columns: int, features: int, found: str | None) -> None:
+        assert self.find(LAYER, rows, columns, features) == found
+        assert self.find(GATHER, rows, columns, features, alike=True) == found
+
+    def test_only_the_same_run_of_things(self) -> None:
+        for changes in (dict(gpu="X"), dict(dtype="float16"), dict(ranks=4)):
+            assert self.find(LAYER, 16, **changes) is None
+        assert self.find(ALL_REDUCE, 16) is None
+
+    def test_what_ranks_need_not_have_in_common_is_not_guessed(self) -> None:
+        assert self.find(GATHER, 20, features=4000) == "few 4096"
+        assert self.find(GATHER, 20, columns=4100) is None
+        assert self.find(SCATTER, 20, columns=4100) == "few 4096"
+        assert self.find(SCATTER, 20, features=4000) is None
+
+
+def test_spans_are_the_device_s_and_begin_at_zero() -> None:
+    def event(name, device, start, end, row=7, parent=None):
+        time = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
+        return SimpleNamespace(
+            name=name, device_type=device, device_resource_id=row, thread=row, time_range=time,
+            cpu_parent=parent,
+        )  # fmt: skip
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 0, 9),
+        event("aten::inner", DeviceType.CPU, 1, 2, parent=object()),
+        event("Memcpy PtoP (Device -> Device)", DeviceType.CUDA, 12, 30, row=20),
+        event("nvjet_tst_128", DeviceType.CUDA, 10, 40),
+    ]
+    found = spans(events, on_gpu=True)
+    assert found == [Span("nvjet_tst_128", 7, 0, 30), Span(events[2].name, 20, 2, 18)]
+    assert [span.kind for span in found] == ["matmul", "copy"]
+    assert spans(events, on_gpu=False) == [Span("aten::mm", 7, 0, 9)]
+    kinds = {
+        "_gemm_send_kernel": "matmul",
+        "ncclDevKernel": "communication",
+        "_await_kernel": "wait",
+    }
+    assert {name: Span(name, 0, 0, 1).kind for name in kinds} == kinds
+
+
+def run_forms(kind: str, folder: str) -> None:
+    """What each rank of `test_runs_by_kernels` does."""
+    ranks = processes.join("cpu")
+    for form in FORMS[kind]:
+        words = form.format(folder=folder).split()
+        assert commands._measure(_parser().parse_args(words), words, ranks) == 0, words
+    sys.stdout.flush()
+    torch.distributed.barrier()
+    os._exit(0)  # as commands.run does
+
+
+if __name__ == "__main__":
+    run_forms(*sys.argv[1:])
