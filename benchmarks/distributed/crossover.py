@@ -79,15 +79,18 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     on_gpu = ranks.device.type == "cuda"
     rows = options.rows or (ROWS if on_gpu else (1, 4))
     configs = [config_named(name) for name in options.models or (MODELS if on_gpu else ["tiny-qwen3"])]  # fmt: skip
+    path = Path(options.table) if options.table else TABLE if on_gpu else None
+    path = path if ranks.rank == 0 else None
     holds, measured = True, Measured(ranks.size, options.dtype, recorder)
     for config in configs:
         for shape in shapes(config, ranks.size):
             for op in shape.ops:
                 for count in rows:
                     holds &= _measure(op, shape, count, options, ranks, recorder, measured)
+            if path is not None:  # a run that is stopped keeps what it has chosen
+                write(path, measured.entries(), recorder)
         measured.layer(config, rows)
-    path = Path(options.table) if options.table else TABLE if on_gpu else None
-    if path is not None and ranks.rank == 0:
+    if path is not None:
         write(path, measured.entries(), recorder)
         print(f"Choices written to {path}", file=sys.stderr)
     return holds
@@ -104,7 +107,8 @@ def _measure(
         device,
     )
     values = rows * (shape.columns + shape.features) * 3 + 2 * shape.columns * shape.features
-    require_memory(case, values * dtype.itemsize, device, ranks.size)
+    exact = 3 * torch.float64.itemsize * rows * shape.columns  # while results are compared
+    require_memory(case, values * dtype.itemsize + exact, device, ranks.size)
     made = generator(device, ranks.rank)
     shares = split_evenly(rows, ranks.size)
     own = shares[ranks.rank] if op == GATHER else rows

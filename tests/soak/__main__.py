@@ -36,6 +36,9 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        # Or BLAS may sum parts of a product in 16 bits, which no bound on its rounding covers.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=loop.HANG_S))
     set_timeout(60)
     start = time.monotonic()
