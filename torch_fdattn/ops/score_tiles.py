@@ -61,8 +61,9 @@ def score_tile(
         products = modify_scores(products, distance, 0, slope, False, True)
     if options[5] is not None:
         first_row, q_len, q_start = queries
-        if options[10] is not None:
+        if options[10] is not None:  # rows that the mask has not read its last
             q_len = tl.minimum(q_len, options[10])
+            first_row = tl.minimum(first_row, q_len - 1)
         strides = (options[6][2], options[6][3])
         first_key = first_key // 16 * 16  # as it is: tiles begin at multiples of their size
         mask_ptr += first_key.to(tl.int64) * strides[1]
