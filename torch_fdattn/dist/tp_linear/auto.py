@@ -93,3 +93,21 @@ def choose(
     if found is None or found == otherwise:
         return otherwise
     return found if op == LAYER or available(group_name, x.device) else otherwise
+
+
+def may_choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes | None) -> bool:
+    """Whether `choose` could choose anything but the group's own collective, for a graph that is compiled.
+
+    sizes: None where they are dynamic.
+    """
+    if device.type != "cuda":
+        return False
+    gpu, name = torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")
+    stock = "nccl" if op == ALL_REDUCE else "collective"
+    if sizes is not None:
+        return _known(op, gpu, name, sizes, False) not in (None, stock)
+    return any(
+        (entry["op"], entry["gpu"], entry["dtype"]) == (op, gpu, name)
+        and any(choice != stock for _, choice in entry["choices"])
+        for entry in table()
+    )

@@ -107,9 +107,9 @@ def _sum_kernel(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int]
+    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """This rank's rows (rows[rank], N) of the sum over ranks of x (M, K) @ weight (N, K).T."""
+    """This rank's rows (rows[rank], N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,)."""
     rank, world = rank_and_size(group_name)
     width, first = weight.shape[0], starts(rows)
     nbytes = world * max(rows) * width * x.element_size()
@@ -124,7 +124,10 @@ def matmul_reduce_scatter(
         chunk = slice(first[owner], first[owner] + rows[owner])
         stream = copies.streams[1] if i % 2 else None
         with using(stream):
-            torch.mm(x[chunk], weight.t(), out=partial[chunk])
+            if bias is None:
+                torch.mm(x[chunk], weight.t(), out=partial[chunk])
+            else:
+                torch.addmm(bias, x[chunk], weight.t(), out=partial[chunk])
         if owner != rank:
             copies.follow(stream)
             copies.send(partial[chunk], owner, rank * rows[owner] * width)

@@ -55,11 +55,11 @@ def _elements(rows, columns, m, n):
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "m"])
 def _gemm_scatter_kernel(
-    x_ptr, w_ptr, y_ptr, x_stride, w_strides, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, m, n, k,
+    x_ptr, w_ptr, bias_ptr, y_ptr, x_stride, w_strides, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, m, n, k,
     WORLD: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x (WORLD, m, k), w (n, k) -> y (m, n): this rank's rows of the sum over ranks."""
+    """x (WORLD, m, k), w (n, k), bias (n,) or None -> y (m, n): this rank's rows of the sum over ranks."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     epoch = take_epoch(state_ptr, tl.num_programs(0))
     sends = may_send(state_ptr, epoch)
@@ -73,6 +73,8 @@ def _gemm_scatter_kernel(
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
         if owner == rank:
             for i in range(1, WORLD):
                 source = (rank + i) % WORLD
@@ -99,9 +101,10 @@ def _gemm_scatter_kernel(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int]
+    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """This rank's rows (m, N) of the sum over ranks of x (W m, K) @ weight (N, K).T; x's features contiguous."""
+    """This rank's rows (m, N) of the sum over ranks of x (W m, K) @ weight (N, K).T + bias (N,); x's features and the
+    bias contiguous."""
     rank, world = rank_and_size(group_name)
     m, n, k = rows[rank], weight.shape[0], x.shape[1]
     y = x.new_empty(m, n)
@@ -116,7 +119,7 @@ def matmul_reduce_scatter(
     with on_device(x):
         launch(
             _gemm_scatter_kernel, programs(world * tiles, x.device),
-            x, weight, y, x.stride(0), weight.stride(), where.memory.addresses, where.state, where.fault.tensor,
+            x, weight, bias, y, x.stride(0), weight.stride(), where.memory.addresses, where.state, where.fault.tensor,
             where.half_bytes, timeout_ns(), rank, m, n, k, world, k % tile.k == 0, tile.m, tile.n, tile.k,
             tile.stages, tile.group, dot_precision(x.dtype), num_warps=tile.warps,
         )  # fmt: skip

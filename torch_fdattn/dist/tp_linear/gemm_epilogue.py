@@ -61,12 +61,12 @@ def split_for(rows: int, columns: int, features: int, dtype: torch.dtype, proces
 
 @triton.jit(do_not_specialize=["half_bytes", "rank", "m"])
 def _gemm_send_kernel(
-    x_ptr, w_ptr, parts_ptr, tickets_ptr, addresses_ptr, state_ptr, x_stride, w_strides, half_bytes, rank, m, n, k,
+    x_ptr, w_ptr, bias_ptr, parts_ptr, tickets_ptr, addresses_ptr, state_ptr, x_stride, w_strides, half_bytes, rank, m, n, k,
     per_part, WORLD: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x (m, k), w (n, k); parts (PARTS, tiles, BLOCK_M, BLOCK_N) fp32; words (m, n) of this rank, to all ranks."""
+    """x (m, k), w (n, k), bias (n,) or None; parts (PARTS, tiles, BLOCK_M, BLOCK_N) fp32; words (m, n) of this rank, to all ranks."""
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     rows = tl.arange(0, BLOCK_M)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,6 +75,9 @@ def _gemm_send_kernel(
         tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_ptr, w_ptr, rows, columns, m, n, first, tl.minimum(k, first + per_part), x_stride, w_strides[0],
         w_strides[1], EVEN_K, BLOCK_K, STAGES, PRECISION,
     )  # fmt: skip
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=(columns < n) & (part == 0), other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     last = True
     if PARTS > 1:
         within = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -123,8 +126,11 @@ def _processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
-    """The sum over ranks of x (M, K) @ weight (N, K).T; M at most `op.EPILOGUE_ROWS`, N even, x's features contiguous."""
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None
+) -> Tensor:
+    """The sum over ranks of x (M, K) @ weight (N, K).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even, x's features
+    and the bias contiguous."""
     _, world = rank_and_size(group_name)
     (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty(m, n)
@@ -143,7 +149,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     with on_device(x):
         launch(
             _gemm_send_kernel, tiles * parts,
-            x, weight, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
+            x, weight, bias, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
             where.half_bytes, where.rank, m, n, k, per_part, world, _triton_dtype(x.dtype), parts, k % split.k == 0,
             split.m, split.n, split.k, split.stages, dot_precision(x.dtype), num_warps=split.warps,
         )  # fmt: skip

@@ -11,6 +11,7 @@ WORDS_BYTES go as tiles with flags (`push_tiles.py`).
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -124,6 +125,8 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     return y
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
-    """x (M, K) @ weight (N, K).T by the device's BLAS, and its sum over the ranks."""
-    return all_reduce(torch.mm(x, weight.t()), group_name)
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None
+) -> Tensor:
+    """The sum over ranks of x (M, K) @ weight (N, K).T + bias (N,), by the device's BLAS."""
+    return all_reduce(F.linear(x, weight, bias), group_name)

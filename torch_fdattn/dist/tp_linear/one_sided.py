@@ -47,7 +47,7 @@ def _module(name: str):
     return __import__(f"torch_fdattn.dist.tp_linear.{name}", fromlist=["_"])
 
 
-def _gather(x, weights, group_name, strategy, rows, keep):
+def gather(x, weights, group_name, strategy, rows, keep):
     run = _module(_GATHERS[strategy]).all_gather_matmul
     return run(x.contiguous(), weights, group_name, list(rows), keep)
 
@@ -60,17 +60,24 @@ def _gather_fake(x, weights, group_name, strategy, rows, keep):
     ]
 
 
-def _scatter(x, weight, group_name, strategy, rows, rank):
+def scatter(x, weight, group_name, strategy, rows, rank, bias=None):
+    """bias (N,): this rank's own, which all ranks' are summed with."""
     run = _module(_SCATTERS[strategy]).matmul_reduce_scatter
-    return run(x.contiguous(), weight, group_name, list(rows))
+    return run(x.contiguous(), weight, group_name, list(rows), _contiguous(bias))
 
 
 def _scatter_fake(x, weight, group_name, strategy, rows, rank):
     return x.new_empty(rows[rank], weight.shape[0])
 
 
-def _all_reduce(x, weight, group_name, method):
-    return _module(method).matmul_all_reduce(x.contiguous(), weight, group_name)
+def all_reduce(x, weight, group_name, method, bias=None):
+    """bias as `scatter`'s."""
+    run = _module(method).matmul_all_reduce
+    return run(x.contiguous(), weight, group_name, _contiguous(bias))
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _all_reduce_fake(x, weight, group_name, method):
@@ -80,18 +87,18 @@ def _all_reduce_fake(x, weight, group_name, method):
 library.define_raw(
     "tp_all_gather_matmul(Tensor x, Tensor[] weights, str group_name, str strategy, SymInt[] rows, bool keep) "
     "-> Tensor[]",
-    _gather,
+    gather,
     _gather_fake,
 )
 library.define_raw(
     "tp_matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, str strategy, SymInt[] rows, int rank) "
     "-> Tensor",
-    _scatter,
+    scatter,
     _scatter_fake,
 )
 library.define_raw(
     "tp_matmul_all_reduce(Tensor x, Tensor weight, str group_name, str method) -> Tensor",
-    _all_reduce,
+    all_reduce,
     _all_reduce_fake,
 )
 

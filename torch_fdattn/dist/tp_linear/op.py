@@ -45,7 +45,7 @@ def check_linear_strategy(name: str, strategy: str) -> None:
         raise ValueError(f"{name} must be one of {STRATEGIES}, got {strategy!r}")
 
 
-def _chosen(
+def chosen(
     op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int]
 ) -> str:
     """The strategy that runs.
@@ -64,7 +64,7 @@ def _chosen(
     return strategy
 
 
-def _chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes) -> str:
+def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes) -> str:
     """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
         raise NotImplementedError(
@@ -131,7 +131,7 @@ def _all_gather_matmul(
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
-    strategy = _chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
+    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
     agree(
         group_name,
         x_shard,
@@ -163,7 +163,7 @@ def _matmul_reduce_scatter(
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
-    strategy = _chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
+    strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     agree(
         group_name,
         x,
@@ -193,7 +193,7 @@ def _matmul_all_reduce(
         symmetric_memory.check(method, x.device, _compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
-    method = _chosen_method(method, strategy, group_name, x, sizes)
+    method = chosen_method(method, strategy, group_name, x, sizes)
     shape = (x.shape[0], weight.shape[0])
     same = {"method": method, "the result's shape": shape, "x's dtype": x.dtype}
     agree(group_name, x, same, once=method in one_sided.METHODS)
