@@ -11,9 +11,9 @@ _ROOT = Path(__file__).parent
 
 @functools.cache
 def hash_of(*parts: str) -> str:
-    """Of every Python file in these folders, and of these files, of the package."""
+    """Of every Python and JSON file in these folders, and of these files, of the package."""
     found = hashlib.sha256()
-    for path in sorted(_ROOT.rglob("*.py")):
+    for path in sorted((*_ROOT.rglob("*.py"), *_ROOT.rglob("*.json"))):
         if path.relative_to(_ROOT).parts[0] in parts:
             found.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()

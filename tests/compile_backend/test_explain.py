@@ -9,7 +9,14 @@ from expecttest import assert_expected_inline
 
 import torch_fdattn
 from tests.compile_backend.harness import qkv
-from torch_fdattn.compile_backend.report import MASK_REASONS, REASONS, Left, Report, Site
+from torch_fdattn.compile_backend.report import (
+    MASK_REASONS,
+    MATMUL_REASONS,
+    REASONS,
+    Left,
+    Report,
+    Site,
+)
 
 sdpa = F.scaled_dot_product_attention
 
@@ -75,6 +82,9 @@ def test_every_reason_in_the_sources_is_listed():
     raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
     raised |= {"scores-used", "weights-unknown"}
     assert raised == set(REASONS)
+    root = root / "tensor_parallel"
+    text = "\n".join(path.read_text() for path in root.glob("*.py"))
+    assert set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text)) == set(MATMUL_REASONS)
 
 
 def test_every_reason_why_masks_stay_is_listed():

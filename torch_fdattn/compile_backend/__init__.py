@@ -39,26 +39,33 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     all slots of all ranks. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
     backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.
 
+    Where torch.distributed is initialised, functional all-gather -> matmul, matmul -> reduce-scatter and matmul ->
+    all-reduce, forward and backward, in DTensor models too, become one op each which overlaps the two:
+    ``tensor_parallel`` is "auto" (where that was measured to be faster on this GPU), "off", or "collective",
+    "copy_engine" or "fused", the strategy for all of them (see `torch_fdattn.dist.all_gather_matmul`).
+
     Raises:
         TypeError, ValueError: an option of ours, naming it, what was expected and what came.
-        RuntimeError: ``context_parallel`` without an initialised torch.distributed.
+        RuntimeError: ``context_parallel`` or a strategy as ``tensor_parallel`` without an initialised torch.distributed.
     """
     from torch_fdattn.compile_backend.backend import compile_graph
 
     return compile_graph(gm, inputs, mode, options)
 
 
-def explain(fn: Callable[..., Any], *, context_parallel: object = None) -> Callable[..., Report]:
+def explain(
+    fn: Callable[..., Any], *, context_parallel: object = None, tensor_parallel: str = "auto"
+) -> Callable[..., Report]:
     """``explain(fn)(*args)`` runs fn once, rewritten, and returns a `Report` of its attention.
 
     It prints as a table: where each attention stands in the source, its form, and the op that took its
     place or why none did. As with `torch._dynamo.explain`, what was compiled before is forgotten, and fn
-    really runs; context_parallel is the option of that name. What Dynamo does not capture (it falls back to
+    really runs, and its backward too where torch.distributed is initialised; context_parallel and tensor_parallel are the options of those names. What Dynamo does not capture (it falls back to
     Python) is not seen.
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 
-    return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel)
+    return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel, tensor_parallel)
 
 
 __all__ = ["explain", "fdattn"]

@@ -13,10 +13,13 @@ from torch_fdattn.compile_backend.cache_key import CacheKey
 from torch_fdattn.compile_backend.context_parallel import OPTION, parse
 from torch_fdattn.compile_backend.report import Report
 from torch_fdattn.compile_backend.rewrite import rewrite
+from torch_fdattn.compile_backend.tensor_parallel import passes
 
 log = logging.getLogger(__name__)
 
-_OWN = {"dryrun": False, "require_all": False, "lower": "inductor", "context_parallel": None}
+_OWN = {
+    "dryrun": False, "require_all": False, "lower": "inductor", "context_parallel": None, passes.OPTION: "auto",
+}  # fmt: skip
 _LOWERINGS = ("inductor", "aot_eager", "eager")
 
 
@@ -50,33 +53,43 @@ def _split(options: dict | None) -> tuple[dict, dict]:
     if own["lower"] not in _LOWERINGS:
         raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own["lower"]!r}')
     own["context_parallel"] = parse(own["context_parallel"])
+    own[passes.OPTION] = passes.parse(own[passes.OPTION])
     return own, others
 
 
 def _lower(gm: GraphModule, inputs: list, own: dict, mode: str | None, others: dict) -> Any:
+    matmuls = passes.applies(own[passes.OPTION])
     if own["lower"] != "inductor":
         from torch._dynamo.backends import debugging
 
-        return getattr(debugging, own["lower"])(gm, inputs)
+        how = {}
+        if matmuls and own["lower"] == "aot_eager":
+            how = passes.compilers(own[passes.OPTION], record, own["dryrun"])
+        return getattr(debugging, own["lower"])(gm, inputs, **how)
     from torch._inductor.compile_fx import compile_fx
 
     # torch's own reading of mode and options, with its errors for unknown names.
     patches = torch._TorchCompileInductorWrapper(mode, others, None).config
     patches = {**patches, **CacheKey.patch(patches, own)}
+    if matmuls:
+        patches |= passes.MatmulPass.patch(patches, own, record)
     return compile_fx(gm, inputs, config_patches=patches)
 
 
 def record(report: Report) -> None:
     """Where the user can see it: counters, logs (TORCH_LOGS="+torch_fdattn"), tlparse's artifacts."""
-    for site in report:
+    for site in (*report, *report.matmuls):
         counters["fdattn"][f"op/{site.op}" if site.op else f"left/{site.reason}"] += 1
         log.info("%s", site)
         if site.op is None and site.stack_trace:
             log.debug("left as it was:\n%s", site.stack_trace)
-    counters["fdattn"]["rewritten"] += len(report.rewritten)
-    counters["fdattn"]["left"] += len(report.left)
+    if report.graphs:
+        counters["fdattn"]["rewritten"] += len(report.rewritten)
+        counters["fdattn"]["left"] += len(report.left)
     torch._logging.trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": "fdattn_attention", "encoding": "string"},
+        metadata_fn=lambda: {
+            "name": "fdattn_attention" if report.graphs else "fdattn_matmuls", "encoding": "string"
+        },
         payload_fn=lambda: str(report),
-    )
+    )  # fmt: skip

@@ -48,26 +48,40 @@ MASK_REASONS = {
     "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
 
+#: Why matmuls beside a collective are left as they are. Stable too.
+MATMUL_REASONS = {
+    "batched": "a product of batches of matrices",
+    "bias": "what is added to a product is no bias of one number a column",
+    "device": "the tensors are on no CPU or CUDA device",
+    "dtype": "the dtypes are not bfloat16, float16 or float32, or differ",
+    "not-faster": "nothing was measured to be faster than the collective for these sizes, ranks and device",
+    "product-used": "a product is used elsewhere than in the reduction",
+    "reduce-op": "the reduction is no sum",
+    "scaled": "the product or what is added to it is scaled",
+    "strategy": "the strategy that was asked for gathers and scatters, and reduces nothing on all ranks",
+    "weight-later": "a weight comes from a collective that is awaited later",
+}
+
 
 class Left(Exception):
-    """Raised while an attention is looked at: it stays as it is, for this reason."""
+    """Raised while an attention, or a matmul beside a collective, is looked at: it stays as it is, for this reason."""
 
     def __init__(self, code: str, detail: str = "") -> None:
         super().__init__(code, detail)
         self.code = code
-        self.detail = detail or REASONS[code]
+        self.detail = detail or {**REASONS, **MATMUL_REASONS}[code]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One attention of a graph."""
+    """One attention of a graph, or one collective with its matmuls."""
 
     form: str  #: what it was written as
     node: str  #: the name of its result in the graph
-    op: (
-        str | None
-    )  #: "attention", "varlen_attention", "decode", "ring_attention" or "dist_decode"; None: it is left
-    reason: str | None = None  #: a key of `REASONS`, where it is left
+    #: "attention", "varlen_attention", "decode", "ring_attention" or "dist_decode", or of matmuls
+    #: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; None: it is left
+    op: str | None
+    reason: str | None = None  #: a key of `REASONS` or `MATMUL_REASONS`, where it is left
     detail: str = ""
     notes: tuple[str, ...] = ()  #: what else was recognised, for example "causal mask"
     stack_trace: str = ""
@@ -88,10 +102,11 @@ class Site:
 
 @dataclass
 class Report:
-    """The sites of one or more graphs."""
+    """The sites of one or more graphs; all but `matmuls` is about attention."""
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 1
+    matmuls: list[Site] = field(default_factory=list)  #: beside collectives
 
     @property
     def rewritten(self) -> list[Site]:
@@ -117,12 +132,21 @@ class Report:
             f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, "
             f"in {self.graphs} graph{'s' * (self.graphs != 1)}"
         )
-        return "\n".join([head, *(f"  {site}" for site in self.sites)])
+        lines = [head, *(f"  {site}" for site in self.sites)]
+        if self.matmuls:
+            done = sum(site.op is not None for site in self.matmuls)
+            lines.append(f"{done} of {len(self.matmuls)} collectives with matmuls rewritten")
+            lines += [f"  {site}" for site in self.matmuls]
+        return "\n".join(lines)
 
 
 def joined(reports: Iterable[Report]) -> Report:
     reports = list(reports)
-    return Report([site for report in reports for site in report], sum(r.graphs for r in reports))
+    return Report(
+        [site for report in reports for site in report],
+        sum(report.graphs for report in reports),
+        [site for report in reports for site in report.matmuls],
+    )
 
 
 def stack_trace(node: Node) -> str:

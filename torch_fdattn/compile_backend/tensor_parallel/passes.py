@@ -1,0 +1,145 @@
+"""The pass over ATen graphs, as Inductor and AOTAutograd run it, and ``options["tensor_parallel"]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._inductor import config
+from torch.fx import Graph, GraphModule, Node
+
+from torch_fdattn.compile_backend.cache_key import CacheKey
+from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+from torch_fdattn.compile_backend.tensor_parallel.emit import emit_gather, emit_reduction
+from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Reduction, match
+from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER, Sizes, may_choose
+
+OPTION = "tensor_parallel"
+#: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.
+CHOICES = ("auto", "off", "collective", "copy_engine", "fused")
+_OPS = dict(zip(FORMS, (GATHER, SCATTER, ALL_REDUCE), strict=True))
+
+
+def parse(choice: object) -> str:
+    """The option's value.
+
+    Raises:
+        ValueError: it is none of `CHOICES`.
+        RuntimeError: a strategy, without an initialised torch.distributed.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f'options["{OPTION}"] must be one of {CHOICES}, got {choice!r}')
+    if choice not in CHOICES[:2] and not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f'options["{OPTION}"]={choice!r} needs an initialised torch.distributed: call init_process_group first'
+        )
+    return choice
+
+
+def applies(choice: str) -> bool:
+    """Whether graphs may hold what the pass looks for."""
+    return choice != "off" and dist.is_available() and dist.is_initialized()
+
+
+def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Site]:
+    """Replaces matmuls beside collectives, in place; the sites that were found."""
+    sites = []
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in FORMS:
+            continue
+        op = _OPS[node.target]
+        about = dict(form=FORMS[node.target], node=node.name, stack_trace=stack_trace(node))
+        try:
+            found = match(node)
+            if found is None:
+                continue
+            about["stack_trace"] = stack_trace(found.matmuls[0].node) or about["stack_trace"]
+            _expect_gain(op, found, choice)
+            if not dryrun:
+                (emit_gather if isinstance(found, Gather) else emit_reduction)(found, choice)
+        except Left as left:
+            sites.append(Site(op=None, reason=left.code, detail=left.detail, **about))
+            continue
+        sites.append(Site(op=op, notes=_notes(found, choice), **about))
+    if any(site.op for site in sites) and not dryrun:
+        graph.lint()
+    return sites
+
+
+def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
+    first = found.matmuls[0]
+    given = value(first.x)
+    if given.device.type not in ("cpu", "cuda"):
+        raise Left("device")
+    if choice == "copy_engine" and op == ALL_REDUCE:
+        raise Left("strategy")
+    if choice != "auto":
+        return
+    columns = [width(matmul.node) for matmul in found.matmuls]
+    features = [width(matmul.x) for matmul in found.matmuls]
+    gathers = isinstance(found, Gather)
+    numbers = (
+        value(first.node).shape[0],
+        sum(columns) if gathers else columns[0],
+        features[0] if gathers else sum(features),
+        found.world_size,
+    )
+    known = all(isinstance(number, int) for number in numbers)
+    if not may_choose(op, given.device, given.dtype, Sizes(*numbers) if known else None):
+        raise Left("not-faster")
+
+
+def _notes(found: Gather | Reduction, choice: str) -> tuple[str, ...]:
+    modules = [_module(matmul.node) for matmul in found.matmuls]
+    return (
+        *((" and ".join(modules),) if all(modules) else ()),
+        *((f"{len(modules)} matmuls",) if len(modules) > 1 else ()),
+        *(("keeps the gathered rows",) if isinstance(found, Gather) and found.keep else ()),
+        *((choice,) if choice != "auto" else ()),
+    )
+
+
+def _module(node: Node) -> str:
+    """Where in the model it stands, for example "layers.0.mlp.down_proj"; "" where the graph does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"^L\['\w+'\]\.?", "", path)
+
+
+class MatmulPass(CacheKey):
+    """For Inductor: it has an id for the caches, and runs the user's own pass of that place first."""
+
+    PLACE = "post_grad_custom_pre_pass"
+
+    def __init__(
+        self, own: dict[str, Any], users: object, record: Callable[[Report], None]
+    ) -> None:
+        super().__init__(own, users)
+        self.choice, self.dryrun, self.record = own[OPTION], own["dryrun"], record
+
+    @classmethod
+    def patch(
+        cls, patches: dict[str, Any], own: dict[str, Any], record: Callable[[Report], None]
+    ) -> dict[str, Any]:
+        return {cls.PLACE: cls(own, patches.get(cls.PLACE, getattr(config, cls.PLACE)), record)}
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        self.record(Report(graphs=0, matmuls=rewrite_graph(graph, self.choice, dryrun=self.dryrun)))
+
+
+def compilers(
+    choice: str, record: Callable[[Report], None], dryrun: bool = False
+) -> dict[str, Callable]:
+    """For torch's ``aot_eager``: compilers of its forward and backward graphs that run the pass, and no more."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compiler(gm: GraphModule, inputs: list) -> Callable:
+        record(Report(graphs=0, matmuls=rewrite_graph(gm.graph, choice, dryrun=dryrun)))
+        gm.recompile()
+        return boxed_nop(gm, inputs)
+
+    return {"fw_compiler": compiler, "bw_compiler": compiler}
