@@ -122,6 +122,15 @@ def test_reduce_scatter(rows: int, biased: bool) -> None:
     assert "st.global.v4" in text
 
 
+def test_one_number() -> None:
+    """Triton makes constants of ones."""
+    with ranks(), recorded() as launches:
+        copy_engine.matmul_reduce_scatter(meta(WORLD, 8), meta(1, 8), "0", [1] * WORLD)
+        fused_scatter.matmul_reduce_scatter(meta(WORLD, 1), meta(1, 1), "0", [1] * WORLD)
+        low_latency.matmul_all_reduce(meta(1, 1), meta(1, 1), "0")
+    check(launches, "sm_90")
+
+
 @pytest.mark.parametrize(
     "rows", [16, *(pytest.param(m, marks=pytest.mark.slow) for m in (1, 64, 128))]
 )

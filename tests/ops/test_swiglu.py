@@ -49,6 +49,9 @@ def test_where_torch_does_it(kernel_device, kernel_calls) -> None:
         "gradients": (gate.clone().requires_grad_(), up),
         "columns apart": (gate.t().contiguous().t(), up),
         "rows apart": (torch.randn(2, 3, 6, device=kernel_device)[:, :2], torch.randn(2, 2, 6, device=kernel_device)),
+        "a dimension of one between rows apart": (
+            torch.randn(2, 1, 10, 6, device=kernel_device)[:, :, :3], torch.randn(2, 1, 3, 6, device=kernel_device),
+        ),
         "nothing": (gate[:0], up[:0]),
         "broadcast": (gate, up[:1]),
         "dtypes": (gate, up.half()),

@@ -162,3 +162,31 @@ def _same_digests(group: dist.ProcessGroup, mine: Tensor) -> bool:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)
     return all(torch.equal(x, mine) for x in found)
+
+
+_unanimous: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def unanimous(
+    group_name: str, like: Tensor, about: object, own: object, mine: str | None
+) -> str | None:
+    """What all ranks have found, `mine` on this one, for what they have in common; None where they differ.
+
+    A small collective the first time that this rank sees `about`, which they have in common, with what is its `own`;
+    as of `agree`, it is undefined what happens where another rank has seen its values before. Later, and in a CUDA
+    graph's capture, what is known. None, too, where `about` differs: `agree` says so.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    known, key = _unanimous.setdefault(group, {}), (about, own)
+    if key not in known and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise_faults(group_name)
+        everywhere: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, (about, mine), group=group)
+        if any(theirs[0] != about for theirs in everywhere):
+            return None
+        if len(known) >= _MOST_AGREED:
+            known.clear()
+        known[key] = mine if all(theirs[1] == mine for theirs in everywhere) else None
+    return known.get(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,9 +44,9 @@ def _row(x: Tensor) -> int | None:
     """The stride of rows of a tensor whose rows are contiguous and follow each other evenly, else None."""
     if x.dim() < 1 or x.stride(-1) != 1:
         return None
-    if x.dim() == 1:
-        return x.shape[0]
-    for dim in range(x.dim() - 2):
-        if x.shape[dim] > 1 and x.stride(dim) != x.stride(dim + 1) * x.shape[dim + 1]:
+    # Sizes of 1 may have any stride.
+    dims = [pair for pair in zip(x.shape[:-1], x.stride(), strict=False) if pair[0] > 1]
+    for (_, outer), (size, inner) in itertools.pairwise(dims):
+        if outer != size * inner:
             return None
-    return x.stride(-2)
+    return dims[-1][1] if dims else x.shape[-1]

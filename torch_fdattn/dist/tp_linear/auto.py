@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.decode.one_sided import available
-from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.groups import is_traced, unanimous
 
 GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 #: Not an op but a model's layers: "ag_rs" or "all_reduce"; their sizes are those of the MLP's second matmul.
@@ -52,7 +52,7 @@ def lookup(
     """What was the fastest at the nearest measured sizes, by the logarithms of M, N and K; None: none is near.
 
     alike: whether all ranks ask for the same sizes. Otherwise N of a gather and K of the others, which are a rank's
-    own, must be measured as they are: ranks on either side of a middle would choose differently.
+    own, must be measured as they are.
     """
     best, found = math.inf, None
     own = None if alike else _OF_RANK.get(op)
@@ -75,8 +75,11 @@ def _octaves(measured: int, wanted: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool) -> str | None:
-    return lookup(table(), op, gpu, dtype, sizes, alike)
+def _known(op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool) -> tuple[str | None, bool]:
+    """(what `lookup` finds, whether any size was measured at all)."""
+    about = op, gpu, dtype, sizes.ranks
+    measured = any((x["op"], x["gpu"], x["dtype"], x["ranks"]) == about for x in table())
+    return lookup(table(), op, gpu, dtype, sizes, alike), measured
 
 
 def choose(
@@ -84,12 +87,16 @@ def choose(
 ) -> str:
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
 
-    Nothing is chosen in traces. (The ops compare what was chosen, `groups.agree`.)
+    Nothing is chosen in traces, nor where sizes are a rank's own (see `lookup`) and ranks find different things.
     """
     if is_traced(x) or not table():
         return otherwise
     gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
-    found = _known(op, gpu, str(x.dtype).removeprefix("torch."), sizes, alike)
+    dtype = str(x.dtype).removeprefix("torch.")
+    found, measured = _known(op, gpu, dtype, sizes, alike)
+    if measured and not alike:
+        about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
+        found = unanimous(group_name, x, about, sizes, found)
     if found is None or found == otherwise:
         return otherwise
     return found if op == LAYER or available(group_name, x.device) else otherwise
@@ -98,16 +105,26 @@ def choose(
 def may_choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes | None) -> bool:
     """Whether `choose` could choose anything but the group's own collective, for a graph that is compiled.
 
+    By what is the same on all ranks, whose graphs must have the same collectives: a rank's own sizes may be any.
     sizes: None where they are dynamic.
     """
     if device.type != "cuda":
         return False
     gpu, name = torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")
+    return any(_offers(entry, op, gpu, name, sizes) for entry in table())
+
+
+def _offers(entry: dict, op: str, gpu: str, dtype: str, sizes: Sizes | None) -> bool:
+    """Whether a measured entry has anything faster than the group's own collective for such calls."""
+    if (entry["op"], entry["gpu"], entry["dtype"]) != (op, gpu, dtype):
+        return False
     stock = "nccl" if op == ALL_REDUCE else "collective"
-    if sizes is not None:
-        return _known(op, gpu, name, sizes, False) not in (None, stock)
-    return any(
-        (entry["op"], entry["gpu"], entry["dtype"]) == (op, gpu, name)
-        and any(choice != stock for _, choice in entry["choices"])
-        for entry in table()
+    faster = [rows for rows, choice in entry["choices"] if choice != stock]
+    if sizes is None or not faster:
+        return bool(faster)
+    shared = "features" if _OF_RANK[op] == "columns" else "columns"
+    return (
+        entry["ranks"] == sizes.ranks
+        and _octaves(entry[shared], getattr(sizes, shared)) <= FARTHEST
+        and any(_octaves(rows, sizes.rows) <= FARTHEST for rows in faster)
     )

@@ -8,7 +8,8 @@ replay: there is one buffer, not one of odd and one of even epochs (`signals.py`
     send      copies a chunk to a rank, and after it, in the same stream, the stamp: the chunk "arrived". No kernel, so
               it goes on while a kernel fills the device and waits for it
     await_    waits for a rank's chunk
-    finish    waits for what nobody has waited for, tells every rank that its chunks were used, and moves the epoch on
+    finish    waits for what nobody has waited for, tells every rank that its chunks were used, and moves the epoch on;
+              also after an exception (`until_finished`), or the next call would take this one's chunks for its own
 
 **Faults.** A wait that times out breaks the channel (`faults.py`). Copies cannot be called back: later calls of a
 broken channel, and one that found a buffer not free, overwrite what others may still read. They take their flags back
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -131,6 +132,7 @@ class Copies:
         self._sources = power_of_two(self.world)
         self._device = device
         self._channel.enter()
+        self._forked = False
         self.streams: Sequence[torch.cuda.Stream | None] = (None, None)
         if device.type == "cuda":
             if self._channel not in _streams:
@@ -157,13 +159,15 @@ class Copies:
     def fork(self) -> None:
         """Lets the streams see what the caller's own has done so far."""
         if self._device.type == "cuda":
+            self._forked = True
             here = torch.cuda.current_stream(self._device).record_event()
             for stream in self.streams:
                 stream.wait_event(here)
 
     def join(self) -> None:
-        """Lets the caller's stream wait for the others."""
-        if self._device.type == "cuda":
+        """Lets the caller's stream wait for the others, unless it does already."""
+        if self._device.type == "cuda" and self._forked:
+            self._forked = False
             for stream in self.streams:
                 torch.cuda.current_stream(self._device).wait_stream(stream)
 
@@ -210,8 +214,16 @@ class Copies:
                 *self.device_side, timeout_ns(), self.rank, peer, self._sources, num_warps=1,
             )  # fmt: skip
 
+    @contextlib.contextmanager
+    def until_finished(self, outputs: Sequence[Tensor]) -> Iterator[None]:
+        """What comes after `start`, and reads everything; outputs, contiguous, become NaN if a chunk was lost."""
+        try:
+            yield
+        finally:
+            self.join()
+            self.finish(outputs)
+
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        """After everything was read; outputs, contiguous, become NaN if a chunk was lost."""
         with on_device(self._channel.state):
             launch(
                 _finish_kernel, 1,

@@ -48,6 +48,13 @@ def gathering(x: Tensor, group_name: str, rows: Sequence[int], purpose: str) -> 
     return copies, copies.data(copies.rank, x.dtype, *shape)
 
 
+def keep_rows(copies: Copies, gathered: Tensor, x: Tensor, first: int, kept: Tensor) -> None:
+    """Writes what was gathered into `kept`, with the own rows x, which nobody sent, from row `first` on."""
+    copies.join()
+    kept.copy_(gathered)
+    kept[first : first + len(x)] = x
+
+
 def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
 ) -> list[Tensor]:
@@ -62,22 +69,21 @@ def all_gather_matmul(
         for weight, y in zip(weights, ys, strict=True):
             torch.mm(chunk, weight.t(), out=y[own])
 
+    found = [*ys, torch.empty_like(gathered)] if keep else ys
     copies.fork()
     with using(copies.streams[0]):
         copies.start()
-    send_rows(copies, x, rows)
-    multiply(x, rank)
-    for i in range(1, world):
-        source = (rank + i) % world
-        with using(copies.streams[1] if i % 2 else None):
-            copies.await_(source)
-            multiply(gathered[first[source] : first[source] + rows[source]], source)
-    copies.join()
-    if keep:
-        gathered[first[rank] : first[rank] + rows[rank]] = x
-        ys.append(gathered.clone())
-    copies.finish(ys)
-    return ys
+    with copies.until_finished(found):
+        send_rows(copies, x, rows)
+        multiply(x, rank)
+        for i in range(1, world):
+            source = (rank + i) % world
+            with using(copies.streams[1] if i % 2 else None):
+                copies.await_(source)
+                multiply(gathered[first[source] : first[source] + rows[source]], source)
+        if keep:
+            keep_rows(copies, gathered, x, first[rank], found[-1])
+    return found
 
 
 @triton.jit(do_not_specialize=["limit_ns", "rank"])
@@ -98,9 +104,8 @@ def _sum_kernel(
         part = tl.load(own_ptr + at, mask=mine, other=0.0).to(tl.float32)
         theirs = inside & (source != rank)
         # Past the first-level cache, which does not see what other devices write.
-        part += tl.load(
-            parts_ptr + source * count.to(tl.int64) + at, mask=theirs, other=0.0, volatile=True
-        ).to(tl.float32)
+        part += tl.load(parts_ptr + at, mask=theirs, other=0.0, volatile=True).to(tl.float32)
+        parts_ptr += count
         total += part
     total = tl.where(came, total, float("nan"))
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -119,28 +124,28 @@ def matmul_reduce_scatter(
     copies.fork()
     with using(copies.streams[0]):
         copies.start()
-    for i in range(1, world + 1):
-        owner = (rank + i) % world
-        chunk = slice(first[owner], first[owner] + rows[owner])
-        stream = copies.streams[1] if i % 2 else None
-        with using(stream):
-            if bias is None:
-                torch.mm(x[chunk], weight.t(), out=partial[chunk])
-            else:
-                torch.addmm(bias, x[chunk], weight.t(), out=partial[chunk])
-        if owner != rank:
-            copies.follow(stream)
-            copies.send(partial[chunk], owner, rank * rows[owner] * width)
-    copies.join()
-    if out.numel():
-        own = partial[first[rank] : first[rank] + rows[rank]]
-        parts = copies.data(rank, x.dtype, world, rows[rank], width)
-        sources = power_of_two(world)
-        with on_device(x):
-            launch(
-                _sum_kernel, cdiv(out.numel(), _BLOCK),
-                own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
-                num_warps=1,
-            )  # fmt: skip
-    copies.finish([out])
+    with copies.until_finished([out]):
+        for i in range(1, world + 1):
+            owner = (rank + i) % world
+            chunk = slice(first[owner], first[owner] + rows[owner])
+            stream = copies.streams[1] if i % 2 else None
+            with using(stream):
+                if bias is None:
+                    torch.mm(x[chunk], weight.t(), out=partial[chunk])
+                else:
+                    torch.addmm(bias, x[chunk], weight.t(), out=partial[chunk])
+            if owner != rank:
+                copies.follow(stream)
+                copies.send(partial[chunk], owner, rank * rows[owner] * width)
+        copies.join()
+        if out.numel():
+            own = partial[first[rank] : first[rank] + rows[rank]]
+            parts = copies.data(rank, x.dtype, world, rows[rank], width)
+            sources = power_of_two(world)
+            with on_device(x):
+                launch(
+                    _sum_kernel, cdiv(out.numel(), _BLOCK),
+                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
+                    num_warps=1,
+                )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
-from torch_fdattn.dist.tp_linear.copy_engine import gathering, send_rows
+from torch_fdattn.dist.tp_linear.copy_engine import gathering, keep_rows, send_rows
 from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device
@@ -74,26 +74,25 @@ def all_gather_matmul(
     copies, gathered = gathering(x, group_name, rows, "fused/all_gather")
     rank, world, (m, k) = copies.rank, copies.world, x.shape
     launches["tp_linear/fused_all_gather"] += 1
+    ys = [x.new_empty(world * m, weight.shape[0]) for weight in weights]
+    found = [*ys, torch.empty_like(gathered)] if keep else ys
     copies.start()  # in the caller's stream: before the kernel below takes the device
     copies.fork()
-    send_rows(copies, x, rows)
-    ys = [x.new_empty(world * m, weight.shape[0]) for weight in weights]
-    for weight, y in zip(weights, ys, strict=True):
-        n = weight.shape[0]
-        tile = tile_for(m, n, x.dtype)
-        tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
-        if not tiles:
-            continue
-        with on_device(x):
-            launch(
-                _gather_gemm_kernel, programs(tiles, x.device),
-                x, gathered, weight, y, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
-                k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
-                num_warps=tile.warps,
-            )  # fmt: skip
-    copies.join()
-    if keep:
-        gathered[rank * m : (rank + 1) * m] = x
-        ys.append(gathered.clone())
-    copies.finish(ys)
-    return ys
+    with copies.until_finished(found):
+        send_rows(copies, x, rows)
+        for weight, y in zip(weights, ys, strict=True):
+            n = weight.shape[0]
+            tile = tile_for(m, n, x.dtype)
+            tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
+            if not tiles:
+                continue
+            with on_device(x):
+                launch(
+                    _gather_gemm_kernel, programs(tiles, x.device),
+                    x, gathered, weight, y, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
+                    k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
+                    num_warps=tile.warps,
+                )  # fmt: skip
+        if keep:
+            keep_rows(copies, gathered, x, rank * m, found[-1])
+    return found

@@ -110,14 +110,18 @@ def _gemm_send_kernel(
             tl.store(as_words(there) + at, words, mask=inside)
 
 
-# A ticket a tile, of a channel, since calls on a channel come one after another; zeros between them.
+#: Bytes of a tile's words at least: one row of `split_for`'s fewest columns, in pairs.
+_LEAST_TILE = 16 // 2 * 8
+# A ticket a tile, of a channel, since calls on a channel come one after another; zeros between them. As many as the
+# channel has room for: captured graphs hold their address.
 _tickets: weakref.WeakKeyDictionary[Channel, Tensor] = weakref.WeakKeyDictionary()
 
 
-def _tickets_of(where: Channel, tiles: int) -> Tensor:
+def _tickets_of(where: Channel) -> Tensor:
     found = _tickets.get(where)
-    if found is None or found.numel() < tiles:
-        found = torch.zeros(max(1024, 2 * tiles), dtype=torch.int32, device=where.state.device)
+    if found is None:
+        most = where.half_bytes // _LEAST_TILE + 1  # of which one is not whole
+        found = torch.zeros(most, dtype=torch.int32, device=where.state.device)
         _tickets[where] = found
     return found
 
@@ -139,7 +143,7 @@ def matmul_all_reduce(
     split = split_for(m, n, k, x.dtype, _processors(x))
     tiles, parts = cdiv(n, split.n), split.parts
     where = channel(group_name, "gemm_epilogue", words_bytes(y.numel(), y.dtype, world), x.device)
-    tickets = _tickets_of(where, tiles)
+    tickets = _tickets_of(where)
     scratch = x.new_empty(
         parts * tiles * split.m * split.n if parts > 1 else 1, dtype=torch.float32
     )

@@ -30,10 +30,14 @@ def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
 
     Raises:
         TypeError: dtype, which x is computed in, is none of theirs.
-        NotImplementedError: the ranks cannot map each other's memory.
+        NotImplementedError: the ranks cannot map each other's memory, or the interpreter cannot compute in dtype.
     """
     if dtype not in DTYPES:
         raise TypeError(f"{what} needs bfloat16, float16 or float32, got {dtype}")
+    if dtype == torch.bfloat16 and x.device.type == "cpu":
+        raise NotImplementedError(
+            f"{what} needs float16 or float32 on CPUs, got bfloat16, which is wrong in Triton's interpreter"
+        )
     if is_traced(x):
         return
     why_not = obstacle(group_name, x.device)

@@ -139,8 +139,8 @@ def _all_gather_matmul(
             "strategy": strategy,
             "rows": tuple(rows),
             "x_shard's features": x_shard.shape[1],
-            "x_shard's dtype": x_shard.dtype,
-            **wants_gradients(x_shard, *weights),
+            "x_shard's dtype": _compute_dtype(x_shard),
+            **wants_gradients(x_shard),  # those of the weights need no other rank
         },
         once=strategy != "collective",
     )
@@ -171,7 +171,7 @@ def _matmul_reduce_scatter(
             "strategy": strategy,
             "rows": tuple(rows),
             "weight's rows": weight.shape[0],
-            "x's dtype": x.dtype,
+            "x's dtype": _compute_dtype(x),
             **wants_gradients(x, weight),
         },
         once=strategy != "collective",
@@ -195,7 +195,7 @@ def _matmul_all_reduce(
     sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
     method = chosen_method(method, strategy, group_name, x, sizes)
     shape = (x.shape[0], weight.shape[0])
-    same = {"method": method, "the result's shape": shape, "x's dtype": x.dtype}
+    same = {"method": method, "the result's shape": shape, "x's dtype": _compute_dtype(x)}
     agree(group_name, x, same, once=method in one_sided.METHODS)
     if method in one_sided.METHODS:
         x = x.to(_compute_dtype(x))

@@ -1,0 +1,135 @@
+"""The tensor-parallel matmuls where ranks differ, or where a call fails half way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, draw, of_rank  # noqa: F401
+from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from torch_fdattn.dist.tp_linear import copy_engine, fused_gather, gemm_epilogue
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.ops.library import launches
+
+
+@pytest.fixture(autouse=True)
+def _several(rank_device) -> None:
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+
+
+class Failure(RuntimeError):
+    """As if memory ran out."""
+
+
+def fails(*_, **__) -> None:
+    raise Failure
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+def test_a_gather_that_fails_half_way(group, rank_device, monkeypatch, strategy, who) -> None:
+    """Its chunks are not taken for those of the next call."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    weight = draw(6, 16, device=rank_device)
+    for i in range(3):
+        x = draw(3 * world, 16, device=rank_device) + i
+        with monkeypatch.context() as patch:
+            if i == 1 and (who == "all" or rank == 0):
+                patch.setattr(torch, "mm", fails)
+                patch.setattr(fused_gather, "tile_for", fails)
+                with pytest.raises(Failure):
+                    all_gather_matmul(x[of_rank(3)], [weight], group, strategy=strategy)
+                continue
+            (y,) = all_gather_matmul(x[of_rank(3)], [weight], group, strategy=strategy)
+            torch.testing.assert_close(y, F.linear(x, weight))
+
+
+def test_a_reduce_scatter_that_fails_half_way(group, rank_device, monkeypatch) -> None:
+    world = dist.get_world_size()
+    weight = draw(6, 16, device=rank_device)
+    for i in range(3):
+        x = draw(3 * world, 16, device=rank_device) + i
+        if i == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(copy_engine, "cdiv", fails)
+                with pytest.raises(Failure):
+                    matmul_reduce_scatter(x, weight, group, strategy="copy_engine")
+            continue
+        y = matmul_reduce_scatter(x, weight, group, strategy="copy_engine")
+        torch.testing.assert_close(y, world * F.linear(x, weight)[of_rank(3)])
+
+
+@pytest.mark.parametrize("strategy", ["collective", *STRATEGIES])
+def test_only_x_must_want_gradients_everywhere(group, rank_device, strategy: str) -> None:
+    """A gather's backward goes to other ranks for x alone."""
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    x, weight = draw(3, 16, device=rank_device), draw(8, 16, device=rank_device)
+    one = weight.clone().requires_grad_(first)
+    (y,) = all_gather_matmul(x, [one], group, strategy=strategy)
+    assert y.requires_grad == first
+    if first:
+        y.sum().backward()
+        torch.testing.assert_close(one.grad, world * x.sum(0).expand_as(one))
+    x = draw(4, 16, device=rank_device).requires_grad_(first)  # a size that no rank has seen
+    with pytest.raises(ValueError, match="whether gradients are wanted must be the same"):
+        all_gather_matmul(x, [weight.requires_grad_()], group, strategy=strategy)
+
+
+def test_autocast_of_ranks_that_differ(group, rank_device) -> None:
+    """What travels is of autocast's dtype."""
+    # Of sizes that no rank has seen.
+    x, weight = draw(7, 18, device=rank_device), draw(10, 18, device=rank_device)
+    first, kind = dist.get_rank() == 0, rank_device.type
+    with torch.autocast(kind, torch.float16, enabled=first):
+        for strategy in ("collective", *STRATEGIES):
+            with pytest.raises(ValueError, match="x_shard's dtype must be the same on all ranks"):
+                all_gather_matmul(x, [weight], group, strategy=strategy)
+        with pytest.raises(ValueError, match="x's dtype must be the same on all ranks"):
+            matmul_all_reduce(x, weight, group, method="low_latency")
+
+
+def test_bfloat16_in_the_interpreter(group, rank_device) -> None:
+    if rank_device.type == "cuda":
+        pytest.skip("of the interpreter")
+    x = draw(3, 16, device=rank_device, dtype=torch.bfloat16)
+    for strategy in STRATEGIES:
+        with pytest.raises(NotImplementedError, match="float16 or float32 on CPUs, got bfloat16"):
+            all_gather_matmul(x, [x], group, strategy=strategy)
+    with pytest.raises(NotImplementedError, match="float16 or float32 on CPUs, got bfloat16"):
+        matmul_all_reduce(x, x, group, method="gemm_epilogue")
+
+
+def test_auto_where_shares_differ(group, rank_device, measured) -> None:
+    """Ranks that would choose differently, by sizes that are their own, choose what runs everywhere."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    measured(
+        (GATHER, 8, 16, [[4 * world, "copy_engine"]]),
+        (GATHER, 9, 16, [[4 * world, "fused"]]),
+        (SCATTER, 6, 16, [[4 * world, "fused"]]),
+        (ALL_REDUCE, 6, 16, [[4 * world, "low_latency"]]),
+    )
+    for columns, fast in ((8, True), (9 + min(rank, 1), False), (11 + min(rank, 1), False)):
+        before = launches.total()
+        x, weight = draw(4 * world, 16, device=rank_device), torch.ones(columns, 16)
+        (y,) = all_gather_matmul(x[of_rank(4)], [weight.to(rank_device)], group)
+        torch.testing.assert_close(y, x.sum(1, keepdim=True).expand(-1, columns))
+        assert (launches.total() > before) == fast
+    features = 16 + min(rank, 1)
+    x, weight = (torch.ones(n, features, device=rank_device) for n in (4 * world, 6))
+    whole = torch.full((4 * world, 6), 16.0 * world + world - 1, device=rank_device)
+    torch.testing.assert_close(matmul_reduce_scatter(x, weight, group), whole[of_rank(4)])
+    torch.testing.assert_close(matmul_all_reduce(x, weight, group), whole)
+
+
+def test_tickets_for_any_call_that_fits_the_channel(group, rank_device) -> None:
+    """Where a later call needed more of them, captured graphs would count in memory that was given back."""
+    x, weight = draw(16, 8, device=rank_device), draw(1100, 8, device=rank_device)
+    y = matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+    torch.testing.assert_close(y, dist.get_world_size() * F.linear(x, weight))
+    for where, tickets in gemm_epilogue._tickets.items():
+        assert not tickets.any()
+        # A tile of one row of 16 columns has 8 words of 8 bytes.
+        assert tickets.numel() * 64 >= where.half_bytes
