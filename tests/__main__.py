@@ -107,6 +107,7 @@ def layers(kind: str) -> list[Layer]:
                 "ring_attention",
                 "decode",
                 "tp_linear",
+                "compiled_matmuls",
                 "kv_cache",
                 "agreement",
                 only=f"not ({COMPILED})",
@@ -123,7 +124,16 @@ def layers(kind: str) -> list[Layer]:
                 only=f"not ({COMPILED} or test_drawn)",
             ),
             distributed(1, "ring_attention", only=f"not ({COMPILED})"),
-            one_sided(2, "one_sided", "strategies", "signals", "fused_parts", "tp_one_sided"),
+            one_sided(
+                2,
+                "one_sided",
+                "strategies",
+                "signals",
+                "fused_parts",
+                "tp_one_sided",
+                "tp_failures",
+                "compiled_matmuls",
+            ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
                 3,

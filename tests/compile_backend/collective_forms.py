@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,11 +18,14 @@ from torch_fdattn.dist.collectives import gather_rows
 
 
 def gather(x: Tensor, group, dim: int = 0) -> Tensor:
-    return funcol.all_gather_tensor(x, dim, group)
+    # Dynamo of torch 2.11 traces the functional collectives along the first dimension alone.
+    rows = funcol.all_gather_tensor(x, 0, group)
+    return torch.cat(rows.chunk(dist.get_world_size()), dim) if dim else rows
 
 
 def scatter(y: Tensor, group, dim: int = 0, op: str = "sum") -> Tensor:
-    return funcol.reduce_scatter_tensor(y, op, dim, group)
+    rows = torch.cat(y.chunk(dist.get_world_size(), dim)) if dim else y
+    return funcol.reduce_scatter_tensor(rows, op, 0, group)
 
 
 def reduce(y: Tensor, group, op: str = "sum") -> Tensor:

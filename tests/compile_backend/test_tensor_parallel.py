@@ -12,12 +12,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.backends import debugging
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.compile_backend.collective_forms import FORMS, NEAR_MISSES
+from tests.compile_backend.collective_forms import FORMS, NEAR_MISSES, gather, reduce, scatter
+from torch_fdattn.compile_backend.report import MATMUL_REASONS
 from torch_fdattn.compile_backend.tensor_parallel import passes
+from torch_fdattn.dist.tp_linear import auto
 
 WORLD = 3
 
@@ -87,3 +93,181 @@ def test_near_misses(group: str, name: str) -> None:
     sites = passes.rewrite_graph(gm.graph, "fused")
     assert [site.reason for site in sites] == NEAR_MISSES[name][1]
     assert code(gm) == before
+
+
+def test_snapshots(group: str) -> None:
+    gm = graph_of("gather and scatter", group)
+    passes.rewrite_graph(gm.graph, "fused")
+    assert_expected_inline(
+        code(gm),
+        """\
+    t = aten.t.default(arg1_1)
+    compiled_all_gather_matmul_default = fdattn.compiled_all_gather_matmul.default(arg0_1, [arg1_1], '0', 3, 'fused', False)
+    getitem = compiled_all_gather_matmul_default[0]
+    relu = aten.relu.default(getitem)
+    permute_default = aten.permute.default(arg1_1, [1, 0])
+    compiled_matmul_reduce_scatter_default = fdattn.compiled_matmul_reduce_scatter.default(relu, permute_default, None, '0', 3, 'fused')
+    return (compiled_matmul_reduce_scatter_default,)""",
+    )
+    gm = graph_of("gather, rows used before", group)
+    passes.rewrite_graph(gm.graph, "collective")
+    assert_expected_inline(
+        code(gm),
+        """\
+    t_1 = aten.t.default(arg1_1)
+    compiled_all_gather_matmul_default = fdattn.compiled_all_gather_matmul.default(arg0_1, [arg1_1], '0', 3, 'collective', True)
+    getitem = compiled_all_gather_matmul_default[0]
+    getitem_1 = compiled_all_gather_matmul_default[1]
+    relu = aten.relu.default(getitem_1)
+    t = aten.t.default(arg1_1)
+    mm = aten.mm.default(relu, t)
+    return (mm, getitem)""",
+    )
+    gm = graph_of("scatter of a sum, biases", group)
+    passes.rewrite_graph(gm.graph, "copy_engine")
+    assert_expected_inline(
+        code(gm),
+        """\
+    flip = aten.flip.default(arg0_1, [0])
+    stack = aten.stack.default([arg0_1, flip])
+    select = aten.select.int(arg1_1, 1, 0)
+    t = aten.t.default(arg1_1)
+    view = aten.view.default(stack, [36, 8])
+    flip_1 = aten.flip.default(arg0_1, [0])
+    stack_1 = aten.stack.default([arg0_1, flip_1])
+    mul = aten.mul.Tensor(stack_1, 2)
+    select_1 = aten.select.int(arg1_1, 1, 1)
+    t_1 = aten.t.default(arg1_1)
+    view_1 = aten.view.default(mul, [36, 8])
+    reshape_default = aten.reshape.default(view, [2, 18, 8])
+    split_tensor = aten.split.Tensor(reshape_default, 6, 1)
+    getitem_3 = split_tensor[0]
+    getitem_4 = split_tensor[1]
+    getitem_5 = split_tensor[2]
+    cat_default = aten.cat.default([getitem_3, getitem_4, getitem_5])
+    reshape_default_1 = aten.reshape.default(view_1, [2, 18, 8])
+    split_tensor_1 = aten.split.Tensor(reshape_default_1, 6, 1)
+    getitem_6 = split_tensor_1[0]
+    getitem_7 = split_tensor_1[1]
+    getitem_8 = split_tensor_1[2]
+    cat_default_1 = aten.cat.default([getitem_6, getitem_7, getitem_8])
+    reshape_default_2 = aten.reshape.default(cat_default, [-1, 8])
+    reshape_default_3 = aten.reshape.default(cat_default_1, [-1, 8])
+    cat_default_2 = aten.cat.default([reshape_default_2, reshape_default_3], 1)
+    cat_default_3 = aten.cat.default([arg1_1, arg1_1], 1)
+    add_tensor = aten.add.Tensor(select, select_1)
+    compiled_matmul_reduce_scatter_default = fdattn.compiled_matmul_reduce_scatter.default(cat_default_2, cat_default_3, add_tensor, '0', 3, 'copy_engine')
+    reshape_default_4 = aten.reshape.default(compiled_matmul_reduce_scatter_default, [-1, 6, 10])
+    return (reshape_default_4,)""",
+    )
+    gm = graph_of("reduce of sequences", group)
+    passes.rewrite_graph(gm.graph, "fused")
+    assert_expected_inline(
+        code(gm),
+        """\
+    flip = aten.flip.default(arg0_1, [0])
+    stack = aten.stack.default([arg0_1, flip])
+    t = aten.t.default(arg1_1)
+    view = aten.view.default(stack, [36, 8])
+    compiled_matmul_all_reduce_default = fdattn.compiled_matmul_all_reduce.default(view, arg1_1, None, '0', 3, 'fused')
+    reshape_default_2 = aten.reshape.default(compiled_matmul_all_reduce_default, [-1, 18, 10])
+    return (reshape_default_2,)""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [("auto", "not-faster"), ("copy_engine", "strategy")]
+)
+def test_left(group: str, choice: str, reason: str) -> None:
+    """What was not measured stays, and what a strategy cannot do."""
+    gm = graph_of("reduce", group)
+    before = code(gm)
+    (site,) = passes.rewrite_graph(gm.graph, choice)
+    assert site.reason == reason
+    assert site.detail == MATMUL_REASONS[reason]
+    assert code(gm) == before
+
+
+def test_dryrun_changes_nothing(group: str) -> None:
+    gm = graph_of("gather", group)
+    before = code(gm)
+    (site,) = passes.rewrite_graph(gm.graph, "fused", dryrun=True)
+    assert site.op == "all_gather_matmul"
+    assert code(gm) == before
+
+
+ENTRY = {
+    "op": auto.GATHER, "gpu": "G", "dtype": "bfloat16", "ranks": WORLD, "columns": 4096, "features": 1024,
+    "choices": [[64, "collective"], [4096, "fused"]], "run": "r",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (auto.Sizes(4096, 4096, 1024, WORLD), True),
+        (auto.Sizes(4096, 77, 1024, WORLD), True),  # columns are a rank's own
+        (auto.Sizes(64, 4096, 1024, WORLD), False),
+        (auto.Sizes(4096, 4096, 64, WORLD), False),
+        (auto.Sizes(4096, 4096, 1024, 8), False),
+        (None, True),
+    ],
+)
+def test_where_something_was_measured(monkeypatch, sizes, expected: bool) -> None:
+    monkeypatch.setattr(auto, "table", lambda: (ENTRY,))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "G")
+    device = torch.device("cuda")
+    assert auto.may_choose(auto.GATHER, device, torch.bfloat16, sizes) is expected
+    assert not auto.may_choose(auto.SCATTER, device, torch.bfloat16, sizes)
+    assert not auto.may_choose(auto.GATHER, device, torch.float32, sizes)
+    assert not auto.may_choose(auto.GATHER, torch.device("cpu"), torch.bfloat16, sizes)
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="fdattn", options=options)
+
+
+def test_options(group: str) -> None:
+    x, w = inputs()
+
+    def run(x, w):
+        return reduce(x @ w.t(), group)
+
+    with pytest.raises(
+        Exception, match=r'options\["tensor_parallel"\] must be one of .* got \'ring\''
+    ):
+        compiled(run, tensor_parallel="ring", lower="aot_eager")(x, w)
+    for choice, count in (("collective", 1), ("off", 0), ("auto", 0)):
+        counters.clear()
+        compiled(run, tensor_parallel=choice, lower="aot_eager")(x, w)
+        assert counters["fdattn"]["op/matmul_all_reduce"] == count
+        assert counters["fdattn"]["left/not-faster"] == (choice == "auto")
+
+
+def test_caches_know_the_option_and_the_users_pass(group: str) -> None:
+    """A graph that was rewritten is not served where it was not asked for."""
+    x, w = inputs()
+    seen = []
+
+    def run(x, w):
+        return scatter(gather(x, group) @ w.t(), group)
+
+    class Users(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append(graph)
+
+        def uuid(self):
+            return "users"
+
+    def hits(choice: str, **others) -> tuple[int, int]:
+        counters.clear()
+        compiled(run, tensor_parallel=choice, **others)(x, w)
+        return counters["inductor"]["fxgraph_cache_hit"], counters["fdattn"]["op/all_gather_matmul"]
+
+    with fresh_cache(), torch.no_grad():
+        assert hits("collective") == (0, 1)
+        assert hits("collective") == (1, 0)  # found, and so not rewritten again
+        assert hits("off") == (0, 0)
+        assert hits("collective", post_grad_custom_pre_pass=Users()) == (0, 1)
+        assert len(seen) == 1
