@@ -188,6 +188,32 @@ def test_left(group: str, choice: str, reason: str) -> None:
     assert code(gm) == before
 
 
+def test_a_graph_that_says_too_little(group: str) -> None:
+    """As another pass may leave it: not rewritten, and no error."""
+    gm = graph_of("scatter", group)
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.mm.default:
+            node.meta.pop("val")
+    before = code(gm)
+    (site,) = passes.rewrite_graph(gm.graph, "fused")
+    assert site.reason == "unexpected"
+    assert code(gm) == before
+
+
+def test_a_weight_that_is_awaited_later(group: str) -> None:
+    """Moving its collective would change the order in which ranks meet."""
+
+    def run(x, w):
+        rows = gather(x, group)
+        return rows.sum() * (rows @ gather(w, group)[:10].t())
+
+    gm = traced(run, *inputs())
+    before = code(gm)
+    (site,) = passes.rewrite_graph(gm.graph, "fused")
+    assert site.reason == "weight-later"
+    assert code(gm) == before
+
+
 def test_dryrun_changes_nothing(group: str) -> None:
     gm = graph_of("gather", group)
     before = code(gm)

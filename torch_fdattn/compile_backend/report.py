@@ -59,6 +59,7 @@ MATMUL_REASONS = {
     "reduce-op": "the reduction is no sum",
     "scaled": "the product or what is added to it is scaled",
     "strategy": "the strategy that was asked for gathers and scatters, and reduces nothing on all ranks",
+    "unexpected": "a form that is not known",
     "weight-later": "a weight comes from a collective that is awaited later",
 }
 

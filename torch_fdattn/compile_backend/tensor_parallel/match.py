@@ -91,12 +91,14 @@ def match(node: Node) -> Gather | Reduction | None:
     Raises:
         Left: matmuls that must stay as they are.
     """
-    wait = _only_wait(node)
-    if wait is None or not isinstance(value(node), torch.Tensor) or not value(node).dim():
+    wait, group_name = _only_wait(node), node.args[-1]
+    if wait is None or not isinstance(group_name, str) or not value(node).dim():
         return None
-    if node.target is _C10D.all_gather_into_tensor.default:
-        return _gather(node, wait)
-    return _reduction(node, wait)
+    try:
+        gathers = node.target is _C10D.all_gather_into_tensor.default
+        return (_gather if gathers else _reduction)(node, wait)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise Left("unexpected", f"a form that is not known ({error})") from error
 
 
 def _only_wait(node: Node) -> Node | None:
