@@ -47,6 +47,7 @@ def kernel_options(
 ) -> tuple:
     """What attention's kernels take of `scores` and `dropout`, None for what is absent: that costs them nothing."""
     slopes, sinks, mask = scores.alibi_slopes, scores.sinks, broadcast_mask(scores, q, k, packed)
+    has_rows = mask and scores.attn_mask.dim() > 1 and scores.attn_mask.shape[-2] > 1
     drops = dropout.threshold > 0
     batch = q.shape[0] if packed is None else packed.sequences
     return (
@@ -56,8 +57,8 @@ def kernel_options(
         scores.attn_mask, _mask_strides(*mask) if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
-        # Of packed sequences the longest may be longer than the mask.
-        mask[0].shape[2] if packed is not None and mask and mask[0].stride(2) else None,
+        # Of packed sequences the longest may be longer than the mask, expanded ones included: the gradient is not.
+        mask[0].shape[2] if packed is not None and has_rows else None,
         # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
         # tuple of which no later member is one (the stale type of `set_iterable_path`).
         None,

@@ -81,6 +81,50 @@ def test_equals_one_sequence_after_the_other(shape, causal, device) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        ((1, 1, 1, COLUMNS), (1, 1, ROWS, COLUMNS)),
+        pytest.param((4, 1, 1, COLUMNS), (4, HEADS, ROWS, COLUMNS), marks=SLOW),
+        pytest.param((1, 1, ROWS, 1), (1, 1, ROWS, COLUMNS), marks=SLOW),
+    ],
+)
+def test_expanded_masks(of, to, device) -> None:
+    """Strides of 0 are no dims of 1: the gradient has every entry."""
+    q, k, v = qkv(device)
+    bias = torch.randn(of, dtype=q.dtype, device=device).expand(to)
+    found = []
+    for own in (bias.detach(), bias.contiguous()):
+        out, lse = torch_fdattn.varlen_attention(
+            q, k, v, begins(Q_LENS, q.device), begins(KV_LENS, q.device), attn_mask=own.requires_grad_()
+        )  # fmt: skip
+        found.append(torch.autograd.grad(out.square().sum(), [q, k, v, own]))
+    for expanded, whole in zip(*found, strict=True):
+        torch.testing.assert_close(expanded, whole)
+
+
+def test_expanded_rows_fewer_than_a_sequence_has(kernel_device: str) -> None:
+    """Only checked where lengths lie on the host: elsewhere nothing is written behind the mask's own rows."""
+    from torch_fdattn.ops.attention.backward import launch_backward
+    from torch_fdattn.ops.packed import Packed, by_heads
+    from torch_fdattn.ops.positions import Mask
+    from torch_fdattn.ops.scores import Scores
+
+    tokens, rows = 40, 3
+    q, k, v, out, dout, dq, dk, dv = (
+        by_heads(torch.randn(tokens, 1, DIM, device=kernel_device)) for _ in range(8)
+    )
+    lse = torch.zeros(1, tokens, device=kernel_device)
+    bias = torch.zeros(1, 1, 1, tokens, device=kernel_device).expand(-1, -1, rows, -1)
+    memory = torch.full((1, 1, tokens, tokens), 7.0, device=kernel_device)
+    launch_backward(
+        dout, None, q, k, v, out, lse, Mask(), 0.25, dq, dk, dv, Scores(0.0, None, None, bias),
+        Scores(0.0, None, None, memory[:, :, :rows]), packed=Packed(begins((tokens,), kernel_device)),
+    )  # fmt: skip
+    assert memory[:, :, :rows].ne(7).all()
+    assert memory[:, :, rows:].eq(7).all()
+
+
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=SLOW), ROWS])
 def test_booleans_and_pages(rows: int, device) -> None:
     """Of pages only the valid keys need entries; a row that sees nothing is zero."""
