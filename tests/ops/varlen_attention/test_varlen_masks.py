@@ -95,7 +95,7 @@ def test_expanded_masks(of, to, device) -> None:
     bias = torch.randn(of, dtype=q.dtype, device=device).expand(to)
     found = []
     for own in (bias.detach(), bias.contiguous()):
-        out, lse = torch_fdattn.varlen_attention(
+        out, _ = torch_fdattn.varlen_attention(
             q, k, v, begins(Q_LENS, q.device), begins(KV_LENS, q.device), attn_mask=own.requires_grad_()
         )  # fmt: skip
         found.append(torch.autograd.grad(out.square().sum(), [q, k, v, own]))
