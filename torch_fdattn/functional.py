@@ -58,7 +58,7 @@ def attention(
             are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
             positions alone, on every device the same (`ops/attention/dropout.py`).
         dropout_seed: int64 (2,) on q's device: seed and offset. Default: drawn on the device from torch's
-            generator, or as `set_deterministic` says. Of DTensors it must be given.
+            generator, or as `set_deterministic` says; within vmap by its `randomness`. Of DTensors it must be given.
 
     Returns:
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural

@@ -173,6 +173,35 @@ def test_torch_func(op):
         torch.testing.assert_close(x, torch.stack(each))
 
 
+@pytest.mark.parametrize("name", ["attention", "varlen_attention"])
+def test_vmap_draws_dropout_as_its_randomness_says(name):
+    """One seed for all, one for each, or refused, whether or not q is what is mapped over."""
+    q, k, v = map(packed, qkv()) if name == "varlen_attention" else qkv()
+    where = (int32(0, 1, 6), int32(0, 3, 10)) if name == "varlen_attention" else ()
+    op = getattr(torch_fdattn, name)
+
+    def of_q(q):
+        return op(q, k, v, *where, dropout_p=0.5)[0]
+
+    def of_mask(mask):
+        return op(q, k, v, *where, attn_mask=mask, dropout_p=0.5)[0]
+
+    for call, inputs in ((of_q, torch.stack([q, q])), (of_mask, torch.zeros(2, 1, 1).double())):
+        for randomness, same in (("same", True), ("different", False)):
+            first, second = torch.func.vmap(call, randomness=randomness)(inputs)
+            assert torch.equal(first, second) is same
+        with pytest.raises(RuntimeError, match="randomness"):
+            torch.func.vmap(call)(inputs)
+
+    def scaled(weights):
+        return of_q(q * weights).flatten()[::50]
+
+    torch.manual_seed(1)
+    forward = torch.func.jacfwd(scaled, randomness="same")(torch.ones(16).double())
+    torch.manual_seed(1)
+    torch.testing.assert_close(forward, torch.func.jacrev(scaled)(torch.ones(16).double()))
+
+
 @EVERY
 def test_the_primal_has_its_gradient_beside_a_tangent(op):
     """A tangent that is detached is a number in a loss (as of MeanFlow, say), and the loss has its gradient."""

@@ -296,6 +296,12 @@ def in_forward_mode(*arguments: object) -> bool:
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
 
 
+def in_vmap() -> bool:
+    """Whether a call is made for a batch of calls (torch.func.vmap, jacfwd)."""
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(x.key() == vmap for x in torch._C._functorch.get_interpreter_stack() or ())
+
+
 def requires_grad(arg: object) -> bool:
     return isinstance(arg, Tensor) and arg.requires_grad
 

@@ -311,7 +311,7 @@ def _attention(
     scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     scale = default_scale(q, scale)
     if dropout_p and dropout_seed is None:
-        dropout_seed = torch.ops.fdattn.dropout_seed(q.detach())
+        dropout_seed = drawn_seed(q)
     dropout = Dropout(dropout_p, dropout_seed)
     return attend(torch.ops.fdattn.attention_forward, q, k, v, mask, scale, scores, dropout)
 
@@ -320,6 +320,12 @@ def _dropout_seed(like: Tensor) -> Tensor:
     generator = seed_generator(like.device)
     limits = -(2**63), 2**63 - 1
     return torch.randint(*limits, (2,), device=like.device, dtype=torch.int64, generator=generator)
+
+
+def drawn_seed(q: Tensor) -> Tensor:
+    """Dropout's seed of a call that is given none."""
+    # torch's own op knows vmap's randomness: one seed for all, one for each, or refused.
+    return _dropout_seed(q) if library.in_vmap() else torch.ops.fdattn.dropout_seed(q.detach())
 
 
 # An op of its own: what it draws from is known only when it runs, not when a graph is traced.

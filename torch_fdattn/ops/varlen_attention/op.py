@@ -29,6 +29,7 @@ from torch_fdattn.ops.attention.op import (
     call_of,
     copy_state,
     default_scale,
+    drawn_seed,
     empty_gradients,
     empty_state,
     options_to_mask,
@@ -224,7 +225,7 @@ def _varlen_attention(
     )
     scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), default_scale(q, scale)
     if dropout_p and dropout_seed is None:
-        dropout_seed = torch.ops.fdattn.dropout_seed(q.detach())
+        dropout_seed = drawn_seed(q)
     dropout = Dropout(dropout_p, dropout_seed)
     if page_table is None:
         where = cu_seqlens_q, cu_seqlens_k
