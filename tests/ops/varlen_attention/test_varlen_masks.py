@@ -145,7 +145,7 @@ def test_booleans_and_pages(rows: int, device) -> None:
                 for cache, x in zip(pages, (k, v), strict=True):
                     at = first + j * page
                     cache[table[b, j], :count] = x[at : at + count]
-        out, _ = torch_fdattn.varlen_attention(
+        out, lse = torch_fdattn.varlen_attention(
             q, *(x.transpose(1, 2) for x in pages), begins(Q_LENS, q.device), page_table=table.to(q.device),
             kv_lens=torch.tensor(KV_LENS, dtype=torch.int32, device=q.device), causal=True, attn_mask=mask,
         )  # fmt: skip
