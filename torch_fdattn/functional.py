@@ -76,10 +76,9 @@ def attention(
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        attn_mask=attn_mask, dropout_seed=dropout_seed,
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, alibi_slopes=alibi_slopes,
+        sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
-    checks.expect_number("dropout_p", dropout_p)
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
@@ -137,10 +136,9 @@ def varlen_attention(
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
     _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, softcap, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
-        alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, cu_seqlens_k=cu_seqlens_k,
+        page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
-    checks.expect_number("dropout_p", dropout_p)
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     return torch.ops.fdattn.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
@@ -264,11 +262,14 @@ def paged_decode(
     )  # fmt: skip
 
 
-def _expect_types(tensors, bounds, scale, softcap, **extras) -> None:
+def _expect_types(tensors, bounds, scale, softcap, dropout_p=0.0, **extras) -> None:
     given = (pair for pair in extras.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
+    # A float may be a number that torch.compile traces, which cannot be asked for its attributes.
     if type(softcap) is not float:
         checks.expect_convertible("softcap", softcap)
+    if type(dropout_p) is not float:
+        checks.expect_number("dropout_p", dropout_p)
 
 
 def decode_workspace(

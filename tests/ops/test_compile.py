@@ -204,6 +204,26 @@ def test_no_recompile_over_the_parameters_of_a_sharded_cache(device):
     assert counter.frame_count == 1
 
 
+def test_numbers_that_are_traced(device):
+    """Under dynamic=True a module's floats are inputs of the graph."""
+    seed = torch.tensor([3, 4], device=device)
+    numbers = [0.3, 20.0, 0.5]
+
+    def call(*inputs):
+        scale, softcap, dropout_p = numbers
+        return torch_fdattn.attention(
+            *inputs, scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=seed
+        )[0]
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    inputs = qkv(device)
+    found, expected = (
+        (out, *torch.autograd.grad(out.square().sum(), inputs))
+        for out in (compiled(*inputs), call(*inputs))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_decode_over_capacities(device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *x: torch_fdattn.decode(*x), backend=counter, fullgraph=True)
