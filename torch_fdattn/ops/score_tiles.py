@@ -98,7 +98,7 @@ def mask_scores(scores, entries, unit, LSE_KNOWN: tl.constexpr = False):
         # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
         # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The minimum keeps it out.
         if not LSE_KNOWN:
-            scores = tl.minimum(scores, MASK_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            scores = tl.minimum(scores, MASK_LIMIT * LOG2E, propagate_nan=tl.PropagateNan.ALL)
             scores = tl.where(entries < -MASK_LIMIT, float("-inf"), scores)
         unit = 1.0
     return scores, unit

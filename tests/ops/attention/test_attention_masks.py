@@ -135,6 +135,30 @@ def test_infinity_takes_the_row(device):
 
 
 @pytest.mark.interpreter
+def test_infinity_in_the_last_row(device):
+    """Which rows of a tile behind it read too: they have no gradient. It counts as 1e38, in the lse as well."""
+    q, k, v = qkv(device)
+    bias = torch.zeros(21, 37, device=device)
+    bias[19, 2], bias[19, 3], bias[20, 3] = 9e37, INF, INF
+    bias.requires_grad_()
+    out, lse = torch_fdattn.attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(
+        out[:, :, 19:], v.repeat_interleave(2, 1)[:, :, 3:4].expand(-1, -1, 2, -1)
+    )
+    torch.testing.assert_close(lse[:, :, 19:], torch.full_like(lse[:, :, 19:], 1e38))
+    found = torch.autograd.grad(out.square().sum(), (q, k, v, bias))
+    taken = torch.zeros_like(bias, dtype=torch.bool)
+    taken[19:], taken[19:, 3] = True, False
+    expected = torch.autograd.grad(
+        torch_fdattn.attention(q, k, v, attn_mask=torch.zeros_like(bias).masked_fill(taken, -INF).requires_grad_())[0]
+        .square().sum(), (q, k, v),
+    )  # fmt: skip
+    for ours, theirs in zip(found, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert found[3].isfinite().all()
+
+
+@pytest.mark.interpreter
 def test_entries_of_ten_thousand(device):
     """P comes from an lse rounded at that size, to 1e-3: so does torch's in fp32."""
     bias = 1e4 * torch.randn(2, 4, 21, 37, device=device)

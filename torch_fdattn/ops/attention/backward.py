@@ -173,7 +173,7 @@ def launch_backward(
             rows = _sum_by_sequence(slope_rows, packed, q_len)
         wanted.alibi_slopes.copy_(rows.sum(over))
     if wanted.sinks is not None:
-        if packed is not None:  # in padded rows, as delta is; those of no sequence are +inf
+        if packed is not None:  # in padded rows, as delta is; those of no sequence are 2e38
             lse, q_len = lse2 * LN2.value, padded_len
         wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
 

@@ -62,11 +62,12 @@ def _row_terms_kernel(
     lse = tl.load(lse_ptr + row_offset + rows, mask=rows_in, other=float("-inf"))
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row_offset + rows, mask=rows_in, other=0.0)
-    # Rows outside and rows that saw no key get lse = +inf, so that their probabilities are zero and
-    # the sweeps need no mask for them; a loss's gradient at lse = -inf may be NaN, and 0 · NaN is NaN.
+    # Rows outside and rows that saw no key get a lse beyond all scores, so that their probabilities are zero and
+    # the sweeps need no mask for them; a loss's gradient at lse = -inf may be NaN, and 0 · NaN is NaN. It is finite:
+    # rows outside read the last row's mask, whose +inf less +inf is NaN (less this, they weigh what is zero).
     unseen = lse == float("-inf")
     delta = tl.where(unseen, 0.0, delta)
-    lse = tl.where(unseen, float("inf"), lse)
+    lse = tl.where(unseen, 2e38, lse)
     padded_offset = (batch64 * heads + head) * padded_len
     if PACKED:
         padded_offset += place - first
