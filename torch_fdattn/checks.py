@@ -55,9 +55,11 @@ def expect_types(
 
 
 def expect_convertible(name: str, value: object) -> None:
-    """A number that a float can hold; others end in the dispatcher's error, with a whole schema in it."""
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a number or None, got {value!r}")
+    """A number that a float can hold; others end in the dispatcher's error, with a whole schema in it.
+
+    A tensor would become one there, and lose its gradient.
+    """
+    expect_number(name, value)
     if isinstance(value, int) and value.bit_length() > 1023:
         raise ValueError(f"{name} must be a finite number, got an int of {value.bit_length()} bits")
 
@@ -213,7 +215,6 @@ def expect_int64(**named: object) -> None:
 
 def plain_float(name: str, value: object) -> float:
     """Of any number, NumPy's scalars included, which Triton and ctypes refuse."""
-    expect_number(name, value)
     expect_convertible(name, value)
     return float(value)
 
