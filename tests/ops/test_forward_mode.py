@@ -171,6 +171,9 @@ def test_torch_func(op):
     found = torch.func.vmap(lambda q: op(q, k, v))(torch.stack([q, 2 * q]))
     for x, *each in zip(found, op(q, k, v), op(2 * q, k, v), strict=True):
         torch.testing.assert_close(x, torch.stack(each))
+    # Of an autograd.Function torch knows no way, so there must be none where nothing is derived.
+    functional = torch.func.functionalize(op)(q, k, v)
+    torch.testing.assert_close(functional, tuple(op(q, k, v)))
 
 
 @pytest.mark.parametrize("name", ["attention", "varlen_attention"])

@@ -290,8 +290,9 @@ def refuse_second_derivative(op: str) -> None:
 
 
 def in_forward_mode(*arguments: object) -> bool:
-    """Whether torch.func transforms a call (in any of its ways), or one of its arguments has a tangent."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    """Whether torch.func differentiates a call or makes a batch of it, or one of its arguments has a tangent."""
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    if any(x.key() != functionalize for x in _transforms()):
         return True
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
 
@@ -299,7 +300,12 @@ def in_forward_mode(*arguments: object) -> bool:
 def in_vmap() -> bool:
     """Whether a call is made for a batch of calls (torch.func.vmap, jacfwd)."""
     vmap = torch._C._functorch.TransformType.Vmap
-    return any(x.key() == vmap for x in torch._C._functorch.get_interpreter_stack() or ())
+    return any(x.key() == vmap for x in _transforms())
+
+
+def _transforms() -> Sequence:
+    """torch.func's, that are under way."""
+    return torch._C._functorch.get_interpreter_stack() or ()
 
 
 def requires_grad(arg: object) -> bool:
