@@ -191,8 +191,8 @@ def check_window(window_left: int, window_right: int) -> None:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether TORCH_FDATTN_CHECK=1 asks for a look at values that can be read: not under capture or tracing."""
-    if not CHECK_VALUES or type(tensor) is not Tensor or not tensor.numel():
+    """Whether TORCH_FDATTN_CHECK=1 asks for a look at values that can be read: not on meta, under capture or tracing."""
+    if not CHECK_VALUES or type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -158,6 +158,9 @@ def test_beginnings_are_checked_where_asked_for(device, monkeypatch):
     with pytest.raises(ValueError, match="cu_seqlens_k must grow from 0 to at most 40"):
         torch_fdattn.varlen_attention(q, k, v, *begins)
     torch_fdattn.varlen_attention(q, k, v, int32(0, 12, 40, device=device))
+    on_meta = [x.to("meta") for x in (q, k, v)]
+    begins, lens = int32(0, 12, 40, device="meta"), int32(3, 4, device="meta")
+    assert torch_fdattn.varlen_attention(*on_meta, begins, kv_lens=lens)[0].shape == q.shape
 
 
 def test_only_lse_has_a_gradient(device):
