@@ -21,12 +21,14 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
 
     Args:
         enabled: False goes back to torch's generator.
-        seed: of the seeds; None: torch's generator.
+        seed: of the seeds, as `torch.Generator.manual_seed` takes it; None: torch's generator.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled must be a bool, got {enabled!r}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, got {seed!r}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {seed}")
     global _setting
     _setting = (enabled, seed)
     _generators.clear()

@@ -247,6 +247,8 @@ def test_wrong_settings():
         torch_fdattn.set_deterministic(1)
     with pytest.raises(TypeError, match=r"seed must be an int or None, got 0\.5"):
         torch_fdattn.set_deterministic(True, seed=0.5)
+    with pytest.raises(ValueError, match=rf"seed must be from .*, got {2**64}"):
+        torch_fdattn.set_deterministic(True, seed=2**64)
 
 
 def test_raw_ops_want_a_seed():
