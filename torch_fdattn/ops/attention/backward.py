@@ -111,7 +111,8 @@ def launch_backward(
     ragged_q = packed is not None or q_len % WHOLE_TILES != 0
     ragged_kv = packed is not None or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
     borders = not mask.hides_nothing or ragged_q or ragged_kv
-    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *broadcast_mask(scores, q, k, packed))
+    masks = [*broadcast_mask(scores, q, k, packed), *broadcast_mask(wanted, q, k, packed)]
+    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
     options = kernel_options(scores, q, k, dropout, packed)
     found_in = kernel_arguments(packed, k)
     with on_device(q):
@@ -134,7 +135,7 @@ def launch_backward(
         dmask = wanted.attn_mask
         in_dq = None  # where the sweep itself writes it
         if dmask is not None:
-            (whole,) = broadcast_mask(wanted, q, k, packed)
+            whole = masks[-1]
             if dmask.numel() == whole.numel():
                 in_dq = whole
             if in_dq is None or packed is not None:  # whose sequences do not fill it
