@@ -423,6 +423,13 @@ def test_a_file_that_is_none_of_ours_is_refused(text, tmp_path) -> None:
     assert path.read_text() == text
 
 
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path) -> None:
+    """Not by the call of attention that has searched for a minute."""
+    path = tmp_path / "missing" / "tiles.json"
+    with pytest.raises(ValueError, match=f"path must lie in a directory that exists, got {path}"):
+        torch_fdattn.autotune(path=path)
+
+
 def test_wrong_types_are_named() -> None:
     with pytest.raises(TypeError, match=r"enabled must be a bool, got 'yes'"):
         torch_fdattn.autotune("yes")

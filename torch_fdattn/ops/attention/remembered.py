@@ -19,6 +19,8 @@ class Memory:
     """Tiles by device with its software, and by call; with a path, read from it and written to it."""
 
     def __init__(self, path: Path | None) -> None:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"path must lie in a directory that exists, got {path}")
         self.path = path
         self.tiles: dict[str, dict[str, Parts]] = {}
         self._read()

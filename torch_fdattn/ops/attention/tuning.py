@@ -111,7 +111,7 @@ class autotune:
             hash of our sources; others' entries in it are kept. None: this process alone remembers.
 
     Raises:
-        ValueError: path is another kind of file.
+        ValueError: path is another kind of file, or in no directory.
     """
 
     def __init__(self, enabled: bool = True, *, path: str | os.PathLike | None = None) -> None:
