@@ -110,12 +110,12 @@ class TPLayer(nn.Module):
     def _way(self, chosen: str, op: str, x: Tensor, columns: int, features: int, rows: int) -> str:
         """What `auto` is for an op's largest local sizes: the same on all ranks, whatever their shares.
 
-        Where nothing is near, or sizes are not known, the op may find more by this rank's own.
+        Where these are not known, the op looks for this rank's own.
         """
         if chosen != AUTO or self._largest is None or torch.compiler.is_compiling():
             return chosen
         sizes = auto.Sizes(rows, columns, features, self._ranks["world_size"])
-        return auto.choose(op, self.group_name, x, sizes, AUTO, alike=True)
+        return auto.choose(op, self.group_name, x, sizes, auto.STOCK[op], alike=True)
 
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); views of one product
