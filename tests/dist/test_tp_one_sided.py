@@ -167,6 +167,26 @@ def test_all_reduce_by_tiles(group, rank_device, shots: int, dtype: torch.dtype)
         assert all(torch.equal(part, y) for part in everywhere)
 
 
+@pytest.mark.parametrize("shots", [1, 2])
+def test_tiles_lie_where_wide_stores_may(group, rank_device, shots: int) -> None:
+    """Behind flags of any number."""
+    world = dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    new = dist.new_group()
+    x = torch.full((5,), 7.0, device=rank_device)
+    push_tiles.all_reduce(x, torch.empty_like(x), new.group_name, new.rank(), world, shots=shots)
+    dist.barrier()
+    (where,) = _channels[new][f"low_latency/{shots}_shot", rank_device]
+    numbers = where.memory.local.view(torch.float32)
+    found = (numbers == 7).nonzero().flatten().tolist()
+    firsts = [i for i in found if i - 1 not in found]
+    # Of two shots, the second's tiles are sums, and rank 0 owns the only tile.
+    assert len(firsts) == (world - 1 if shots == 1 or not new.rank() else 0)
+    assert all(i % 4 == 0 for i in firsts)
+    dist.destroy_process_group(new)
+
+
 def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
     world = dist.get_world_size()
     if world == 1:
