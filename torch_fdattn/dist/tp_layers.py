@@ -161,8 +161,10 @@ class TPLayer(nn.Module):
                 x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way,
                 **self._ranks,
             )  # fmt: skip
-        method = self.allreduce_method
-        if self.linear_strategy in (AUTO, "collective"):  # another one speaks for itself
+        method, strategy = self.allreduce_method, self.linear_strategy
+        if self.strategy == AUTO and strategy == "copy_engine":  # which is for the other form
+            strategy = AUTO
+        if strategy in (AUTO, "collective"):  # another one speaks for itself
             method = self._way(method, auto.ALL_REDUCE, x, columns, largest, rows)
         y = torch.ops.fdattn.matmul_all_reduce(
             x.flatten(0, -2),
@@ -170,7 +172,7 @@ class TPLayer(nn.Module):
             self.group_name,
             linear.bias,
             method=method,
-            strategy=self.linear_strategy,
+            strategy=strategy,
             **self._ranks,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
