@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +65,24 @@ def test_a_reduce_scatter_that_fails_half_way(group, rank_device, monkeypatch) -
             continue
         y = matmul_reduce_scatter(x, weight, group, strategy="copy_engine")
         torch.testing.assert_close(y, world * F.linear(x, weight)[of_rank(3)])
+
+
+def test_an_all_reduce_that_fails_half_way(group, rank_device, monkeypatch) -> None:
+    """What it has sent is not taken for what the next call waits for."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    weight = draw(6, 16, device=rank_device)
+    for i in range(4):
+        x = draw(3, 16, device=rank_device) + i
+        if i == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(gemm_epilogue, "sum_words", fails)
+                with pytest.raises(Failure):
+                    matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+            dist.barrier()
+            continue
+        time.sleep(0.2 * (rank == i % world))
+        y = matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+        torch.testing.assert_close(y, world * F.linear(x, weight))
 
 
 @pytest.mark.parametrize("strategy", ["collective", *STRATEGIES])
