@@ -11,8 +11,16 @@ import torch.nn.functional as F
 
 from tests.dist.dense_layers import HIDDEN, config
 from tests.dist.parts import randomise
-from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, draw, of_rank  # noqa: F401
-from torch_fdattn.dist import TPMLP, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, by_tiles, draw, of_rank  # noqa: F401
+from torch_fdattn.dist import (
+    TPMLP,
+    PeerTimeout,
+    all_gather_matmul,
+    check,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    set_timeout,
+)
 from torch_fdattn.dist.tp_linear import copy_engine, fused_gather, gemm_epilogue
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.models.transformer import MLP
@@ -83,6 +91,24 @@ def test_an_all_reduce_that_fails_half_way(group, rank_device, monkeypatch) -> N
         time.sleep(0.2 * (rank == i % world))
         y = matmul_all_reduce(x, weight, group, method="gemm_epilogue")
         torch.testing.assert_close(y, world * F.linear(x, weight))
+
+
+def test_a_rank_that_comes_too_late_for_a_sum(group, rank_device) -> None:
+    """The owner has given up: NaN, and an exception on this rank, too."""
+    world, rank, late = dist.get_world_size(), dist.get_rank(), 1
+    new = dist.new_group()
+    x, weight = draw(4, 16, device=rank_device), draw(6, 16, device=rank_device)
+    torch.testing.assert_close(by_tiles(x, weight, new.group_name, 2), world * F.linear(x, weight))
+    missed = "[023]" if rank == late else late  # any of those who gave up
+    set_timeout(1)
+    for turn in (rank != late, rank == late):
+        if turn:
+            assert by_tiles(x, weight, new.group_name, 2).isnan().all()
+            with pytest.raises(PeerTimeout, match=f"waited for rank {missed} "):
+                check(new.group_name)
+        dist.barrier()
+    set_timeout(10)
+    dist.destroy_process_group(new)
 
 
 @pytest.mark.parametrize("strategy", ["collective", *STRATEGIES])

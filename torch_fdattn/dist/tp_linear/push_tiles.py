@@ -133,6 +133,8 @@ def _two_shot_kernel(
     own = tl.load(x_ptr + at, mask=at < count, other=0.0)
     total = _summed(own, here, came, rank, WORLD, FLAGS).to(dtype)
     tl.store(y_ptr + at, total, mask=at < count)
+    # A sum without all parts is no sum: who waits for it finds that out as this rank did, the late one among them.
+    sends = sends & came
     _send(total, WORLD + rank, addresses_ptr, epoch, half_bytes, sends, rank, WORLD, FLAGS)
     came = _exchange_flags(
         WORLD, addresses_ptr, state_ptr, fault_ptr, epoch, half_bytes, limit_ns, sends, rank, WORLD, SOURCES
