@@ -68,11 +68,11 @@ def _same_seed_everywhere(group: str) -> None:
 
 @pytest.fixture
 def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., None]]:
-    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json`, for fp32."""
+    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json`."""
     gpu = torch.cuda.get_device_name() if rank_device.type == "cuda" else "cpu"
-    about = dict(gpu=gpu, dtype="float32", ranks=dist.get_world_size())
 
-    def plant(*entries: tuple) -> None:
+    def plant(*entries: tuple, dtype: str = "float32") -> None:
+        about = dict(gpu=gpu, dtype=dtype, ranks=dist.get_world_size())
         names = ("op", "columns", "features", "choices")
         table = tuple({**about, **dict(zip(names, entry, strict=True))} for entry in entries)
         monkeypatch.setattr(auto, "table", lambda: table)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, draw, of_rank  # noqa: F401
-from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tests.dist.dense_layers import HIDDEN, config
+from tests.dist.parts import randomise
+from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, by_tiles, draw, of_rank  # noqa: F401
+from torch_fdattn.dist import (
+    TPMLP,
+    PeerTimeout,
+    all_gather_matmul,
+    check,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    set_timeout,
+)
 from torch_fdattn.dist.tp_linear import copy_engine, fused_gather, gemm_epilogue
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import launches
 
 
@@ -60,6 +73,42 @@ def test_a_reduce_scatter_that_fails_half_way(group, rank_device, monkeypatch) -
             continue
         y = matmul_reduce_scatter(x, weight, group, strategy="copy_engine")
         torch.testing.assert_close(y, world * F.linear(x, weight)[of_rank(3)])
+
+
+def test_an_all_reduce_that_fails_half_way(group, rank_device, monkeypatch) -> None:
+    """What it has sent is not taken for what the next call waits for."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    weight = draw(6, 16, device=rank_device)
+    for i in range(4):
+        x = draw(3, 16, device=rank_device) + i
+        if i == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(gemm_epilogue, "sum_words", fails)
+                with pytest.raises(Failure):
+                    matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+            dist.barrier()
+            continue
+        time.sleep(0.2 * (rank == i % world))
+        y = matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+        torch.testing.assert_close(y, world * F.linear(x, weight))
+
+
+def test_a_rank_that_comes_too_late_for_a_sum(group, rank_device) -> None:
+    """The owner has given up: NaN, and an exception on this rank, too."""
+    world, rank, late = dist.get_world_size(), dist.get_rank(), 1
+    new = dist.new_group()
+    x, weight = draw(4, 16, device=rank_device), draw(6, 16, device=rank_device)
+    torch.testing.assert_close(by_tiles(x, weight, new.group_name, 2), world * F.linear(x, weight))
+    missed = "[023]" if rank == late else late  # any of those who gave up
+    set_timeout(1)
+    for turn in (rank != late, rank == late):
+        if turn:
+            assert by_tiles(x, weight, new.group_name, 2).isnan().all()
+            with pytest.raises(PeerTimeout, match=f"waited for rank {missed} "):
+                check(new.group_name)
+        dist.barrier()
+    set_timeout(10)
+    dist.destroy_process_group(new)
 
 
 @pytest.mark.parametrize("strategy", ["collective", *STRATEGIES])
@@ -133,3 +182,57 @@ def test_tickets_for_any_call_that_fits_the_channel(group, rank_device) -> None:
         assert not tickets.any()
         # A tile of one row of 16 columns has 8 words of 8 bytes.
         assert tickets.numel() * 64 >= where.half_bytes
+
+
+def test_differences_are_named_where_auto_asks_all_ranks(group, rank_device, measured) -> None:
+    """And before a new group's ranks ask each other whether they map each other's memory."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    new = dist.new_group()
+    measured(
+        *((op, 7, 12, [[world, "copy_engine"]]) for op in (GATHER, SCATTER)),
+        (ALL_REDUCE, 7, 12, [[world, "low_latency"]]),
+    )
+    x = torch.ones(world, 12, device=rank_device)
+    half = x.half() if rank else x
+    with pytest.raises(ValueError, match="x_shard's dtype must be the same on all ranks"):
+        all_gather_matmul(half[:1], [half[:1].expand(7, 12)], new.group_name)
+    with pytest.raises(ValueError, match="x's dtype must be the same on all ranks"):
+        matmul_reduce_scatter(half, half[:1].expand(7, 12), new.group_name)
+    with pytest.raises(ValueError, match="x's dtype must be the same on all ranks"):
+        matmul_all_reduce(half, half[:1].expand(7, 12), new.group_name)
+    strategy = "copy_engine" if rank else "collective"
+    with pytest.raises(ValueError, match="strategy must be the same on all ranks"):
+        all_gather_matmul(x[:1], [x[:1]], new.group_name, strategy=strategy)
+    with pytest.raises(ValueError, match="method must be the same on all ranks"):
+        matmul_all_reduce(x, x[:1], new.group_name, method="low_latency" if rank else "nccl")
+    dist.destroy_process_group(new)
+
+
+def test_auto_under_autocast(group, rank_device, measured) -> None:
+    """By what was measured for autocast's dtype."""
+    world = dist.get_world_size()
+    measured((GATHER, 8, 16, [[5 * world, "copy_engine"]]), dtype="float16")
+    x, weight = draw(5, 16, device=rank_device), draw(8, 16, device=rank_device)
+    for dtype, fast in ((torch.float32, False), (torch.bfloat16, False), (torch.float16, True)):
+        before = launches.total()
+        with torch.autocast(rank_device.type, dtype, enabled=dtype != torch.float32):
+            (y,) = all_gather_matmul(x, [weight], group)
+        assert y.dtype == dtype
+        assert (launches.total() > before) == fast
+
+
+@torch.no_grad()
+def test_layers_of_unequal_shares_far_from_what_was_measured(group, rank_device, measured) -> None:
+    """The second has the first rank's shares of the first one, and others elsewhere: no rank asks the others."""
+    world = dist.get_world_size()
+    measured(
+        (GATHER, 4, HIDDEN, [[world << 20, "copy_engine"]]),
+        (SCATTER, HIDDEN, 4, [[world << 20, "copy_engine"]]),
+        (ALL_REDUCE, HIDDEN, 4, [[1 << 20, "low_latency"]]),
+    )
+    for inner in (2 * world, 2 * world - 1):
+        dense = randomise(MLP(config(inner=inner))).to(rank_device)
+        x = draw(world, HIDDEN, device=rank_device)
+        for strategy, own in (("ag_rs", of_rank(1)), ("all_reduce", slice(None))):
+            y = TPMLP.from_module(dense, group, strategy)(x[own])
+            torch.testing.assert_close(y, dense(x)[own], atol=1e-4, rtol=1e-4)

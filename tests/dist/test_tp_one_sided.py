@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import time
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.dist.dense_layers import HIDDEN, config
 from tests.dist.parts import randomise
@@ -25,6 +27,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
+from torch_fdattn.dist.tp_layers import TokenRows
 from torch_fdattn.dist.tp_linear import low_latency, push_tiles
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tp_linear.copies import Copies
@@ -60,9 +63,9 @@ def of_rank(count: int, rank: int | None = None) -> slice:
     return slice(rank * count, (rank + 1) * count)
 
 
-def expect_launch(name: str):
-    """That a kernel ran; one rank alone has nobody to talk to."""
-    return assert_launched(*([f"tp_linear/{name}"] if dist.get_world_size() > 1 else []))
+def expect_launch(*names: str):
+    """That kernels ran; one rank alone has nobody to talk to."""
+    return assert_launched(*(f"tp_linear/{name}" for name in names if dist.get_world_size() > 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -167,6 +170,26 @@ def test_all_reduce_by_tiles(group, rank_device, shots: int, dtype: torch.dtype)
         assert all(torch.equal(part, y) for part in everywhere)
 
 
+@pytest.mark.parametrize("shots", [1, 2])
+def test_tiles_lie_where_wide_stores_may(group, rank_device, shots: int) -> None:
+    """Behind flags of any number."""
+    world = dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    new = dist.new_group()
+    x = torch.full((5,), 7.0, device=rank_device)
+    push_tiles.all_reduce(x, torch.empty_like(x), new.group_name, new.rank(), world, shots=shots)
+    dist.barrier()
+    (where,) = _channels[new][f"low_latency/{shots}_shot", rank_device]
+    numbers = where.memory.local.view(torch.float32)
+    found = (numbers == 7).nonzero().flatten().tolist()
+    firsts = [i for i in found if i - 1 not in found]
+    # Of two shots, the second's tiles are sums, and rank 0 owns the only tile.
+    assert len(firsts) == (world - 1 if shots == 1 or not new.rank() else 0)
+    assert all(i % 4 == 0 for i in firsts)
+    dist.destroy_process_group(new)
+
+
 def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
     world = dist.get_world_size()
     if world == 1:
@@ -219,6 +242,26 @@ def test_compiled_training(group, rank_device, strategy: str) -> None:
     assert world == 1 or launches[f"tp_linear/{strategy}_all_gather"] >= 2
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpointed_training(group, rank_device, strategy: str, reentrant: bool) -> None:
+    """What is recomputed has the same bits."""
+    x, weight = draw(3, 16, device=rank_device), draw(8, 16, device=rank_device)
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        (y,) = all_gather_matmul(x, [weight], group, strategy=strategy)
+        y = matmul_reduce_scatter(y.relu(), weight.t(), group, strategy=strategy)
+        return matmul_all_reduce(y, weight, group, method="low_latency")
+
+    found = []
+    for run in (step, functools.partial(checkpoint, step, use_reentrant=reentrant)):
+        given = leaf(x), leaf(weight)
+        y = run(*given)
+        y.square().sum().backward()
+        found.append((y, *(t.grad for t in given)))
+    assert all(torch.equal(plain, again) for plain, again in zip(*found, strict=True))
 
 
 def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
@@ -405,3 +448,19 @@ def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -
         torch.testing.assert_close(layer(x[own]), dense(x)[own], atol=1e-4, rtol=1e-4)
         ours = {name[len("tp_linear/") :] for name in launches - before if "tp_linear" in name}
         assert ours == set(launched), (strategy, rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("linear_strategy", STRATEGIES)
+def test_layers_that_take_either_form(group, rank_device, linear_strategy: str) -> None:
+    """`copy_engine`, which all-reduces nothing, is for sharded rows; replicated ones take what is measured."""
+    world = dist.get_world_size()
+    dense, tokens = randomise(MLP(config(inner=9))).to(rank_device), TokenRows()
+    layer = TPMLP.from_module(dense, group, "auto", tokens=tokens, linear_strategy=linear_strategy)
+    x = draw(2 * world, HIDDEN, device=rank_device)
+    torch.testing.assert_close(layer(x), dense(x), atol=1e-4, rtol=1e-4)
+    tokens.rows = [2] * world
+    own = of_rank(2)
+    names = (f"{linear_strategy}_all_gather", f"{linear_strategy}_reduce_scatter")
+    with expect_launch(*names):
+        torch.testing.assert_close(layer(x[own]), dense(x)[own], atol=1e-4, rtol=1e-4)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.soak.loop import Group
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from torch_fdattn.dist.tp_linear import low_latency
 
 GATHER, SCATTER, ALL_REDUCE = "gather", "scatter", "all_reduce"
 #: torch's own all-reduces, whose workspaces are of one stream, are not ours to soak.
@@ -52,6 +53,8 @@ class Linear:
 
     def __init__(self, group: Group, seed: str, device: torch.device) -> None:
         self.group, self.device = group, device
+        if device.type == "cpu":  # whose sizes are small: both ways of `low_latency`
+            low_latency.WORDS_BYTES = 256
         self.problems = [
             self._problem(i, random.Random(f"{seed} {i}"))
             for i in range(16 if device.type == "cuda" else 6)

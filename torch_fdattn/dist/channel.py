@@ -72,6 +72,12 @@ class Channel:
             stream.wait_stream(self._stream)
         self._stream, self._raw_stream = stream, raw
 
+    def leave(self) -> None:
+        """After a call that failed when it had sent, but not moved the epoch on: what it sent is not the next one's."""
+        epoch = self.state[:1]
+        with torch.inference_mode():  # where it may have been made
+            epoch.copy_(torch.where(epoch == 0xFFFFFFFF, 2, epoch + 1))
+
 
 def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device) -> Channel:
     """The group's channel for a purpose, of at least this many bytes a half."""

@@ -110,12 +110,12 @@ class TPLayer(nn.Module):
     def _way(self, chosen: str, op: str, x: Tensor, columns: int, features: int, rows: int) -> str:
         """What `auto` is for an op's largest local sizes: the same on all ranks, whatever their shares.
 
-        Where nothing is near, or sizes are not known, the op may find more by this rank's own.
+        Where these are not known, the op looks for this rank's own.
         """
         if chosen != AUTO or self._largest is None or torch.compiler.is_compiling():
             return chosen
         sizes = auto.Sizes(rows, columns, features, self._ranks["world_size"])
-        return auto.choose(op, self.group_name, x, sizes, AUTO, alike=True)
+        return auto.choose(op, self.group_name, x, sizes, auto.STOCK[op], alike=True)
 
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); views of one product
@@ -161,8 +161,10 @@ class TPLayer(nn.Module):
                 x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way,
                 **self._ranks,
             )  # fmt: skip
-        method = self.allreduce_method
-        if self.linear_strategy in (AUTO, "collective"):  # another one speaks for itself
+        method, strategy = self.allreduce_method, self.linear_strategy
+        if self.strategy == AUTO and strategy == "copy_engine":  # which is for the other form
+            strategy = AUTO
+        if strategy in (AUTO, "collective"):  # another one speaks for itself
             method = self._way(method, auto.ALL_REDUCE, x, columns, largest, rows)
         y = torch.ops.fdattn.matmul_all_reduce(
             x.flatten(0, -2),
@@ -170,7 +172,7 @@ class TPLayer(nn.Module):
             self.group_name,
             linear.bias,
             method=method,
-            strategy=self.linear_strategy,
+            strategy=strategy,
             **self._ranks,
         )
         return y.view(*x.shape[:-1], y.shape[-1])

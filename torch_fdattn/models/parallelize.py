@@ -44,7 +44,8 @@ def parallelize(
             many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
             are enabled, and in torch.compile.
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
-        linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin.
+        linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin; with "auto" forms
+            "copy_engine" is that of sharded activations alone.
 
     Returns:
         The model.

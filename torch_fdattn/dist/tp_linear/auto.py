@@ -24,6 +24,8 @@ from torch_fdattn.dist.groups import is_traced, unanimous
 GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 #: Not an op but a model's layers: "ag_rs" or "all_reduce"; their sizes are those of the MLP's second matmul.
 LAYER = "layer"
+#: What runs everywhere.
+STOCK = {GATHER: "collective", SCATTER: "collective", ALL_REDUCE: "nccl"}
 #: What ranks with unequal shards do not have in common.
 _OF_RANK = {GATHER: "columns", SCATTER: "features", ALL_REDUCE: "features"}
 #: Octaves of rows, columns or features beyond which a measurement says nothing.
@@ -37,6 +39,13 @@ class Sizes(NamedTuple):
     columns: int
     features: int
     ranks: int
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that F.linear computes in."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 @functools.cache
@@ -92,7 +101,7 @@ def choose(
     if is_traced(x) or not table():
         return otherwise
     gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = str(compute_dtype(x)).removeprefix("torch.")
     found, measured = _known(op, gpu, dtype, sizes, alike)
     if measured and not alike:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
@@ -118,8 +127,7 @@ def _offers(entry: dict, op: str, gpu: str, dtype: str, sizes: Sizes | None) -> 
     """Whether a measured entry has anything faster than the group's own collective for such calls."""
     if (entry["op"], entry["gpu"], entry["dtype"]) != (op, gpu, dtype):
         return False
-    stock = "nccl" if op == ALL_REDUCE else "collective"
-    faster = [rows for rows, choice in entry["choices"] if choice != stock]
+    faster = [rows for rows, choice in entry["choices"] if choice != STOCK[op]]
     if sizes is None or not faster:
         return bool(faster)
     shared = "features" if _OF_RANK[op] == "columns" else "columns"

@@ -50,7 +50,9 @@ def all_gather_matmul(
         strategy: "auto" is what was measured to be the fastest for these sizes on this GPU, and "collective" where
             nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS beside the group's own
             collective and runs everywhere; "copy_engine" and "fused" overlap the two, for ranks that map each
-            other's memory (see `tp_linear/README.md`). "fused" is "collective" where `rows` differ.
+            other's memory (see `tp_linear/README.md`). "fused" is "collective" where `rows` differ. With "auto" all
+            ranks ask each other in the same calls, those whose sizes are new to them: where shards are unequal and
+            from one call to the next change on some ranks alone, name a strategy.
 
     Returns:
         y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of

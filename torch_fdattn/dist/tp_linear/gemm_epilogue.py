@@ -157,7 +157,11 @@ def matmul_all_reduce(
             where.half_bytes, where.rank, m, n, k, per_part, world, _triton_dtype(x.dtype), parts, k % split.k == 0,
             split.m, split.n, split.k, split.stages, dot_precision(x.dtype), num_warps=split.warps,
         )  # fmt: skip
-        sum_words(None, y, where, world)
+        try:
+            sum_words(None, y, where, world)
+        except BaseException:
+            where.leave()
+            raise
     return y
 
 

@@ -120,7 +120,8 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx, *dys):
         library.refuse_double_backward("all_gather_matmul")
         group_name, strategy, rows, rank = ctx.how
-        weights, gathered = ctx.saved_tensors[: len(dys)], ctx.saved_tensors[len(dys) :]
+        saved = ctx.saved_tensors  # once: checkpoints give them once
+        weights, gathered = saved[: len(dys)], saved[len(dys) :]
         dx = None
         if ctx.needs_input_grad[4]:
             # One product over the columns of all weights.

@@ -2,7 +2,8 @@
 
 Composites, so that torch.compile sees matmuls and functional collectives; rank and world size are
 arguments for the reason given in `dist/decode/op.py`. Here is what all strategies share: schemas,
-checks and the choice of a strategy. x has two dimensions (rows, features): callers flatten.
+checks and the choice of a strategy. Ranks compare what must be the same before they choose, which may be a collective
+that all of them must come to. x has two dimensions (rows, features): callers flatten.
 
 Under autocast x is cast before it travels, weights and biases as in `torch.nn.functional.linear`.
 """
@@ -19,7 +20,7 @@ from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.tp_linear import auto, collective, one_sided
-from torch_fdattn.dist.tp_linear.auto import Sizes
+from torch_fdattn.dist.tp_linear.auto import Sizes, compute_dtype
 from torch_fdattn.ops import library
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
@@ -58,7 +59,7 @@ def chosen(
     if strategy == "auto":
         strategy = auto.choose(op, group_name, x, sizes, "collective")
     if strategy in one_sided.STRATEGIES:
-        one_sided.check(f"strategy {strategy!r}", group_name, x, _compute_dtype(x))
+        one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
     if strategy == "fused" and any(count != rows[0] for count in rows):
         return "collective"
     return strategy
@@ -78,7 +79,7 @@ def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes:
     if method == "auto":
         method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl")
     if method in one_sided.METHODS:
-        one_sided.check(f"method {method!r}", group_name, x, _compute_dtype(x))
+        one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
         return "low_latency"
     return method
@@ -107,13 +108,6 @@ def _check_linear(
             checks.expect_dtype(name, tensor, x.dtype, x_name)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that F.linear computes in."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
-
-
 def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
     strategy="auto",
@@ -131,7 +125,6 @@ def _all_gather_matmul(
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
-    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
     agree(
         group_name,
         x_shard,
@@ -139,12 +132,13 @@ def _all_gather_matmul(
             "strategy": strategy,
             "rows": tuple(rows),
             "x_shard's features": x_shard.shape[1],
-            "x_shard's dtype": _compute_dtype(x_shard),
+            "x_shard's dtype": compute_dtype(x_shard),
             **wants_gradients(x_shard),  # those of the weights need no other rank
         },
-        once=strategy != "collective",
+        once=strategy in one_sided.STRATEGIES,
     )
-    x_shard = x_shard.to(_compute_dtype(x_shard))
+    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
+    x_shard = x_shard.to(compute_dtype(x_shard))
     if strategy != "collective":
         return one_sided.all_gather_matmul(
             x_shard, weights, biases, group_name, strategy, rows, rank
@@ -163,7 +157,6 @@ def _matmul_reduce_scatter(
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
-    strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     agree(
         group_name,
         x,
@@ -171,13 +164,14 @@ def _matmul_reduce_scatter(
             "strategy": strategy,
             "rows": tuple(rows),
             "weight's rows": weight.shape[0],
-            "x's dtype": _compute_dtype(x),
+            "x's dtype": compute_dtype(x),
             **wants_gradients(x, weight),
         },
-        once=strategy != "collective",
+        once=strategy in one_sided.STRATEGIES,
     )
+    strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     if strategy != "collective":
-        x = x.to(_compute_dtype(x))
+        x = x.to(compute_dtype(x))
         return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, strategy, rows, rank)
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
 
@@ -190,15 +184,20 @@ def _matmul_all_reduce(
     check_method("method", method)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
     if method in symmetric_memory.METHODS:
-        symmetric_memory.check(method, x.device, _compute_dtype(x))
+        symmetric_memory.check(method, x.device, compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
+    same = {
+        "method": method,
+        "strategy": strategy,
+        "the result's shape": (x.shape[0], weight.shape[0]),
+        "x's dtype": compute_dtype(x),
+    }
+    ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
+    agree(group_name, x, same, once=ours)
     method = chosen_method(method, strategy, group_name, x, sizes)
-    shape = (x.shape[0], weight.shape[0])
-    same = {"method": method, "the result's shape": shape, "x's dtype": _compute_dtype(x)}
-    agree(group_name, x, same, once=method in one_sided.METHODS)
     if method in one_sided.METHODS:
-        x = x.to(_compute_dtype(x))
+        x = x.to(compute_dtype(x))
         return one_sided.matmul_all_reduce(x, weight, bias, group_name, method)
     return collective.matmul_all_reduce(x, weight, bias, group_name, method, rank, world_size)
 

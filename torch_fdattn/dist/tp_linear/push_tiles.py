@@ -41,8 +41,9 @@ _TILE = 4096
 def _slot(
     address, slot, tile, tiles, FLAGS: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr
 ):
-    """Tile `tile` of a slot; the flags, FLAGS times `tiles` of them, lie before all slots."""
-    first = (address + tiles.to(tl.int64) * (8 * FLAGS)).to(tl.pointer_type(dtype))
+    """Tile `tile` of a slot; the flags, FLAGS times `tiles` of them, lie before all slots, which begin where wide
+    stores may."""
+    first = (address + tl.cdiv(tiles * FLAGS, 2).to(tl.int64) * 16).to(tl.pointer_type(dtype))
     return tl.multiple_of(first + (slot * tiles + tile).to(tl.int64) * BLOCK, 16) + tl.arange(
         0, BLOCK
     )
@@ -132,6 +133,8 @@ def _two_shot_kernel(
     own = tl.load(x_ptr + at, mask=at < count, other=0.0)
     total = _summed(own, here, came, rank, WORLD, FLAGS).to(dtype)
     tl.store(y_ptr + at, total, mask=at < count)
+    # A sum without all parts is no sum: who waits for it finds that out as this rank did, the late one among them.
+    sends = sends & came
     _send(total, WORLD + rank, addresses_ptr, epoch, half_bytes, sends, rank, WORLD, FLAGS)
     came = _exchange_flags(
         WORLD, addresses_ptr, state_ptr, fault_ptr, epoch, half_bytes, limit_ns, sends, rank, WORLD, SOURCES
@@ -149,7 +152,7 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int, *, 
     block = _TILE // size
     tiles = cdiv(count, block * (world if shots == 2 else 1))
     slots = shots * world
-    nbytes = slots * tiles * (8 + block * size)
+    nbytes = cdiv(slots * tiles, 2) * 16 + slots * tiles * block * size
     where = channel(group_name, f"low_latency/{shots}_shot", nbytes, x.device)
     where.enter()
     early = starts_early(y)
