@@ -8,6 +8,7 @@ eager torch with the group's own collectives, torch's fused ops and the product 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -34,6 +35,7 @@ from .models import config_named, require_memory
 from .processes import Ranks
 from .report import TORCH
 from .rounds import EAGER, GRAPH
+from .symmetric_peers import NAME as SYMMETRIC
 from .together import StepFailed, together
 
 ROWS = tuple(2**i for i in range(15))
@@ -47,7 +49,7 @@ WAYS = {
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
 MOST_ROWS = {"low_latency": 1024, "gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
-#: A choice that is slower than the first by more than this in graphs or eager, is none.
+#: A choice that is slower than the first by more than this is none.
 SLACK = 1.02
 
 
@@ -148,27 +150,32 @@ class Measured:
     def __init__(self, ranks: int, dtype: str, recorder: Recorder) -> None:
         name = str(DTYPES[dtype]).removeprefix("torch.")
         self._about = dict(gpu=recorder.results.meta["gpu"], ranks=ranks, dtype=name)
-        self._choices: dict[tuple[str, int, int], dict[int, str]] = {}
+        #: By metric.
+        self._choices: dict[str, dict[tuple[str, int, int], dict[int, str]]] = {
+            GRAPH: {},
+            EAGER: {},
+        }
         #: µs of what was chosen, and of the product alone.
-        self._taken: dict[tuple[str, int, int, int], tuple[float, float]] = {}
+        self._taken: dict[tuple[str, str, int, int, int], tuple[float, float]] = {}
 
     def add(
         self, op: str, shape: Shape, rows: int, times: Mapping[str, Mapping[str, float]]
     ) -> None:
         """times: by metric and implementation."""
-        name = choice(op, times)
         sizes = op, shape.columns, shape.features
-        self._choices.setdefault(sizes, {})[rows] = name
-        first = times.get(GRAPH) or times[EAGER]
-        taken = first.get(f"fdattn/{name}", math.inf), first.get(GEMM_ALONE, 0.0)
-        self._taken[(*sizes, rows)] = taken
+        for metric, chosen in self._choices.items():
+            of_metric = times.get(metric) or max(times.values(), key=len)  # CPUs have no graphs
+            name = choice(op, of_metric)
+            chosen.setdefault(sizes, {})[rows] = name
+            taken = of_metric.get(f"fdattn/{name}", math.inf), of_metric.get(GEMM_ALONE, 0.0)
+            self._taken[(metric, *sizes, rows)] = taken
 
     def layer(self, config: ModelConfig, rows: Iterable[int]) -> None:
         """Which form a model's layers had better take: the sum over the four of them."""
         by_name = {shape.layer: shape for shape in shapes(config, self._about["ranks"])}
-        for count in rows:
+        for metric, count in itertools.product(self._choices, rows):
             taken = {
-                (name, op): self._taken[op, shape.columns, shape.features, count]
+                (name, op): self._taken[metric, op, shape.columns, shape.features, count]
                 for name, shape in by_name.items()
                 for op in shape.ops
             }
@@ -178,33 +185,30 @@ class Measured:
             down = by_name["down"]
             sizes = auto.LAYER, down.columns, down.features
             form = "ag_rs" if sharded < replicated else "all_reduce"
-            self._choices.setdefault(sizes, {})[count] = form
+            self._choices[metric].setdefault(sizes, {})[count] = form
 
     def entries(self) -> list[dict]:
         return [
-            {"op": op, **self._about, "columns": n, "features": k, "choices": sorted(found.items())}
-            for (op, n, k), found in self._choices.items()
+            {
+                "op": op,
+                **self._about,
+                "columns": n,
+                "features": k,
+                "choices": sorted(found.items()),
+                "eager": sorted(self._choices[EAGER][op, n, k].items()),
+            }
+            for (op, n, k), found in self._choices[GRAPH].items()
         ]
 
 
-def choice(op: str, times: Mapping[str, Mapping[str, float]]) -> str:
-    """The fastest of ours in graphs (eager where there are none) that is nowhere slower than BLAS and the group's
-    collective, as eager torch or as our first way calls them, by more than SLACK."""
-    first, best = WAYS[op][0], None
-    ranked = times.get(GRAPH) or times[EAGER]
-    for name in ranked:
-        way = name.removeprefix("fdattn/")
-        if way not in WAYS[op] or way == name:
-            continue
-        slow = any(
-            of_metric.get(name, math.inf)
-            > SLACK * min(of_metric.get(stock, math.inf) for stock in (TORCH, f"fdattn/{first}"))
-            for of_metric in times.values()
-            if of_metric
-        )
-        if not slow and (best is None or ranked[name] < ranked[f"fdattn/{best}"]):
-            best = way
-    return best or first
+def choice(op: str, times: Mapping[str, float]) -> str:
+    """The fastest of ours, by µs, that is not slower than BLAS and the group's collective by more than SLACK; as eager
+    torch or as our first way calls them."""
+    first = WAYS[op][0]
+    limit = SLACK * min(times.get(stock, math.inf) for stock in (TORCH, f"fdattn/{first}"))
+    ours = {way: times.get(f"fdattn/{way}", math.inf) for way in WAYS[op]}
+    best = min(ours, key=ours.__getitem__)
+    return best if ours[best] <= limit else first
 
 
 def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:
@@ -227,15 +231,18 @@ def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:
 
 
 def table(results: Results) -> str:
-    """Every figure, and for each case by how much ours, as chosen, differs from BLAS and the group's collective."""
-    times: dict[str, dict[str, dict[str, float]]] = {}
+    """Every figure, and for each case by how much ours, as chosen, differs from BLAS and the group's collective, from
+    the fastest of torch's fused ops and from the product alone."""
+    lines = [
+        "| case | in | chosen | over eager torch | over torch's fused | over the product |",
+        "| --- " * 6 + "|",
+    ]
     for metric in (GRAPH, EAGER):
-        for case, by_impl in values_of(results, metric).items():
-            times.setdefault(case, {})[metric] = by_impl
-    lines = ["| case | chosen | over eager torch |", "| --- | --- | --- |"]
-    for case, found in times.items():
-        name = choice(case.split()[1], found)
-        first = found.get(GRAPH) or found[EAGER]
-        if f"fdattn/{name}" in first and TORCH in first:
-            lines.append(f"| {case} | {name} | {first[f'fdattn/{name}'] / first[TORCH]:.2f} |")
+        for case, times in values_of(results, metric).items():
+            name = choice(case.split()[1], times)
+            ours = times.get(f"fdattn/{name}", math.nan)
+            fused = [us for peer, us in times.items() if peer.startswith(SYMMETRIC)]
+            peers = times.get(TORCH, math.nan), min(fused, default=math.nan), times.get(GEMM_ALONE, math.nan)  # fmt: skip
+            ratios = " | ".join(f"{ours / us:.2f}" if us == us else "–" for us in peers)
+            lines.append(f"| {case} | {metric.removesuffix('_us')} | {name} | {ratios} |")
     return render(results) + "\n" + "\n".join(lines)

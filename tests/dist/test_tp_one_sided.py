@@ -424,6 +424,31 @@ def test_auto_is_collective_where_nothing_was_measured(group, rank_device) -> No
 
 
 @torch.no_grad()
+def test_the_first_call_takes_the_choice_of_graphs(group, rank_device, measured) -> None:
+    """So that a capture finds it ready; later ones take that of eager calls."""
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    measured((ALL_REDUCE, 6, 8, [[4, "low_latency"], [64, "nccl"]], [[4, "nccl"]]))
+    weight = draw(6, 8, device=rank_device)
+    for rows, ours in ((4, [True, False, False, False]), (5, [True, False]), (40, [False])):
+        x = draw(rows, 8, device=rank_device)
+        for launched in ours:
+            before = launches["tp_linear/low_latency"]
+            y = matmul_all_reduce(x, weight, group)
+            torch.testing.assert_close(y, dist.get_world_size() * F.linear(x, weight), atol=1e-5, rtol=1e-5)  # fmt: skip
+            assert (launches["tp_linear/low_latency"] > before) == launched
+    if rank_device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        x = draw(4, 8, device=rank_device)
+        before = launches["tp_linear/low_latency"]
+        with torch.cuda.graph(graph):
+            y = matmul_all_reduce(x, weight, group)
+        assert launches["tp_linear/low_latency"] == before + 1
+        graph.replay()
+        torch.testing.assert_close(y, dist.get_world_size() * F.linear(x, weight), atol=1e-5, rtol=1e-5)  # fmt: skip
+
+
+@torch.no_grad()
 def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -> None:
     """By the first rank's sizes, of those measured the nearest."""
     world = dist.get_world_size()

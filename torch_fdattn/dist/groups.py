@@ -104,6 +104,11 @@ def same_everywhere() -> Iterator[None]:
         _trust.given = before
 
 
+def trusted() -> bool:
+    """Whether this is inside `same_everywhere`."""
+    return getattr(_trust, "given", False)
+
+
 def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False) -> None:
     """Compares what must be the same on all ranks, before any data moves.
 
@@ -124,8 +129,7 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: boo
     key = tuple(values.items())
     digest = agreed.get(key)
     on_cpu = like.device.type == "cpu"
-    trusted = once or getattr(_trust, "given", False)
-    compares = checks.CHECK_VALUES or (on_cpu and not trusted)
+    compares = checks.CHECK_VALUES or (on_cpu and not (once or trusted()))
     if digest is not None and not compares:
         return
     raise_faults(group_name)  # a dead rank would not come to the comparison

@@ -34,6 +34,11 @@ from torch import Tensor, nn
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear import auto
+from torch_fdattn.dist.tp_linear.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tp_weights import (
     as_one,
@@ -134,14 +139,8 @@ class TPLayer(nn.Module):
             way = self._way(
                 self.linear_strategy, auto.GATHER, x, largest, x.shape[-1], self._all_tokens(x)
             )
-            ys = torch.ops.fdattn.all_gather_matmul(
-                x,
-                weights,
-                self.group_name,
-                biases,
-                rows=self.tokens.rows,
-                strategy=way,
-                **self._ranks,
+            ys = all_gather_matmul(
+                x, weights, self.group_name, biases, rows=self.tokens.rows, strategy=way
             )
         else:
             if torch.is_grad_enabled() and x.requires_grad:
@@ -157,23 +156,21 @@ class TPLayer(nn.Module):
         largest = self._largest[1] if self._largest else 0
         if self.form == "ag_rs":
             way = self._way(self.linear_strategy, auto.SCATTER, x, columns, largest, rows)
-            return torch.ops.fdattn.matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way,
-                **self._ranks,
-            )  # fmt: skip
+            return matmul_reduce_scatter(
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way
+            )
         method, strategy = self.allreduce_method, self.linear_strategy
         if self.strategy == AUTO and strategy == "copy_engine":  # which is for the other form
             strategy = AUTO
         if strategy in (AUTO, "collective"):  # another one speaks for itself
             method = self._way(method, auto.ALL_REDUCE, x, columns, largest, rows)
-        y = torch.ops.fdattn.matmul_all_reduce(
+        y = matmul_all_reduce(
             x.flatten(0, -2),
             linear.weight,
             self.group_name,
             linear.bias,
             method=method,
             strategy=strategy,
-            **self._ranks,
         )
         return y.view(*x.shape[:-1], y.shape[-1])
 

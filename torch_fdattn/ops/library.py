@@ -73,7 +73,8 @@ def runs_directly(*tensors: Tensor) -> bool:
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         # Negative: a lazy minus sign, which the dispatcher carries out.
-        if type(tensor) is not Tensor or (grad and tensor.requires_grad) or tensor.is_neg():
+        plain = type(tensor) is Tensor or type(tensor) is Parameter
+        if not plain or (grad and tensor.requires_grad) or tensor.is_neg():
             return False
     return tensors[0].is_cuda or tensors[0].is_cpu
 

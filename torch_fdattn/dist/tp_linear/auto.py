@@ -4,6 +4,10 @@
 and a layer's local sizes (N, K) which strategy or method was the fastest for so many rows M, and the run that says so.
 Where it was measured, a choice is at most 2 % slower than BLAS and the group's own collective. Between, the nearest
 measured sizes speak, and far from all of them nothing does.
+
+Captured graphs and eager calls have choices of their own: few rows take the host longer to launch than the device to
+compute. The first eager call of its sizes takes the choice of graphs, so that a capture finds it compiled and
+connected.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import weakref
 from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.decode.one_sided import available
 from torch_fdattn.dist.groups import is_traced, unanimous
@@ -50,18 +56,19 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 @functools.cache
 def table() -> tuple[dict, ...]:
-    """The measured entries: op, gpu, ranks, columns, features, dtype, choices [[rows, name], …], run."""
+    """The measured entries: op, gpu, ranks, columns, features, dtype, choices of graphs [[rows, name], …], those of
+    eager calls (`eager`; the same where there are none), run."""
     file = resources.files(__package__) / "crossovers.json"
     return tuple(json.loads(file.read_text())["entries"])
 
 
 def lookup(
-    entries: Sequence[dict], op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool = False
-) -> str | None:
+    entries: Sequence[dict], op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool = False, eager: bool = False
+) -> str | None:  # fmt: skip
     """What was the fastest at the nearest measured sizes, by the logarithms of M, N and K; None: none is near.
 
     alike: whether all ranks ask for the same sizes. Otherwise N of a gather and K of the others, which are a rank's
-    own, must be measured as they are.
+    own, must be measured as they are. eager: not in a graph.
     """
     best, found = math.inf, None
     own = None if alike else _OF_RANK.get(op)
@@ -71,7 +78,7 @@ def lookup(
         if own is not None and entry[own] != getattr(sizes, own):
             continue
         apart = [_octaves(entry[name], getattr(sizes, name)) for name in ("columns", "features")]
-        for rows, name in entry["choices"]:
+        for rows, name in _choices(entry, eager):
             distances = (*apart, _octaves(rows, sizes.rows))
             distance = sum(x * x for x in distances)
             if max(distances) <= FARTHEST and distance < best:
@@ -79,16 +86,38 @@ def lookup(
     return found
 
 
+def _choices(entry: dict, eager: bool) -> Sequence[tuple[int, str]]:
+    return entry.get("eager", entry["choices"]) if eager else entry["choices"]
+
+
 def _octaves(measured: int, wanted: int) -> float:
     return abs(math.log2(max(measured, 1) / max(wanted, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool) -> tuple[str | None, bool]:
-    """(what `lookup` finds, whether any size was measured at all)."""
+def _known(
+    op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool
+) -> tuple[str | None, str | None, bool]:
+    """(what `lookup` finds for graphs, what for eager calls, whether any size was measured at all)."""
     about = op, gpu, dtype, sizes.ranks
     measured = any((x["op"], x["gpu"], x["dtype"], x["ranks"]) == about for x in table())
-    return lookup(table(), op, gpu, dtype, sizes, alike), measured
+    found = (lookup(table(), op, gpu, dtype, sizes, alike, eager) for eager in (False, True))
+    return *found, measured
+
+
+_gpu_name = functools.cache(torch.cuda.get_device_name)
+#: Calls whose choice for graphs has run.
+_ready: weakref.WeakKeyDictionary[object, set[tuple]] = weakref.WeakKeyDictionary()
+
+
+def _for_graphs(group_name: str, device: torch.device, call: tuple) -> bool:
+    """Whether such a call, for which graphs have another choice, takes that."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    ready = _ready.setdefault(distributed_c10d._resolve_process_group(group_name), set())
+    first = call not in ready
+    ready.add(call)
+    return first
 
 
 def choose(
@@ -100,11 +129,15 @@ def choose(
     """
     if is_traced(x) or not table():
         return otherwise
-    gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    gpu = _gpu_name(x.device) if x.is_cuda else x.device.type
     dtype = str(compute_dtype(x)).removeprefix("torch.")
-    found, measured = _known(op, gpu, dtype, sizes, alike)
+    in_graphs, found, measured = _known(op, gpu, dtype, sizes, alike)
+    graphs = False
+    if in_graphs != found:
+        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes))
+        found = in_graphs if graphs else found
     if measured and not alike:
-        about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
+        about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0}), graphs
         found = unanimous(group_name, x, about, sizes, found)
     if found is None or found == otherwise:
         return otherwise
@@ -127,7 +160,8 @@ def _offers(entry: dict, op: str, gpu: str, dtype: str, sizes: Sizes | None) -> 
     """Whether a measured entry has anything faster than the group's own collective for such calls."""
     if (entry["op"], entry["gpu"], entry["dtype"]) != (op, gpu, dtype):
         return False
-    faster = [rows for rows, choice in entry["choices"] if choice != STOCK[op]]
+    every = [*_choices(entry, False), *_choices(entry, True)]
+    faster = [rows for rows, choice in every if choice != STOCK[op]]
     if sizes is None or not faster:
         return bool(faster)
     shared = "features" if _OF_RANK[op] == "columns" else "columns"

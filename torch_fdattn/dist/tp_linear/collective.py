@@ -36,6 +36,6 @@ def matmul_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None,
     group_name: str, method: str, rank: int, world_size: int,
 ) -> Tensor:  # fmt: skip
-    name = "all_reduce" if method == "nccl" else f"{method}_all_reduce"
+    name = "all_reduce_" if method == "nccl" else f"{method}_all_reduce"
     y = collective(name, F.linear(x, weight), group_name, (), rank, world_size)
     return y if bias is None else y + bias.to(y.dtype)

@@ -58,7 +58,7 @@ def _all_reduce(
     method = chosen_method(method, strategy, group_name, x, sizes)
     if method in one_sided.METHODS:
         return one_sided.all_reduce(x, weight, group_name, method, bias)
-    name = "all_reduce" if method == "nccl" else f"{method}_all_reduce"
+    name = "all_reduce_" if method == "nccl" else f"{method}_all_reduce"
     return collective(name, F.linear(x, weight, bias), group_name, (), 0, world_size)
 
 

@@ -3,6 +3,8 @@
 The copies take no processor, and the products are the device's BLAS on whole chunks (a rank's rows): what it costs is
 what is lost where a product is cut. Products alternate between two streams, so that one begins where the other
 leaves processors idle. Own rows first when gathering, last when scattering: all copies then have a product beside them.
+The second stream goes first where both are ready: in a graph, which has no other order, the own rows would else come
+before what is to be sent.
 Rows may differ between ranks. For many rows; a few small kernels are launched around every chunk.
 
 Reduce-scatter: partial products are rounded to the dtype, travel, and are summed in fp32 in the order of ranks.
@@ -19,14 +21,16 @@ from torch import Tensor
 
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import as_words, await_flags, read_epoch
-from torch_fdattn.dist.tp_linear.copies import Copies, others_of, using
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
+from torch_fdattn.dist.tp_linear.copies import Copies, using
+from torch_fdattn.ops.decode.schedule import processors
+from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch
 
-#: Elements that a program sums.
-_BLOCK = 512
+#: Elements that a program of four warps sums at a time, and its programs a processor: as many looks at flags.
+_BLOCK = 2048
+_PROGRAMS = 4
 
 
 def starts(rows: Sequence[int]) -> list[int]:
@@ -89,26 +93,31 @@ def all_gather_matmul(
 @triton.jit(do_not_specialize=["limit_ns", "rank"])
 def _sum_kernel(
     own_ptr, parts_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, count, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """own (count,), parts (WORLD, count), of which the own is not there -> out (count,), their sum."""
     epoch = read_epoch(state_ptr)
-    sources, others = others_of(rank, WORLD, SOURCES)
     here = as_words(tl.load(addresses_ptr + rank))
-    came = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.zeros([BLOCK], tl.float32)
-    for source in tl.static_range(WORLD):
-        mine = inside & (source == rank)
-        part = tl.load(own_ptr + at, mask=mine, other=0.0).to(tl.float32)
-        theirs = inside & (source != rank)
-        # Past the first-level cache, which does not see what other devices write.
-        part += tl.load(parts_ptr + at, mask=theirs, other=0.0, volatile=True).to(tl.float32)
-        parts_ptr += count
-        total += part
-    total = tl.where(came, total, float("nan"))
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    came = 1
+    for i in range(1, WORLD):
+        source = (rank + i) % WORLD
+        came &= await_flag(here + source, source, epoch, state_ptr, fault_ptr, limit_ns).to(
+            tl.int32
+        )
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        own = tl.load(own_ptr + at, mask=inside, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        part_ptr = parts_ptr
+        for source in tl.static_range(WORLD):
+            theirs = inside & (source != rank)
+            # Past the first-level cache, which does not see what other devices write.
+            part = tl.load(part_ptr + at, mask=theirs, other=0.0, volatile=True)
+            part_ptr += count
+            total += tl.where(source == rank, own, part).to(tl.float32)
+        total = tl.where(came != 0, total, float("nan"))
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def matmul_reduce_scatter(
@@ -141,11 +150,11 @@ def matmul_reduce_scatter(
         if out.numel():
             own = partial[first[rank] : first[rank] + rows[rank]]
             parts = copies.data(rank, x.dtype, world, rows[rank], width)
-            sources = power_of_two(world)
+            programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * processors(x.device))
             with on_device(x):
                 launch(
-                    _sum_kernel, cdiv(out.numel(), _BLOCK),
-                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, sources, _BLOCK,
-                    num_warps=1,
+                    _sum_kernel, programs,
+                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, _BLOCK,
+                    num_warps=4,
                 )  # fmt: skip
     return out

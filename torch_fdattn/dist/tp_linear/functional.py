@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.tp_linear import op, plans
 
 
 def _expect_list(name: str, values: object, of: str, kind: type | tuple[type, ...]) -> None:
@@ -62,6 +63,11 @@ def all_gather_matmul(
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
+    if type(weights) is list and (biases is None or type(biases) is list):
+        plan = plans.find(*op.gather_call(group_name, x_shard, weights, biases, rows, strategy))
+        if plan is not None:
+            biases = biases or [None] * len(weights)
+            return op.run_gather(plan, x_shard, weights, biases, group_name)
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -94,6 +100,9 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
+    plan = plans.find(*op.scatter_call(group_name, x, weight, bias, rows, strategy))
+    if plan is not None:
+        return op.run_scatter(plan, x, weight, bias, group_name)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     rank, world_size = rank_and_size(group_name)
@@ -128,6 +137,9 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
+    plan = plans.find(*op.all_reduce_call(group_name, x, weight, bias, method, strategy))
+    if plan is not None:
+        return op.run_all_reduce(plan, x, weight, bias, group_name)
     _expect_linear(x, weight, bias)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce(

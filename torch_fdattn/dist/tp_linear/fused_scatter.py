@@ -3,7 +3,8 @@
 Programs go through the tiles of the other ranks' rows first: a finished tile is rounded to the dtype, written into its
 owner's memory, and a flag raised there. Then the own rows: what the others sent for a tile is summed in fp32, in the
 order of the ranks after this one, and is what the tile's product begins with. (Added at the end, it would need
-registers beside the product's.) No pass of its own for the sum, no copies, one launch.
+registers beside the product's.) fp32 adds it at the end: each of a product's additions rounds at the size of what is
+there already. No pass of its own for the sum, no copies, one launch.
 
 A program waits only for tiles that other ranks compute before all those that wait; with no more programs than run at
 once, all of them run. The same number of rows on every rank.
@@ -53,6 +54,24 @@ def _elements(rows, columns, m, n):
     )
 
 
+@triton.jit
+def _received(
+    acc, here, rows, columns, m, n, tile, tiles, rank, epoch, state_ptr, fault_ptr, limit_ns, dtype: tl.constexpr,
+    WORLD: tl.constexpr,
+):  # fmt: skip
+    """acc plus what the others sent for this tile; NaN if it did not come."""
+    for i in range(1, WORLD):
+        source = (rank + i) % WORLD
+        mine = as_words(here) + source * tiles + tile
+        came = await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)
+        part = _part(here, source, m, n, tiles, dtype, WORLD)
+        at, inside = _elements(rows, columns, m, n)
+        # Past the first-level cache, which does not see what other devices write.
+        found = tl.load(part + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
+        acc += tl.where(came, found, float("nan"))
+    return acc
+
+
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "m"])
 def _gemm_scatter_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, x_stride, w_strides, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, m, n, k,
@@ -61,6 +80,7 @@ def _gemm_scatter_kernel(
 ):  # fmt: skip
     """x (WORLD, m, k), w (n, k), bias (n,) or None -> y (m, n): this rank's rows of the sum over ranks."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
+    BEGINS: tl.constexpr = dtype.primitive_bitwidth == 16  # with what the others sent
     epoch = take_epoch(state_ptr, tl.num_programs(0))
     sends = may_send(state_ptr, epoch)
     here = at_rank(addresses_ptr, rank, epoch, half_bytes)
@@ -75,20 +95,18 @@ def _gemm_scatter_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
-        if owner == rank:
-            for i in range(1, WORLD):
-                source = (rank + i) % WORLD
-                mine = as_words(here) + source * tiles + tile
-                came = await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)
-                part = _part(here, source, m, n, tiles, dtype, WORLD)
-                at, inside = _elements(rows, columns, m, n)
-                # Past the first-level cache, which does not see what other devices write.
-                found = tl.load(part + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
-                acc += tl.where(came, found, float("nan"))
+        if BEGINS and owner == rank:
+            acc = _received(
+                acc, here, rows, columns, m, n, tile, tiles, rank, epoch, state_ptr, fault_ptr, limit_ns, dtype, WORLD
+            )  # fmt: skip
         acc = product(
             acc, x_ptr + owner.to(tl.int64) * m * x_stride, w_ptr, rows, columns, m, n, 0, k, x_stride, w_strides[0],
             w_strides[1], EVEN_K, BLOCK_K, STAGES, PRECISION,
         )  # fmt: skip
+        if not BEGINS and owner == rank:
+            acc = _received(
+                acc, here, rows, columns, m, n, tile, tiles, rank, epoch, state_ptr, fault_ptr, limit_ns, dtype, WORLD
+            )  # fmt: skip
         at, inside = _elements(rows, columns, m, n)  # anew: a product leaves few registers
         if owner == rank:
             tl.store(y_ptr + at, acc.to(dtype), mask=inside)

@@ -7,7 +7,9 @@ weights needs of other ranks' rows is kept by the forward, which has it anyway, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.groups import is_traced
 from torch_fdattn.ops import library
+from torch_fdattn.ops.launch import on_device
 
 STRATEGIES = ("copy_engine", "fused")
 METHODS = ("low_latency", "gemm_epilogue")
@@ -47,13 +50,15 @@ def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+@functools.cache
 def _module(name: str):
-    return __import__(f"torch_fdattn.dist.tp_linear.{name}", fromlist=["_"])
+    return importlib.import_module(f"torch_fdattn.dist.tp_linear.{name}")
 
 
 def gather(x, weights, group_name, strategy, rows, keep):
     run = _module(_GATHERS[strategy]).all_gather_matmul
-    return run(x.contiguous(), weights, group_name, list(rows), keep)
+    with on_device(x):
+        return run(x.contiguous(), weights, group_name, list(rows), keep)
 
 
 def _gather_fake(x, weights, group_name, strategy, rows, keep):
@@ -67,7 +72,8 @@ def _gather_fake(x, weights, group_name, strategy, rows, keep):
 def scatter(x, weight, group_name, strategy, rows, rank, bias=None):
     """bias (N,): this rank's own, which all ranks' are summed with."""
     run = _module(_SCATTERS[strategy]).matmul_reduce_scatter
-    return run(x.contiguous(), weight, group_name, list(rows), _contiguous(bias))
+    with on_device(x):
+        return run(x.contiguous(), weight, group_name, list(rows), _contiguous(bias))
 
 
 def _scatter_fake(x, weight, group_name, strategy, rows, rank):
@@ -77,7 +83,8 @@ def _scatter_fake(x, weight, group_name, strategy, rows, rank):
 def all_reduce(x, weight, group_name, method, bias=None):
     """bias as `scatter`'s."""
     run = _module(method).matmul_all_reduce
-    return run(x.contiguous(), weight, group_name, _contiguous(bias))
+    with on_device(x):
+        return run(x.contiguous(), weight, group_name, _contiguous(bias))
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -171,6 +178,11 @@ class _MatmulAllReduce(torch.autograd.Function):
         return None, None, dy @ weight if wants_x else None, dy.t() @ x if wants_weight else None
 
 
+def _forward(x: Tensor, kernel: Callable, op: Callable) -> Callable:
+    """The kernel itself where nobody would see the op."""
+    return kernel if library.runs_unseen(x) else op
+
+
 def _trained(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -184,7 +196,8 @@ def all_gather_matmul(
     if _trained(x, *weights):
         ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
     else:
-        ys = torch.ops.fdattn.tp_all_gather_matmul(x, weights, group_name, strategy, rows, False)
+        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul)
+        ys = run(x, weights, group_name, strategy, rows, False)
     return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
 
 
@@ -193,12 +206,12 @@ def matmul_reduce_scatter(
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_reduce_scatter`."""
     weight = weight.to(x.dtype)
-    run = (
-        _MatmulReduceScatter.apply
-        if _trained(x, weight)
-        else lambda *how: torch.ops.fdattn.tp_matmul_reduce_scatter(*how[4:], *how[:4])
-    )
-    return _plus(run(group_name, strategy, rows, rank, x, weight), bias)
+    if _trained(x, weight):
+        y = _MatmulReduceScatter.apply(group_name, strategy, rows, rank, x, weight)
+    else:
+        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter)
+        y = run(x, weight, group_name, strategy, rows, rank)
+    return _plus(y, bias)
 
 
 def matmul_all_reduce(
@@ -209,7 +222,8 @@ def matmul_all_reduce(
     if _trained(x, weight):
         y = _MatmulAllReduce.apply(group_name, method, x, weight)
     else:
-        y = torch.ops.fdattn.tp_matmul_all_reduce(x, weight, group_name, method)
+        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce)
+        y = run(x, weight, group_name, method)
     return _plus(y, bias)
 
 

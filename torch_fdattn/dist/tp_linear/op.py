@@ -19,8 +19,9 @@ from torch_fdattn import checks
 from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
-from torch_fdattn.dist.tp_linear import auto, collective, one_sided
+from torch_fdattn.dist.tp_linear import auto, collective, one_sided, plans
 from torch_fdattn.dist.tp_linear.auto import Sizes, compute_dtype
+from torch_fdattn.dist.tp_linear.plans import Plan
 from torch_fdattn.ops import library
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
@@ -122,6 +123,7 @@ def _all_gather_matmul(
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         _check_linear(x_shard, weight, bias, ("x_shard", f"weights[{i}]", f"biases[{i}]"))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    call = gather_call(group_name, x_shard, weights, biases, rows, strategy)
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
@@ -138,14 +140,27 @@ def _all_gather_matmul(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
-    x_shard = x_shard.to(compute_dtype(x_shard))
-    if strategy != "collective":
-        return one_sided.all_gather_matmul(
-            x_shard, weights, biases, group_name, strategy, rows, rank
-        )
-    return collective.all_gather_matmul(
-        x_shard, weights, biases, group_name, rows, rank, world_size
-    )
+    plan = Plan(strategy, rows, rank, world_size)
+    plans.keep(plan, *call)
+    return run_gather(plan, x_shard, weights, biases, group_name)
+
+
+def gather_call(group_name, x_shard, weights, biases, rows, strategy) -> tuple:
+    """What `plans` knows a call by."""
+    options = strategy, _hashable(rows), len(weights)
+    return auto.GATHER, group_name, options, x_shard, *weights, *(biases or [None] * len(weights))
+
+
+def _hashable(rows):
+    return tuple(rows) if type(rows) is list else rows
+
+
+def run_gather(plan: Plan, x: Tensor, weights, biases, group_name: str) -> list[Tensor]:
+    way, rows, rank, world_size = plan
+    x = x.to(compute_dtype(x))
+    if way != "collective":
+        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank)
+    return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)
 
 
 def _matmul_reduce_scatter(
@@ -155,6 +170,7 @@ def _matmul_reduce_scatter(
     check_linear_strategy("strategy", strategy)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    call = scatter_call(group_name, x, weight, bias, rows, strategy)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
     agree(
@@ -170,9 +186,22 @@ def _matmul_reduce_scatter(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
-    if strategy != "collective":
+    plan = Plan(strategy, rows, rank, world_size)
+    plans.keep(plan, *call)
+    return run_scatter(plan, x, weight, bias, group_name)
+
+
+def scatter_call(group_name, x, weight, bias, rows, strategy) -> tuple:
+    """As `gather_call`."""
+    options = strategy, _hashable(rows)
+    return auto.SCATTER, group_name, options, x, weight, bias
+
+
+def run_scatter(plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str) -> Tensor:
+    way, rows, rank, world_size = plan
+    if way != "collective":
         x = x.to(compute_dtype(x))
-        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, strategy, rows, rank)
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
 
 
@@ -195,11 +224,24 @@ def _matmul_all_reduce(
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
+    call = all_reduce_call(group_name, x, weight, bias, method, strategy)
     method = chosen_method(method, strategy, group_name, x, sizes)
-    if method in one_sided.METHODS:
+    plan = Plan(method, (), rank, world_size)
+    plans.keep(plan, *call)
+    return run_all_reduce(plan, x, weight, bias, group_name)
+
+
+def all_reduce_call(group_name, x, weight, bias, method, strategy) -> tuple:
+    """As `gather_call`."""
+    return auto.ALL_REDUCE, group_name, (method, strategy), x, weight, bias
+
+
+def run_all_reduce(plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str) -> Tensor:
+    way, _, rank, world_size = plan
+    if way in one_sided.METHODS:
         x = x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, method)
-    return collective.matmul_all_reduce(x, weight, bias, group_name, method, rank, world_size)
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way)
+    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
 
 
 def _define(schema: str, function) -> None:
