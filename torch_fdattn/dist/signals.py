@@ -97,6 +97,18 @@ def take_epoch(state_ptr, programs):
 
 
 @triton.jit
+def leave_epoch(state_ptr, epoch, programs):
+    """`take_epoch`, at a program's end, with the epoch that it read: nothing waits for the ticket.
+
+    Relaxed: what the program did followed from the epoch that it had read.
+    """
+    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
+    if ticket == programs - 1:
+        tl.store(state_ptr + TICKETS, 0)
+        tl.store(state_ptr, next_epoch(epoch))
+
+
+@triton.jit
 def may_send(state_ptr, epoch):
     """Whether the channel was whole before this call: its own programs may send what peers wait for."""
     broken = tl.load(state_ptr + BROKEN)

@@ -115,7 +115,7 @@ class _Lanes:
     def __init__(self, device: torch.device) -> None:
         self.streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self.ends = tuple(torch.cuda.Event() for _ in self.streams)
-        self.begin, self.between = torch.cuda.Event(), torch.cuda.Event()
+        self.begin, self.started, self.between = (torch.cuda.Event() for _ in range(3))
 
 
 # Of a channel, not of a device: a group's waits must not stand before another group's copies.
@@ -127,8 +127,7 @@ class Copies:
 
     Attributes:
         rank, world: of the group.
-        streams: the one that copies and one that multiplies beside the caller's own, before which it goes; None on
-            CPUs.
+        streams: the one that copies and one that multiplies beside the caller's own; None on CPUs.
     """
 
     def __init__(self, group_name: str, purpose: str, nbytes: int, device: torch.device) -> None:
@@ -179,6 +178,15 @@ class Copies:
             for stream, end in zip(self.streams, self._lane.ends, strict=True):
                 end.record(stream)
                 self._here.wait_event(end)
+
+    def after_start(self) -> None:
+        """Lets the caller's stream wait for `start`, for which the other product's first programs make no room.
+
+        Of two products that are ready at once, a graph may begin with either.
+        """
+        if self._device.type == "cuda":
+            self._lane.started.record(self.streams[0])
+            self._here.wait_event(self._lane.started)
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:
         """Lets the copying stream wait for what another one, or the caller's, has done so far."""

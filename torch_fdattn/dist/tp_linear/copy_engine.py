@@ -3,8 +3,8 @@
 The copies take no processor, and the products are the device's BLAS on whole chunks (a rank's rows): what it costs is
 what is lost where a product is cut. Products alternate between two streams, so that one begins where the other
 leaves processors idle. Own rows first when gathering, last when scattering: all copies then have a product beside them.
-The second stream goes first where both are ready: in a graph, which has no other order, the own rows would else come
-before what is to be sent.
+What is sent comes first also in a graph, which has no order but what is waited for: gathering begins with the kernel
+that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it.
 Rows may differ between ranks. For many rows; a few small kernels are launched around every chunk.
 
 Reduce-scatter: partial products are rounded to the dtype, travel, and are summed in fp32 in the order of ranks.
@@ -74,9 +74,8 @@ def all_gather_matmul(
             torch.mm(chunk, weight.t(), out=y[own])
 
     found = [*ys, torch.empty_like(gathered)] if keep else ys
+    copies.start()
     copies.fork()
-    with using(copies.streams[0]):
-        copies.start()
     with copies.until_finished(found):
         send_rows(copies, x, rows)
         multiply(x, rank)
@@ -133,6 +132,7 @@ def matmul_reduce_scatter(
     copies.fork()
     with using(copies.streams[0]):
         copies.start()
+    copies.after_start()
     with copies.until_finished([out]):
         for i in range(1, world + 1):
             owner = (rank + i) % world

@@ -26,15 +26,17 @@ from torch_fdattn.dist.signals import (
     at_rank,
     await_flags,
     await_previous,
+    leave_epoch,
     may_send,
     raise_flags,
-    take_epoch,
+    read_epoch,
 )
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 
-#: Bytes of a tile, which one warp moves. Not measured yet.
-_TILE = 4096
+#: Bytes of a tile, which one warp moves, for few numbers and for many. On two H200, 1.3 MiB: 2048 takes 0.9 µs less
+#: than 4096; 10 MiB: 4 more.
+_FEW_BYTES, _TILE_OF_FEW, _TILE = 4 << 20, 2048, 4096
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _one_shot_kernel(
 ):  # fmt: skip
     """x (count,) -> y (count,), the sum over ranks."""
     await_previous(PDL)
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     sends = may_send(state_ptr, epoch)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0)
@@ -104,6 +106,7 @@ def _one_shot_kernel(
     here = at_rank(addresses_ptr, rank, epoch, half_bytes)
     total = _summed(x, here, came, rank, WORLD, WORLD)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=at < count)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank"])
@@ -115,7 +118,7 @@ def _two_shot_kernel(
     await_previous(PDL)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     FLAGS: tl.constexpr = 2 * WORLD
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     sends = may_send(state_ptr, epoch)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     elements = tl.arange(0, BLOCK)
@@ -144,12 +147,13 @@ def _two_shot_kernel(
         at = (owner * tiles + tile).to(tl.int64) * BLOCK + elements
         found = tl.load(_slot(here, WORLD + owner, tile, tiles, FLAGS, BLOCK, dtype), volatile=True)
         tl.store(y_ptr + at, tl.where(came, found, float("nan")), mask=at < count)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int, *, shots: int) -> None:
     """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
     count, size = x.numel(), x.element_size()
-    block = _TILE // size
+    block = (_TILE_OF_FEW if x.nbytes <= _FEW_BYTES else _TILE) // size
     tiles = cdiv(count, block * (world if shots == 2 else 1))
     slots = shots * world
     nbytes = cdiv(slots * tiles, 2) * 16 + slots * tiles * block * size
