@@ -22,6 +22,7 @@ from torch_fdattn.dist.tp_linear import (
     gemm_epilogue,
     low_latency,
     push_tiles,
+    push_values,
 )
 from torch_fdattn.ops.library import INTERPRET
 
@@ -58,6 +59,7 @@ def ranks(early: bool = True):
             gemm_epilogue,
             low_latency,
             push_tiles,
+            push_values,
         ):
             for name, value in (("channel", channel), ("rank_and_size", (1, WORLD))):
                 if hasattr(module, name):
@@ -70,7 +72,7 @@ def ranks(early: bool = True):
             mock.patch.object(gemm_epilogue, "_tickets_of", return_value=words.int())
         )
         stack.enter_context(mock.patch.object(gemm_epilogue, "_processors", return_value=132))
-        for module in (low_latency, push_tiles):
+        for module in (low_latency, push_tiles, push_values):
             stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
         yield
 
@@ -151,6 +153,17 @@ def test_all_reduce_by_tiles(shots: int) -> None:
     text = text_of(launches, "shot", "sm_90")
     assert "st.global.v4" in text
     assert "ld.volatile.global.v4" in text
+
+
+def test_all_reduce_by_values() -> None:
+    x = meta(128, 5120)
+    with ranks(), recorded() as launches:
+        push_values.all_reduce(x, torch.empty_like(x), "0", 1, WORLD)
+    check(launches, "sm_90")
+    text = text_of(launches, "values", "sm_90")
+    assert "st.global.v4" in text
+    assert "ld.volatile.global.v4" in text
+    assert "fence" not in text
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from torch_fdattn.dist import (
 )
 from torch_fdattn.dist.channel import _channels
 from torch_fdattn.dist.tp_layers import TokenRows
-from torch_fdattn.dist.tp_linear import low_latency, push_tiles
+from torch_fdattn.dist.tp_linear import low_latency, push_tiles, push_values
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tp_linear.copies import Copies
 from torch_fdattn.models.transformer import MLP
@@ -170,6 +170,30 @@ def test_all_reduce_by_tiles(group, rank_device, shots: int, dtype: torch.dtype)
         assert all(torch.equal(part, y) for part in everywhere)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_reduce_by_values(group, rank_device, dtype: torch.dtype) -> None:
+    """Calls of sizes that grow and shrink, ranks that come late, zeros of both signs: the same bits on all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    rng = random.Random(rank)
+    for count in (2, 5000, 4, 0x3000, 2, 2, 2, 2500, 2500, 8, 8, 8):
+        parts = [draw(count, device=rank_device, dtype=dtype) for _ in range(world)]
+        for i, part in enumerate(parts):
+            part[:: 2 + i] = 0.0
+            part[:: 5 - i] = -0.0
+            part[:2] = -0.0 if i else 0.0
+        y = torch.full_like(parts[0], float("nan"))
+        time.sleep(rng.random() * 0.003)
+        push_values.all_reduce(parts[rank], y, group, rank, world)
+        assert torch.equal(y, low_latency.all_reduce(parts[rank], group))
+        check_sum(y, torch.stack(parts).double().sum(0), torch.stack(parts).sum(0))
+        everywhere = [torch.empty_like(y) for _ in range(world)]
+        dist.all_gather(everywhere, y)
+        bits = [part.view(torch.int16) for part in everywhere]
+        assert all(torch.equal(part, bits[0]) for part in bits)
+
+
 @pytest.mark.parametrize("shots", [1, 2])
 def test_tiles_lie_where_wide_stores_may(group, rank_device, shots: int) -> None:
     """Behind flags of any number."""
@@ -273,11 +297,21 @@ def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
     return y
 
 
+def by_values(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """`by_tiles`, without flags."""
+    of_group = dist.distributed_c10d._resolve_process_group(group_name)
+    part = F.linear(x, weight)
+    y = torch.empty_like(part)
+    push_values.all_reduce(part, y, group_name, of_group.rank(), of_group.size())
+    return y
+
+
 CALLS = {
     **{f"{s} gather": lambda x, w, g, s=s: all_gather_matmul(x, [w], g, strategy=s)[0] for s in STRATEGIES},
     **{f"{s} scatter": lambda x, w, g, s=s: matmul_reduce_scatter(x, w, g, strategy=s) for s in STRATEGIES},
     **{m: lambda x, w, g, m=m: matmul_all_reduce(x, w, g, method=m) for m in METHODS},
     **{f"low_latency by tiles, {n}": lambda x, w, g, n=n: by_tiles(x, w, g, n) for n in (1, 2)},
+    "low_latency by values": by_values,
 }  # fmt: skip
 
 
@@ -333,6 +367,7 @@ def test_epochs_wrap(group, rank_device) -> None:
             torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
         for shots in (1, 2):
             torch.testing.assert_close(by_tiles(x, weight, group, shots), world * one)
+        torch.testing.assert_close(by_values(x, weight, group), world * one)
     set_epochs(1)
 
 

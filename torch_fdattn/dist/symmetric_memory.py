@@ -146,21 +146,37 @@ def workspace(
 
 def _all_reduce(x: Tensor, group_name: str, method: str) -> Tensor:
     """The sum of x over the ranks through a workspace: bfloat16 or float32 on CUDA, any shape."""
-    world_size = distributed_c10d._resolve_process_group(group_name).size()
-    # two_shot gives every rank an aligned share of the elements.
-    unit = _ALIGNMENT // x.element_size() * world_size
-    padded = -(-x.numel() // unit) * unit
-    if padded == 0:
+    if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    buffer = workspace(group_name, "all_reduce", padded, x.dtype, x.device)[:padded]
+    buffer = _summed_later(x, x.numel(), group_name)
     buffer[: x.numel()].copy_(x.reshape(-1))
-    # Both kernels end with a barrier: no rank reads this buffer once its own kernel is over.
+    return _sum(buffer, group_name, method)[: x.numel()].view(x.shape)
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str, method: str) -> Tensor:
+    """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced."""
+    rows, columns = len(x), len(weight)
+    if not rows * columns:
+        return x.new_empty(rows, columns)
+    buffer = _summed_later(x, rows * columns, group_name)
+    torch.mm(x, weight.t(), out=buffer[: rows * columns].view(rows, columns))
+    return _sum(buffer, group_name, method)[: rows * columns].view(rows, columns)
+
+
+def _summed_later(like: Tensor, count: int, group_name: str) -> Tensor:
+    """Memory that all ranks map, of so many elements and some more: two_shot gives every rank an aligned share."""
+    world_size = distributed_c10d._resolve_process_group(group_name).size()
+    unit = _ALIGNMENT // like.element_size() * world_size
+    padded = -(-count // unit) * unit
+    return workspace(group_name, "all_reduce", padded, like.dtype, like.device)[:padded]
+
+
+def _sum(buffer: Tensor, group_name: str, method: str) -> Tensor:
+    """Both kernels end with a barrier: no rank reads this buffer once its own kernel is over."""
+    out = torch.empty_like(buffer)
     if method == "one_shot":
-        result = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group_name)[: x.numel()]
-    else:
-        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group_name)
-        result = buffer[: x.numel()].clone()
-    return result.view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_out(buffer, "sum", group_name, out)
+    return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", group_name, out)
 
 
 def _all_reduce_fake(x: Tensor, group_name: str, method: str) -> Tensor:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import collective
+from torch_fdattn.ops import library
 
 
 def all_gather_matmul(
@@ -36,6 +38,9 @@ def matmul_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None,
     group_name: str, method: str, rank: int, world_size: int,
 ) -> Tensor:  # fmt: skip
+    if method in symmetric_memory.METHODS and library.runs_unseen(x, weight):
+        y = symmetric_memory.matmul_all_reduce(x, weight, group_name, method)
+        return y if bias is None else y + bias
     name = "all_reduce_" if method == "nccl" else f"{method}_all_reduce"
     y = collective(name, F.linear(x, weight), group_name, (), rank, world_size)
     return y if bias is None else y + bias.to(y.dtype)

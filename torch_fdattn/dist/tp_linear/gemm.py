@@ -39,6 +39,11 @@ def tile_for(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 256, 64, 8, 4)
 
 
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Of the three that `one_sided.DTYPES` lists."""
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
+
+
 @triton.jit
 def grouped(tile, m_tiles, n_tiles, GROUP: tl.constexpr):
     """(tile of M, tile of N): GROUP tiles of M under one of N, then the next of N."""

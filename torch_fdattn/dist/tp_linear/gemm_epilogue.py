@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_fdattn.dist.channel import Channel, channel
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import as_words, at_rank, may_send, packed, read_epoch, word
-from torch_fdattn.dist.tp_linear.gemm import product
+from torch_fdattn.dist.tp_linear.gemm import product, triton_dtype
 from torch_fdattn.dist.tp_linear.low_latency import sum_words, words_bytes
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
@@ -154,7 +154,7 @@ def matmul_all_reduce(
         launch(
             _gemm_send_kernel, tiles * parts,
             x, weight, bias, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
-            where.half_bytes, where.rank, m, n, k, per_part, world, _triton_dtype(x.dtype), parts, k % split.k == 0,
+            where.half_bytes, where.rank, m, n, k, per_part, world, triton_dtype(x.dtype), parts, k % split.k == 0,
             split.m, split.n, split.k, split.stages, dot_precision(x.dtype), num_warps=split.warps,
         )  # fmt: skip
         try:
@@ -163,7 +163,3 @@ def matmul_all_reduce(
             where.leave()
             raise
     return y
-
-
-def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
