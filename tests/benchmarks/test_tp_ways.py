@@ -31,7 +31,7 @@ METHODS = "--use-allreduce --allreduce-method nccl,low_latency,gemm_epilogue"
 FORMS = {
     "quick": [
         f"ag_gemm --M 2 --strategy copy_engine --timeline {{folder}}/ag.svg {SMALL}",
-        "tp_crossover --rows 1 --table {folder}/table.json --repeats 1 --device cpu --json {folder}/run.json",
+        "tp_crossover --rows 2 --table {folder}/table.json --repeats 1 --device cpu --json {folder}/run.json",
     ],
     "slow": [
         f"gemm_rs --M 4 --strategy auto,collective,copy_engine,fused {SMALL}",
@@ -85,9 +85,9 @@ def _check_sweep(folder: Path) -> None:
     assert {entry["op"] for entry in document["entries"]} == {*ours, LAYER}
     for entry in document["entries"]:
         assert document["runs"][entry["run"]]["command"].startswith("torchrun --nproc-per-node 2")
-        sizes = Sizes(1, entry["columns"], entry["features"], 2)
+        sizes = Sizes(2, entry["columns"], entry["features"], 2)
         found = lookup(document["entries"], entry["op"], "cpu", "float32", sizes)
-        assert [[1, found]] == entry["choices"]
+        assert [[2, found]] == entry["choices"]
         assert len(entry["eager"]) == 1
 
 
