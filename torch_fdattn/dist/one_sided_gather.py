@@ -18,11 +18,12 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_flags,
+    leave_epoch,
     may_send,
     payload,
     raise_flags,
+    read_epoch,
     receive,
-    take_epoch,
     word,
 )
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
@@ -43,7 +44,7 @@ def _gather_words_kernel(
     SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x int32 (count,) -> out int32 (WORLD, count)."""
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     sent = inside & may_send(state_ptr, epoch)
@@ -66,6 +67,7 @@ def _gather_words_kernel(
     found = tl.where(came, found, -1)  # NaN in any format
     inside_all = (sources < WORLD)[:, None] & inside[None, :]
     tl.store(out_ptr + sources[:, None].to(tl.int64) * count + at[None, :], found, mask=inside_all)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
@@ -74,7 +76,7 @@ def _gather_tiles_kernel(
     SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x int64 (count,) -> out int64 (WORLD, count)."""
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     sent = inside & may_send(state_ptr, epoch)
@@ -100,6 +102,7 @@ def _gather_tiles_kernel(
         source = ((rank + i) % WORLD).to(tl.int64)
         found = tl.load(base + data + source * count + at, mask=inside, other=0, volatile=True)
         tl.store(out_ptr + source * count + at, tl.where(came, found, -1), mask=inside)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 def all_gather(x: Tensor, group_name: str) -> Tensor:

@@ -34,10 +34,11 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_previous,
+    leave_epoch,
     may_send,
     payload,
+    read_epoch,
     receive,
-    take_epoch,
     word,
 )
 from torch_fdattn.ops.launch import on_device
@@ -122,7 +123,7 @@ def _fused_kernel(
     await_previous(PDL)
     shape = (batch, heads, q_len, v_dim)
     channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     row, row_in, owner = tile_of(tl.program_id(0), share, OWNERS, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     own = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
@@ -132,6 +133,7 @@ def _fused_kernel(
         own, row, sent, row_in, d, owner, rank, address, rows, epoch, channel,
         (out_ptr, lse_ptr, first_head, out_heads), shape, WORLD, SOURCES, OWNERS, BLOCK_D,
     )  # fmt: skip
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 def words_bytes(rows: Rows) -> int:

@@ -29,9 +29,10 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_flags,
+    leave_epoch,
     may_send,
     raise_flags,
-    take_epoch,
+    read_epoch,
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
@@ -85,7 +86,7 @@ def _push_tiled_kernel(
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     shape = (batch, heads, q_len, v_dim)
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     owner = tl.program_id(0) % OWNERS
     within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
     row, row_in = owner * share + within, within < share
@@ -127,6 +128,7 @@ def _push_tiled_kernel(
         values, lses = with_own(values, lses, own_values, own_lses, sources, rank, WORLD)
         out, lse = merged(values, lses)
         write_rows(out, lse, came, row, row_in, d, (out_ptr, lse_ptr, first_head, out_heads), shape)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 def pushed_bytes(rows: Rows) -> int:

@@ -34,12 +34,13 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_previous,
+    leave_epoch,
     may_send,
     packed,
     payload,
+    read_epoch,
     receive,
     report,
-    take_epoch,
     unpacked,
     word,
 )
@@ -61,7 +62,7 @@ def _two_shot_kernel(
     WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
     shape = (batch, heads, q_len, v_dim)
     channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
-    epoch = take_epoch(state_ptr, tl.num_programs(0))
+    epoch = read_epoch(state_ptr)
     owner = tl.program_id(0) % WORLD
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
     row = owner * share + within
@@ -122,6 +123,7 @@ def _two_shot_kernel(
                 report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
         lse = lse_bits.to(tl.float32, bitcast=True)
         write_rows(unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
+    leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
