@@ -132,6 +132,7 @@ def layers(kind: str) -> list[Layer]:
                 "fused_parts",
                 "tp_one_sided",
                 "tp_failures",
+                "row_norm",
                 "compiled_matmuls",
             ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
@@ -141,7 +142,8 @@ def layers(kind: str) -> list[Layer]:
                 "strategies",
                 "fused_parts",
                 "tp_one_sided",
-                only="test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
+                "row_norm",
+                only="test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
         ]
     if kind == "slow":

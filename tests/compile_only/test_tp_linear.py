@@ -23,6 +23,7 @@ from torch_fdattn.dist.tp_linear import (
     low_latency,
     push_tiles,
     push_values,
+    row_norm,
 )
 from torch_fdattn.ops.library import INTERPRET
 
@@ -60,6 +61,7 @@ def ranks(early: bool = True):
             low_latency,
             push_tiles,
             push_values,
+            row_norm,
         ):
             for name, value in (("channel", channel), ("rank_and_size", (1, WORLD))):
                 if hasattr(module, name):
@@ -72,7 +74,7 @@ def ranks(early: bool = True):
             mock.patch.object(gemm_epilogue, "_tickets_of", return_value=words.int())
         )
         stack.enter_context(mock.patch.object(gemm_epilogue, "_processors", return_value=132))
-        for module in (low_latency, push_tiles, push_values):
+        for module in (low_latency, push_tiles, push_values, row_norm):
             stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
         yield
 
@@ -164,6 +166,15 @@ def test_all_reduce_by_values() -> None:
     assert "st.global.v4" in text
     assert "ld.volatile.global.v4" in text
     assert "fence" not in text
+
+
+@pytest.mark.parametrize("columns", [5120, pytest.param(8192, marks=pytest.mark.slow)])
+def test_all_reduce_and_norm(columns: int) -> None:
+    x = meta(16, columns)
+    with ranks(), recorded() as launches:
+        row_norm.sum_norm(x, meta(columns), x, meta(columns), 1e-6, "0")
+    check(launches, "sm_90")
+    assert "ld.volatile.global.v4" in text_of(launches, "norm", "sm_90")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows, TPHead
 from torch_fdattn.dist.tp_weights import as_one
 from torch_fdattn.models.rope import Rotary
+from torch_fdattn.models.transformer import Block
 
 BATCH, LENGTH = 2, 7  # 14 tokens: uneven on 3 and 4 ranks
 TOKENS = BATCH * LENGTH
@@ -318,3 +319,24 @@ class TestBadInput:
         x = torch.randn(1, LENGTH, HIDDEN, device=rank_device)
         with pytest.raises(TypeError, match=r"attention_mask must be None or a tensor .* got dict"):
             run(parallel, "transformers", x, angles(rank_device), {})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_block_adds_and_norms(group, rank_device, strategy: str, grad: bool) -> None:
+    """What attention gives its block, in one op or as parts, and with a hook on the norm."""
+    dense = randomise(Block(config(heads=4, kv_heads=2), 0)).to(rank_device)
+    parallel, tokens, seen = copy.deepcopy(dense), uneven_tokens(), []
+    parallel.self_attn = TPAttention.from_module(dense.self_attn, group, strategy, tokens=tokens)
+    parallel.mlp = TPMLP.from_module(dense.mlp, group, strategy, tokens=tokens)
+    x = torch.randn(BATCH, LENGTH, HIDDEN).to(rank_device)
+    own = rank_part(x.flatten(0, 1)) if strategy == "ag_rs" else x
+    turns = angles(rank_device)
+    with torch.set_grad_enabled(grad):
+        expected = dense(x, *turns, None)
+        expected = rank_part(expected.flatten(0, 1)) if strategy == "ag_rs" else expected
+        for _ in range(2):
+            assert_near(parallel(own, *turns, None), expected)
+            hook = parallel.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))  # fmt: skip
+    hook.remove()
+    assert seen == [1]

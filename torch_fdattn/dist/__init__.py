@@ -18,6 +18,7 @@ from torch_fdattn.dist.tp_layers import TPMLP
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
     matmul_all_reduce,
+    matmul_all_reduce_rms_norm,
     matmul_reduce_scatter,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "context_parallel",
     "decode",
     "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
     "one_sided_all_gather",
     "ring_attention",

@@ -202,7 +202,7 @@ def start_clock(state_ptr):
 @triton.jit
 def report(peer, epoch, state_ptr, fault_ptr):
     """Breaks the channel: this wait timed out on `peer`."""
-    tl.store(fault_ptr, (epoch << 32) | (peer + 1).to(tl.int64))
+    tl.store(fault_ptr, (epoch << 32) | (tl.cast(peer, tl.int64) + 1))
     tl.store(state_ptr + BROKEN, epoch)
     tl.atomic_max(state_ptr + CLOCK, OVER, sem="release", scope="gpu")
 

@@ -68,7 +68,7 @@ def _check_mask(mask: object) -> None:
 class TPAttention(TPLayer):
     """Causal self-attention with rotary positions, grouped KV heads and optional norms of q and k.
 
-    forward(x, cos, sin, cache=None) as torch_fdattn.models.transformer.Attention: x and the result are
+    forward(x, cos, sin, cache=None, residual=None) as torch_fdattn.models.transformer.Attention: x and the result are
     (m_r, C) with ag_rs and (B, T, C) with all_reduce (auto: as `tokens` has it); cos and sin (B or 1, 1, T, D / 2) speak of all
     tokens; the cache stores this rank's KV heads.
 
@@ -146,19 +146,24 @@ class TPAttention(TPLayer):
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin), v.transpose(1, 2)
 
-    def _output(self, out: Tensor) -> Tensor:
-        """out (B, H, T, D) -> the layer's result."""
+    def _output(self, out: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
+        """out (B, H, T, D) -> the layer's result, or what `residual` makes of it."""
         out = out.transpose(1, 2).flatten(2)
-        return self._row(out.flatten(0, 1) if self.form == "ag_rs" else out, self.o_proj)
+        out = out.flatten(0, 1) if self.form == "ag_rs" else out
+        if residual is None:
+            return self._row(out, self.o_proj)
+        return self._row_added(out, self.o_proj, residual)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, residual=None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v = self._qkv(x, cos, sin)
         if cache is None:
             out, _ = attention(q, k, v, causal=True)
         else:
             cache.append(self.layer, k, v)
             out = cache.attend(self.layer, q)
-        return self._output(out)
+        return self._output(out, residual)
 
 
 class TransformersTPAttention(TPAttention):

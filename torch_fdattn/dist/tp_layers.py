@@ -37,6 +37,7 @@ from torch_fdattn.dist.tp_linear import auto
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
     matmul_all_reduce,
+    matmul_all_reduce_rms_norm,
     matmul_reduce_scatter,
 )
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
@@ -159,23 +160,44 @@ class TPLayer(nn.Module):
             return matmul_reduce_scatter(
                 x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way
             )
+        how = self._all_reduce_how(x, linear)
+        y = matmul_all_reduce(x.flatten(0, -2), linear.weight, self.group_name, linear.bias, **how)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _all_reduce_how(self, x: Tensor, linear: nn.Linear) -> dict[str, str]:
         method, strategy = self.allreduce_method, self.linear_strategy
         if self.strategy == AUTO and strategy == "copy_engine":  # which is for the other form
             strategy = AUTO
         if strategy in (AUTO, "collective"):  # another one speaks for itself
-            method = self._way(method, auto.ALL_REDUCE, x, columns, largest, rows)
-        y = matmul_all_reduce(
-            x.flatten(0, -2),
-            linear.weight,
-            self.group_name,
-            linear.bias,
-            method=method,
-            strategy=strategy,
-        )
-        return y.view(*x.shape[:-1], y.shape[-1])
+            sizes = linear.weight.shape[0], self._largest[1] if self._largest else 0
+            method = self._way(method, auto.ALL_REDUCE, x, *sizes, x.shape[:-1].numel())
+        return dict(method=method, strategy=strategy)
+
+    def _row_added(self, x: Tensor, linear: nn.Linear, residual) -> tuple[Tensor, Tensor]:
+        """`residual.add(self._row(…))`; in one pass where nobody sees the norm itself: gradients, hooks, compilers."""
+        norm = residual.norm
+        watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if self.form == "ag_rs" or watched or not _is_plain(norm, x, residual.x):
+            return residual.add(self._row(x, linear))
+        normed, added = matmul_all_reduce_rms_norm(
+            x.flatten(0, -2), linear.weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
+            linear.bias, **self._all_reduce_how(x, linear),
+        )  # fmt: skip
+        return added.view_as(residual.x), normed.view_as(residual.x)
 
     def extra_repr(self) -> str:
         return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
+
+
+def _is_plain(norm: nn.Module, *tensors: Tensor) -> bool:
+    """Whether a norm is RMSNorm with a weight, of the tensors' dtype, and nothing around it."""
+    return (
+        type(norm) is nn.RMSNorm
+        and norm.weight is not None
+        and norm.eps is not None
+        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and all(norm.weight.dtype == x.dtype for x in tensors)
+    )
 
 
 class TPMLP(TPLayer):

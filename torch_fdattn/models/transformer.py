@@ -10,7 +10,7 @@ B batch, T new tokens, H query heads, K key-value heads, D head_dim, C hidden si
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,18 @@ class KVCache(Protocol):
     def advance(self, tokens: int) -> None: ...
 
 
+class Residual(NamedTuple):
+    """What a layer's result is added to, and the norm behind it: a tensor-parallel layer may do all in one pass."""
+
+    x: Tensor
+    norm: nn.RMSNorm
+
+    def add(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(the sum, its norm)."""
+        x = self.x + y
+        return x, self.norm(x)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -52,7 +64,10 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # (B, T, H or K, D)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, residual: Residual | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """The layer's result, or what `residual` makes of it."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
         k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
         v = self._heads(self.v_proj(x)).transpose(1, 2)
@@ -61,7 +76,8 @@ class Attention(nn.Module):
         else:
             cache.append(self.layer, k, v)
             out = cache.attend(self.layer, q)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        y = self.o_proj(out.transpose(1, 2).flatten(2))
+        return y if residual is None else residual.add(y)
 
 
 class MLP(nn.Module):
@@ -85,8 +101,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        residual = Residual(x, self.post_attention_layernorm)
+        x, normed = self.self_attn(self.input_layernorm(x), cos, sin, cache, residual)
+        return x + self.mlp(normed)
 
 
 class Transformer(nn.Module):

@@ -152,3 +152,41 @@ def matmul_all_reduce(
         method=method,
         strategy=strategy,
     )
+
+
+def matmul_all_reduce_rms_norm(
+    x: Tensor, weight: Tensor, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A row-parallel linear layer, the residual's addition and the norm behind it: what a transformer's block does
+    between attention and its MLP.
+
+    ``added = residual + matmul_all_reduce(x, weight, bias)``, ``normed = rms_norm(added) * norm_weight``.
+
+    One launch after BLAS where `method` is, or "auto" chooses, one of our own, without gradients, for up to 256 rows
+    of up to 8192 columns and one dtype (`tp_linear/row_norm.py`); else the three parts.
+
+    Args:
+        residual: (M, N), the same on every rank, in x's dtype.
+        norm_weight: (N,), in x's dtype.
+        eps: what is added to the mean of squares.
+        x, weight, group_name, bias, method, strategy: as `matmul_all_reduce`.
+
+    Returns:
+        (normed (M, N), added (M, N)), the same on every rank. Differentiable as `matmul_all_reduce`.
+
+    Raises:
+        As `matmul_all_reduce`.
+    """
+    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy)
+    plan = plans.find(*call)
+    if plan is not None:
+        return op.run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
+    _expect_linear(x, weight, bias)
+    expect_tensor("residual", residual)
+    expect_tensor("norm_weight", norm_weight)
+    rank, world_size = rank_and_size(group_name)
+    return torch.ops.fdattn.matmul_all_reduce_rms_norm(
+        x, weight, group_name, residual, norm_weight, eps, bias, rank=rank, world_size=world_size, method=method,
+        strategy=strategy,
+    )  # fmt: skip

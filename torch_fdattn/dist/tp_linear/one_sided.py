@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.dist.decode.one_sided import obstacle
@@ -21,6 +22,8 @@ from torch_fdattn.ops.launch import on_device
 
 STRATEGIES = ("copy_engine", "fused")
 METHODS = ("low_latency", "gemm_epilogue")
+#: Rows up to which a residual and a norm are part of the all-reduce: one program has a row.
+NORM_ROWS = 256
 #: Of what the kernels sum and round.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -87,12 +90,23 @@ def all_reduce(x, weight, group_name, method, bias=None):
         return run(x.contiguous(), weight, group_name, _contiguous(bias))
 
 
+def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None):
+    """(normed, added): by BLAS, then one launch (`row_norm.py`); bias the same on all ranks."""
+    tensors = (_contiguous(t) for t in (F.linear(x, weight), bias, residual, norm_weight))
+    part, bias, residual, norm_weight = tensors
+    return _module("row_norm").sum_norm(part, bias, residual, norm_weight, eps, group_name)
+
+
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
 def _all_reduce_fake(x, weight, group_name, method):
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _all_reduce_norm_fake(x, weight, group_name, residual, norm_weight, eps, bias=None):
+    return x.new_empty(residual.shape), x.new_empty(residual.shape)
 
 
 library.define_raw(
@@ -111,6 +125,14 @@ library.define_raw(
     "tp_matmul_all_reduce(Tensor x, Tensor weight, str group_name, str method) -> Tensor",
     all_reduce,
     _all_reduce_fake,
+)
+
+
+library.define_raw(
+    "tp_matmul_all_reduce_rms_norm(Tensor x, Tensor weight, str group_name, Tensor residual, Tensor norm_weight, "
+    "float eps, Tensor? bias=None) -> (Tensor, Tensor)",
+    all_reduce_norm,
+    _all_reduce_norm_fake,
 )
 
 
@@ -225,6 +247,26 @@ def matmul_all_reduce(
         run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce)
         y = run(x, weight, group_name, method)
     return _plus(y, bias)
+
+
+def takes_norm(method: str, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, bias: Tensor | None) -> bool:  # fmt: skip
+    """Whether `all_reduce_norm` is for such a call: its rows are few and fit, of one dtype, and nobody differentiates."""
+    tensors = [t for t in (x, weight, residual, norm_weight, bias) if t is not None]
+    return (
+        method in METHODS
+        and len(x) <= NORM_ROWS
+        and 0 < len(weight) <= _module("row_norm").MOST_COLUMNS
+        and all(t.dtype == x.dtype for t in tensors)
+        and not _trained(*tensors)
+    )
+
+
+def matmul_all_reduce_rms_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(normed, added), of what it `takes_norm`."""
+    run = _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)
+    return run(x, weight, group_name, residual, norm_weight, eps, bias)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -209,6 +209,12 @@ def _matmul_all_reduce(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, method="auto",
     strategy="auto",
 ):  # fmt: skip
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy)
+    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, method, strategy))
+    return run_all_reduce(plan, x, weight, bias, group_name)
+
+
+def _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy) -> Plan:
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, ("x", "weight", "bias"))
@@ -224,11 +230,50 @@ def _matmul_all_reduce(
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
-    call = all_reduce_call(group_name, x, weight, bias, method, strategy)
     method = chosen_method(method, strategy, group_name, x, sizes)
-    plan = Plan(method, (), rank, world_size)
-    plans.keep(plan, *call)
-    return run_all_reduce(plan, x, weight, bias, group_name)
+    return Plan(method, (), rank, world_size)
+
+
+def _matmul_all_reduce_rms_norm(
+    x, weight, group_name, residual, norm_weight, eps, bias=None, *, rank=None, world_size=None, method="auto",
+    strategy="auto",
+):  # fmt: skip
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy)
+    rows, columns = x.shape[0], weight.shape[0]
+    _expect_normed(residual, norm_weight, rows, columns, x)
+    plans.keep(
+        plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy)
+    )
+    return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
+
+
+def _expect_normed(
+    residual: Tensor, norm_weight: Tensor, rows: int, columns: int, x: Tensor
+) -> None:
+    given = (("residual", residual, (rows, columns)), ("norm_weight", norm_weight, (columns,)))
+    for name, tensor, shape in given:
+        checks.expect_shape(name, tensor, shape, "x's rows and weight's")
+        checks.expect_device(name, tensor, x.device, "x")
+        if not torch.is_autocast_enabled(x.device.type):
+            checks.expect_dtype(name, tensor, x.dtype, "x")
+
+
+def norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy) -> tuple:
+    """As `gather_call`."""
+    options = method, strategy
+    return "matmul_all_reduce_rms_norm", group_name, options, x, weight, residual, norm_weight, bias
+
+
+def run_all_reduce_norm(
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    as_it_is = compute_dtype(x) == x.dtype
+    if as_it_is and one_sided.takes_norm(plan.way, x, weight, residual, norm_weight, bias):
+        return one_sided.matmul_all_reduce_rms_norm(
+            x, weight, bias, group_name, residual, norm_weight, eps
+        )
+    added = residual + run_all_reduce(plan, x, weight, bias, group_name)
+    return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
 def all_reduce_call(group_name, x, weight, bias, method, strategy) -> tuple:
@@ -263,4 +308,10 @@ _define(
     "matmul_all_reduce(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
     "int? rank=None, int? world_size=None, str method='auto', str strategy='auto') -> Tensor",
     _matmul_all_reduce,
+)
+_define(
+    "matmul_all_reduce_rms_norm(Tensor x, Tensor weight, str group_name, Tensor residual, Tensor norm_weight, "
+    "float eps, Tensor? bias=None, *, int? rank=None, int? world_size=None, str method='auto', "
+    "str strategy='auto') -> (Tensor, Tensor)",
+    _matmul_all_reduce_rms_norm,
 )
