@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_fdattn.dist.tp_linear import auto, plans
+from torch_fdattn.dist import plans
+from torch_fdattn.dist.tp_linear import auto
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.dist import plans
+from torch_fdattn.dist.decode import op
 from torch_fdattn.dist.groups import agree, rank_and_size
 from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
@@ -65,20 +67,34 @@ def decode(
             come; out and lse of such a call are NaN.
     """
     left, right = window_bounds(window)
+    inner, outer = _pair_of_names(hierarchy)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
     )  # fmt: skip
+    options = dict(
+        kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
+        batch_invariant=batch_invariant, strategy=strategy, head_sharded=head_sharded, inner_group=inner,
+        outer_group=outer, **named,
+    )  # fmt: skip
+    positions = q_start, kv_start
+    plan = plans.find(*op.call_of(q, k_shard, v_shard, kv_lens, group_name, *positions, **options))
+    if plan is not None:
+        return op.decode_again(plan, q, k_shard, v_shard, kv_lens, *positions, **options)
     tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
     given = (pair for pair in named.items() if pair[1] is not None)
-    checks.expect_types((*tensors, *given), (kv_lens, q_start, kv_start), scale)
-    inner, outer = _pair_of_names(hierarchy)
+    checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
-        q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, rank=rank,
-        world_size=world_size, kv_block=kv_block, causal=causal, window_left=left, window_right=right,
-        scale=scale, softcap=softcap, batch_invariant=batch_invariant, strategy=strategy,
-        head_sharded=head_sharded, inner_group=inner, outer_group=outer, **named,
-    )  # fmt: skip
+        q,
+        k_shard,
+        v_shard,
+        kv_lens,
+        group_name,
+        *positions,
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
 
 
 def _pair_of_names(hierarchy: tuple[str, str] | None) -> tuple[str | None, str | None]:

@@ -43,6 +43,7 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit
@@ -153,7 +154,8 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     where.enter()
     launches["dist_merge/fused"] += 1
     with on_device(part):
-        _fused_kernel[(owners * tiles,)](
+        launch(
+            _fused_kernel, owners * tiles,
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
             where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, rows.count // owners, first_head,
             rows.heads, heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,

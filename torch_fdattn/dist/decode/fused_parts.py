@@ -34,6 +34,7 @@ from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 #: Dims a program, and fp32 elements of parts that its one warp holds at once: 128 registers a thread.
 CHUNK, PART_ELEMENTS = 32, 4096
@@ -112,7 +113,8 @@ def merge(
     where.enter()
     launches["dist_merge/fused_parts"] += 1
     with on_device(part):
-        _fused_parts_kernel[(owners * tiles * (rows.block_d // chunk),)](
+        launch(
+            _fused_parts_kernel, owners * tiles * (rows.block_d // chunk),
             part, part_lse, unmerged.parts, unmerged.part_lses, *unmerged.bounds, out, lse, where.memory.addresses,
             where.state, where.fault.tensor, part.stride(), where.half_bytes, timeout_ns(), where.rank, rows.batch,
             rows.count, rows.count // owners, first_head, *cut.numbers, cut.whole, cut.kv_heads, *cut.flags,

@@ -43,6 +43,7 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit(do_not_specialize=["half_bytes", "rank", "batch", "rows", "share"])
@@ -115,12 +116,14 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     launches["dist_merge/push"] += 1
     memory, strides = where.memory.addresses, part.stride()
     with on_device(part):
-        _push_kernel[(owners * tiles,)](
+        launch(
+            _push_kernel, owners * tiles,
             part, part_lse, memory, where.state, strides, where.half_bytes, where.rank, rows.batch, rows.count, share,
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
             num_warps=1,
         )  # fmt: skip
-        _merge_pushed_kernel[(tiles,)](
+        launch(
+            _merge_pushed_kernel, tiles,
             part, part_lse, out, lse, memory, where.state, where.fault.tensor, strides, where.half_bytes,
             timeout_ns(), where.rank, rows.batch, rows.count, share, first_head, rows.heads, heads, rows.q_len,
             rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d, num_warps=1,

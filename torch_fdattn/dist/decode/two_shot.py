@@ -46,6 +46,7 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.repeated_launch import launch
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
@@ -139,7 +140,8 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     where.enter()
     launches["dist_merge/two_shot"] += 1
     with on_device(part):
-        _two_shot_kernel[(rows.world * tiles,)](
+        launch(
+            _two_shot_kernel, rows.world * tiles,
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
             where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world),
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,

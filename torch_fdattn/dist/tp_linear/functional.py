@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
+from torch_fdattn.dist import plans
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear import op, plans
+from torch_fdattn.dist.tp_linear import op
 
 
 def _expect_list(name: str, values: object, of: str, kind: type | tuple[type, ...]) -> None:

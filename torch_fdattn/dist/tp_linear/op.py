@@ -11,18 +11,28 @@ Under autocast x is cast before it travels, weights and biases as in `torch.nn.f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist import symmetric_memory
+from torch_fdattn.dist import plans, symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
-from torch_fdattn.dist.tp_linear import auto, collective, one_sided, plans
+from torch_fdattn.dist.tp_linear import auto, collective, one_sided
 from torch_fdattn.dist.tp_linear.auto import Sizes, compute_dtype
-from torch_fdattn.dist.tp_linear.plans import Plan
 from torch_fdattn.ops import library
+
+
+class Plan(NamedTuple):
+    """What a call was found to be: a strategy or method, every rank's rows, this rank."""
+
+    way: str
+    rows: Sequence[int]
+    rank: int
+    world: int
+
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
 METHODS = ("auto", "nccl", *symmetric_memory.METHODS, *one_sided.METHODS)

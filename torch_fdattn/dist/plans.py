@@ -8,8 +8,7 @@ in nothing but its tensors' values finds what was decided. Not where anybody wat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,32 +19,22 @@ from torch_fdattn import checks
 from torch_fdattn.dist.groups import trusted
 from torch_fdattn.ops import library
 
-
-class Plan(NamedTuple):
-    """What a call was found to be: a strategy or method, every rank's rows, this rank."""
-
-    way: str
-    rows: Sequence[int]
-    rank: int
-    world: int
-
-
 #: By group, then by what calls have in common; None for what was seen once, where `auto` may still choose anew.
-_plans: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Plan | None]] = (
+_plans: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, object]] = (
     weakref.WeakKeyDictionary()
 )
 #: Kinds of call that a group remembers; then all are forgotten.
 _MOST = 4096
 
 
-def find(op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None) -> Plan | None:  # fmt: skip
+def find(op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None) -> Any:  # fmt: skip
     """The plan of such calls; None: the call is new, or watched, or wrong."""
     found = _lookup(op, group_name, options, (first, *others))
     return found[0].get(found[1]) if found else None
 
 
 def keep(
-    plan: Plan, op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None
+    plan: object, op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None
 ) -> None:
     """Called with what `find` was called with, once a call was checked."""
     found = _lookup(op, group_name, options, (first, *others))
@@ -63,7 +52,7 @@ def forget() -> None:
 
 def _lookup(
     op: str, group_name: str, options: tuple, tensors: tuple[Tensor | None, ...]
-) -> tuple[dict[tuple, Plan | None], tuple] | None:
+) -> tuple[dict[tuple, object], tuple] | None:
     """(what is known of a group, the call in it)."""
     if checks.CHECK_VALUES or not library.runs_unseen(*tensors):
         return None
