@@ -21,6 +21,7 @@ from benchmarks.plot_scaling import lines_of
 from benchmarks.results import Results, Row, command_line
 from benchmarks.tables import render
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
+from tests.interpreting import needs_interpreter
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).parent / "mpirun"
@@ -54,6 +55,7 @@ def rows_of(results: Results, metric: str) -> dict[str, set[str]]:
     return found
 
 
+@needs_interpreter
 def test_correctness_under_mpirun(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     if not MPIRUN.exists():
@@ -71,6 +73,7 @@ def test_correctness_under_mpirun(tmp_path: Path) -> None:
     assert rows_of(results, "max_abs_err") == {CASE: {*ours, "gloo", "mpi"}}
 
 
+@needs_interpreter
 def test_every_case_under_torchrun(tmp_path: Path) -> None:
     program = [
         sys.executable,
