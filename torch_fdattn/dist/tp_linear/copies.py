@@ -49,7 +49,7 @@ from torch_fdattn.ops.repeated_launch import launch
 _DATA = 4096
 _MOST_RANKS = _DATA // 8 // 2 - 1
 #: Elements that the one program of `finish` makes NaN at a time.
-_FILL = 1024
+FILL = 1024
 
 
 @triton.jit
@@ -88,25 +88,37 @@ def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, SOU
     await_flags(here + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns)
 
 
-@triton.jit(do_not_specialize=["limit_ns", "rank"])
-def _finish_kernel(
-    outputs, counts, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr,
+@triton.jit
+def finish(
+    outputs, counts, kept, epoch, addresses_ptr, state_ptr, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """outputs: pointers to results of so many elements, NaN if a chunk is lost."""
-    epoch = read_epoch(state_ptr)
-    sources, others = others_of(rank, WORLD, SOURCES)
-    here = as_words(tl.load(addresses_ptr + rank))
-    kept = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    """`finish`, above, by one program, once all others of the call have read everything.
+
+    outputs: pointers to results of so many elements, NaN if a chunk was not kept.
+    """
     if (kept == 0) | (tl.load(state_ptr + BROKEN) != 0):
         for i in tl.static_range(len(outputs)):
             for first in range(0, counts[i], BLOCK):
                 at = first + tl.arange(0, BLOCK)
                 lost = tl.full([BLOCK], float("nan"), tl.float32).to(outputs[i].dtype.element_ty)
                 tl.store(outputs[i] + at, lost, mask=at < counts[i])
+    sources, others = others_of(rank, WORLD, SOURCES)
     theirs = words_of(addresses_ptr, sources, others)
     raise_flags(theirs + WORLD + rank, others & may_send(state_ptr, epoch), next_epoch(epoch))
     tl.store(state_ptr, next_epoch(epoch))
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank"])
+def _finish_kernel(
+    outputs, counts, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    epoch = read_epoch(state_ptr)
+    sources, others = others_of(rank, WORLD, SOURCES)
+    here = as_words(tl.load(addresses_ptr + rank))
+    kept = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    finish(outputs, counts, kept, epoch, addresses_ptr, state_ptr, rank, WORLD, SOURCES, BLOCK)
 
 
 class _Lanes:
@@ -126,7 +138,8 @@ class Copies:
     """One call's copies between the ranks of a group.
 
     Attributes:
-        rank, world: of the group.
+        rank, world: of the group. sources: the next power of two.
+        finished: whether a kernel of the caller's has done what `finish` does.
         streams: the one that copies and one that multiplies beside the caller's own; None on CPUs.
     """
 
@@ -136,7 +149,7 @@ class Copies:
         self.rank, self.world = self._channel.rank, self._channel.world
         if self.world > _MOST_RANKS:
             raise NotImplementedError(f"at most {_MOST_RANKS} ranks, got {self.world}")
-        self._sources = power_of_two(self.world)
+        self.sources, self.finished = power_of_two(self.world), False
         self._device = device
         self._channel.enter()
         self._forked = False
@@ -198,7 +211,7 @@ class Copies:
         with on_device(self._channel.state):
             launch(
                 _start_kernel, 1,
-                *self.device_side, timeout_ns(), self.rank, self.world, self._sources, num_warps=1,
+                *self.device_side, timeout_ns(), self.rank, self.world, self.sources, num_warps=1,
             )  # fmt: skip
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
@@ -229,7 +242,7 @@ class Copies:
         with on_device(self._channel.state):
             launch(
                 _await_kernel, 1,
-                *self.device_side, timeout_ns(), self.rank, peer, self._sources, num_warps=1,
+                *self.device_side, timeout_ns(), self.rank, peer, self.sources, num_warps=1,
             )  # fmt: skip
 
     @contextlib.contextmanager
@@ -239,14 +252,15 @@ class Copies:
             yield
         finally:
             self.join()
-            self.finish(outputs)
+            if not self.finished:
+                self.finish(outputs)
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         with on_device(self._channel.state):
             launch(
                 _finish_kernel, 1,
                 tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
-                self.world, self._sources, _FILL, num_warps=1,
+                self.world, self.sources, FILL, num_warps=1,
             )  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
-from torch_fdattn.dist.tp_linear.copies import Copies, using
+from torch_fdattn.dist.signals import TICKETS, as_words, await_flag, read_epoch
+from torch_fdattn.dist.tp_linear.copies import Copies, finish, using
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
@@ -89,20 +89,29 @@ def all_gather_matmul(
     return found
 
 
-@triton.jit(do_not_specialize=["limit_ns", "rank"])
-def _sum_kernel(
-    own_ptr, parts_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, count, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """own (count,), parts (WORLD, count), of which the own is not there -> out (count,), their sum."""
-    epoch = read_epoch(state_ptr)
+@triton.jit
+def _arrived(addresses_ptr, state_ptr, fault_ptr, epoch, limit_ns, rank, WORLD: tl.constexpr):
+    """1 once the chunks of all other ranks are there, for programs of any number of warps; 0: one did not come."""
     here = as_words(tl.load(addresses_ptr + rank))
     came = 1
     for i in range(1, WORLD):
         source = (rank + i) % WORLD
-        came &= await_flag(here + source, source, epoch, state_ptr, fault_ptr, limit_ns).to(
-            tl.int32
-        )
+        found = await_flag(here + source, source, epoch, state_ptr, fault_ptr, limit_ns)
+        came &= found.to(tl.int32)
+    return came
+
+
+@triton.jit(do_not_specialize=["limit_ns", "rank"])
+def _sum_kernel(
+    own_ptr, parts_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, count, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """own (count,), parts (WORLD, count), of which the own is not there -> out (count,), their sum.
+
+    The last program to be done finishes the call (`copies.py`).
+    """
+    epoch = read_epoch(state_ptr)
+    came = _arrived(addresses_ptr, state_ptr, fault_ptr, epoch, limit_ns, rank, WORLD)
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
@@ -117,6 +126,15 @@ def _sum_kernel(
             total += tl.where(source == rank, own, part).to(tl.float32)
         total = tl.where(came != 0, total, float("nan"))
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(state_ptr + TICKETS, 0)
+        kept = _arrived(addresses_ptr, state_ptr, fault_ptr, epoch, limit_ns, rank, WORLD)
+        finish(
+            (out_ptr,), (count,), kept, epoch, addresses_ptr, state_ptr, rank, WORLD, SOURCES, BLOCK
+        )
 
 
 def matmul_reduce_scatter(
@@ -154,7 +172,8 @@ def matmul_reduce_scatter(
             with on_device(x):
                 launch(
                     _sum_kernel, programs,
-                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world, _BLOCK,
-                    num_warps=4,
+                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world,
+                    copies.sources, _BLOCK, num_warps=4,
                 )  # fmt: skip
+            copies.finished = True
     return out
