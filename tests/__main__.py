@@ -133,6 +133,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_one_sided",
                 "tp_failures",
                 "row_norm",
+                "float8_weights",
                 "compiled_matmuls",
             ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.

@@ -16,6 +16,7 @@ from torch_fdattn.dist.symmetric_memory import PeerMemory
 from torch_fdattn.dist.tp_linear import (
     copies,
     copy_engine,
+    float8,
     fused_gather,
     fused_scatter,
     gemm,
@@ -144,6 +145,22 @@ def test_all_reduce(rows: int) -> None:
         with ranks(), recorded() as launches:
             method.matmul_all_reduce(x, weight, "0", meta(5120) if rows == 16 else None)
         check(launches, "sm_90")
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(128, marks=pytest.mark.slow)])
+def test_float8_weights(rows: int) -> None:
+    """Read as they are, by wide loads; where nothing converts them, as bytes."""
+    x, weight = meta(rows, 6400), meta(5120, 6400, dtype=torch.float8_e4m3fn)
+    scale, out = meta(5120, dtype=torch.float32), meta(5120, 6400)
+    with ranks(), recorded() as launches:
+        gemm_epilogue.matmul_all_reduce(x, weight, "0", None, scale)
+        float8.convert(weight, scale, out)
+    check(launches, "sm_90")
+    assert "cp.async.cg.shared.global [" in text_of(launches, "gemm_send", "sm_90")
+    assert "ld.global.v4" in text_of(launches, "dequantise", "sm_90")
+    with recorded() as launches:
+        float8.convert(weight.view(torch.uint8), scale, out)
+    check(launches, "sm_80")
 
 
 @pytest.mark.parametrize("shots", [1, 2])

@@ -38,7 +38,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 def all_gather_matmul(
     x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
-    strategy: str = "auto",
+    strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``y_i = all_gather(x_shard) @ weights[i].T + biases[i]``: one gather for several column-parallel weights.
 
@@ -55,6 +55,9 @@ def all_gather_matmul(
             other's memory (see `tp_linear/README.md`). "fused" is "collective" where `rows` differ. With "auto" all
             ranks ask each other in the same calls, those whose sizes are new to them: where shards are unequal and
             from one call to the next change on some ranks alone, name a strategy.
+        weight_scales: for each weight None or, of one in float8_e4m3fn or float8_e5m2, its scales, float32: (N_i,),
+            one a row, or (), one for all. ``weights[i] * weight_scales[i]`` is what is multiplied, in x_shard's dtype;
+            neither has a gradient (`tp_linear/float8.py`).
 
     Returns:
         y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of
@@ -64,26 +67,29 @@ def all_gather_matmul(
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
-    if type(weights) is list and (biases is None or type(biases) is list):
-        plan = plans.find(*op.gather_call(group_name, x_shard, weights, biases, rows, strategy))
+    if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
+        given = x_shard, weights, biases, rows, strategy, weight_scales
+        plan = plans.find(*op.gather_call(group_name, *given))
         if plan is not None:
             biases = biases or [None] * len(weights)
-            return op.run_gather(plan, x_shard, weights, biases, group_name)
+            return op.run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
         _expect_list("biases", biases, "tensors or None", (Tensor, type(None)))
+    if weight_scales is not None:
+        _expect_list("weight_scales", weight_scales, "tensors or None", (Tensor, type(None)))
     _expect_rows(rows)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
-        strategy=strategy,
+        strategy=strategy, weight_scales=weight_scales,
     )  # fmt: skip
 
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
-    rows: Sequence[int] | None = None, strategy: str = "auto",
+    rows: Sequence[int] | None = None, strategy: str = "auto", weight_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """This rank's rows of ``sum over ranks (x @ weight.T) + bias``: a row-parallel linear layer.
 
@@ -93,6 +99,7 @@ def matmul_reduce_scatter(
         bias: (N,), the same on every rank; added once, after the sum.
         rows: how many of the M rows each rank receives, the same list on every rank. None: M / ranks.
         group_name, strategy: as `all_gather_matmul`.
+        weight_scale: of a weight in float8, as `all_gather_matmul`'s.
 
     Returns:
         y (rows[rank], N), summed in x's dtype. Differentiable; the gradient of bias is that of this
@@ -101,20 +108,22 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
-    plan = plans.find(*op.scatter_call(group_name, x, weight, bias, rows, strategy))
+    call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale)
+    plan = plans.find(*call)
     if plan is not None:
-        return op.run_scatter(plan, x, weight, bias, group_name)
+        return op.run_scatter(plan, x, weight, bias, group_name, weight_scale)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_reduce_scatter(
-        x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy
-    )
+        x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy,
+        weight_scale=weight_scale,
+    )  # fmt: skip
 
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
-    method: str = "auto", strategy: str = "auto",
+    method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
 
@@ -129,6 +138,8 @@ def matmul_all_reduce(
             from inside the product (up to 128 rows and for an even N, or else it is "low_latency").
         strategy: "auto" or "collective"; "fused" is method "gemm_epilogue" where no method is given.
         group_name: as `all_gather_matmul`.
+        weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_epilogue" reads the weight as it is; for
+            the other methods it is made x's dtype first.
 
     Returns:
         y (M, N), summed in x's dtype, the same on every rank. Differentiable under the convention that
@@ -138,9 +149,10 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
-    plan = plans.find(*op.all_reduce_call(group_name, x, weight, bias, method, strategy))
+    call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, weight_scale)
+    plan = plans.find(*call)
     if plan is not None:
-        return op.run_all_reduce(plan, x, weight, bias, group_name)
+        return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
     _expect_linear(x, weight, bias)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce(
@@ -152,6 +164,7 @@ def matmul_all_reduce(
         world_size=world_size,
         method=method,
         strategy=strategy,
+        weight_scale=weight_scale,
     )
 
 

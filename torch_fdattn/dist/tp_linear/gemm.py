@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops.decode.kernel import unquantised
 from torch_fdattn.ops.library import INTERPRET
 
 
@@ -60,7 +61,7 @@ def product(
 ):  # fmt: skip
     """acc (BM, BN), fp32, plus rows m (BM,) of x times rows n (BN,) of the weight, over features [first_k, K).
 
-    x's features are contiguous. Rows beyond M and N give what nobody stores. EVEN_K: whole blocks of features.
+    x's features are contiguous. Weights in float8 are converted, not scaled. Rows beyond M and N give what nobody stores. EVEN_K: whole blocks of features.
     """
     k = first_k + tl.arange(0, BLOCK_K)
     # Beyond the end, the last row again: no mask, and aligned all the same.
@@ -75,7 +76,7 @@ def product(
             inside = k < K - i * BLOCK_K
             x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=inside[:, None] & n_in, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = tl.dot(x, unquantised(w, x.dtype), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * w_stride_k
     return acc

@@ -61,12 +61,12 @@ def split_for(rows: int, columns: int, features: int, dtype: torch.dtype, proces
 
 @triton.jit(do_not_specialize=["half_bytes", "rank", "m"])
 def _gemm_send_kernel(
-    x_ptr, w_ptr, bias_ptr, parts_ptr, tickets_ptr, addresses_ptr, state_ptr, x_stride, w_strides, half_bytes, rank, m, n, k,
-    per_part, WORLD: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, parts_ptr, tickets_ptr, addresses_ptr, state_ptr, x_stride, w_strides, scale_stride, half_bytes,
+    rank, m, n, k, per_part, WORLD: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x (m, k), w (n, k), bias (n,) or None; parts (PARTS, tiles, BLOCK_M, BLOCK_N) fp32; words (m, n) of this rank, to all ranks."""
+    """x (m, k), w (n, k), scale (n,) or None, bias (n,) or None; parts (PARTS, tiles, BLOCK_M, BLOCK_N) fp32; words (m, n) of this rank, to all ranks."""
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     rows = tl.arange(0, BLOCK_M)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,6 +75,8 @@ def _gemm_send_kernel(
         tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x_ptr, w_ptr, rows, columns, m, n, first, tl.minimum(k, first + per_part), x_stride, w_strides[0],
         w_strides[1], EVEN_K, BLOCK_K, STAGES, PRECISION,
     )  # fmt: skip
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + columns * scale_stride, mask=columns < n, other=0.0)[None, :]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=(columns < n) & (part == 0), other=0.0)
         acc += bias.to(tl.float32)[None, :]
@@ -131,9 +133,9 @@ def _processors(x: Tensor) -> int:
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None
-) -> Tensor:
-    """The sum over ranks of x (M, K) @ weight (N, K).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even, x's features
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even, x's features
     and the bias contiguous."""
     _, world = rank_and_size(group_name)
     (m, k), n = x.shape, weight.shape[0]
@@ -153,8 +155,8 @@ def matmul_all_reduce(
     with on_device(x):
         launch(
             _gemm_send_kernel, tiles * parts,
-            x, weight, bias, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
-            where.half_bytes, where.rank, m, n, k, per_part, world, triton_dtype(x.dtype), parts, k % split.k == 0,
+            x, weight, scale, bias, scratch, tickets, where.memory.addresses, where.state, x.stride(0), weight.stride(),
+            0 if scale is None else scale.stride(0), where.half_bytes, where.rank, m, n, k, per_part, world, triton_dtype(x.dtype), parts, k % split.k == 0,
             split.m, split.n, split.k, split.stages, dot_precision(x.dtype), num_warps=split.warps,
         )  # fmt: skip
         try:

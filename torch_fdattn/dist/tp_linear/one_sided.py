@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.tp_linear import float8
 from torch_fdattn.ops import library
 from torch_fdattn.ops.launch import on_device
 
@@ -83,11 +84,15 @@ def _scatter_fake(x, weight, group_name, strategy, rows, rank):
     return x.new_empty(rows[rank], weight.shape[0])
 
 
-def all_reduce(x, weight, group_name, method, bias=None):
-    """bias as `scatter`'s."""
-    run = _module(method).matmul_all_reduce
+def all_reduce(x, weight, group_name, method, bias=None, scale=None):
+    """bias as `scatter`'s; scale: of a weight in float8."""
+    run, scaled = _module(method).matmul_all_reduce, ()
+    if scale is not None and method == "gemm_epilogue" and not float8.as_bytes(weight):
+        scaled = (float8.columns_of(scale, weight),)
+    else:
+        weight = float8.dequantised(weight, scale, x.dtype)
     with on_device(x):
-        return run(x.contiguous(), weight, group_name, _contiguous(bias))
+        return run(x.contiguous(), weight, group_name, _contiguous(bias), *scaled)
 
 
 def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None):
@@ -101,7 +106,7 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _all_reduce_fake(x, weight, group_name, method):
+def _all_reduce_fake(x, weight, group_name, method, scale=None):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -122,7 +127,7 @@ library.define_raw(
     _scatter_fake,
 )
 library.define_raw(
-    "tp_matmul_all_reduce(Tensor x, Tensor weight, str group_name, str method) -> Tensor",
+    "tp_matmul_all_reduce(Tensor x, Tensor weight, str group_name, str method, *, Tensor? scale=None) -> Tensor",
     all_reduce,
     _all_reduce_fake,
 )
@@ -237,15 +242,17 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
-    weight = weight.to(x.dtype)
+    weight = weight.to(x.dtype) if scale is None else weight
     if _trained(x, weight):
-        y = _MatmulAllReduce.apply(group_name, method, x, weight)
+        y = _MatmulAllReduce.apply(
+            group_name, method, x, float8.dequantised(weight, scale, x.dtype)
+        )
     else:
         run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce)
-        y = run(x, weight, group_name, method)
+        y = run(x, weight, group_name, method, scale=scale)
     return _plus(y, bias)
 
 

@@ -20,7 +20,7 @@ from torch_fdattn import checks
 from torch_fdattn.dist import plans, symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
-from torch_fdattn.dist.tp_linear import auto, collective, one_sided
+from torch_fdattn.dist.tp_linear import auto, collective, float8, one_sided
 from torch_fdattn.dist.tp_linear.auto import Sizes, compute_dtype
 from torch_fdattn.ops import library
 
@@ -97,10 +97,11 @@ def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes:
 
 
 def _check_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str, str, str]
-) -> None:
-    """x (M, K), weight (N, K), bias (N,): shapes, dtypes (unless autocast sees to them), devices."""
-    x_name, weight_name, bias_name = names
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+    names: tuple[str, str, str, str] = ("x", "weight", "bias", "weight_scale"),
+) -> None:  # fmt: skip
+    """x (M, K), weight (N, K), bias (N,), scale: shapes, dtypes (unless autocast sees to them), devices."""
+    x_name, weight_name, bias_name, scale_name = names
     for name, tensor in ((x_name, x), (weight_name, weight)):
         checks.expect_tensor(name, tensor)
         if tensor.dim() != 2:
@@ -108,7 +109,9 @@ def _check_linear(
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"{x_name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
     checks.expect_shape(weight_name, weight, (weight.shape[0], x.shape[1]), f"{x_name}'s features")
-    given = [(weight_name, weight)]
+    float8.check(weight_name, weight, scale_name, scale)
+    given = [(weight_name, weight)] if scale is None else []
+    checks.expect_device(weight_name, weight, x.device, x_name)
     if bias is not None:
         checks.expect_shape(bias_name, bias, (weight.shape[0],), f"{weight_name}'s rows")
         given.append((bias_name, bias))
@@ -121,7 +124,7 @@ def _check_linear(
 
 def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
-    strategy="auto",
+    strategy="auto", weight_scales=None,
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     if not weights:
@@ -130,10 +133,16 @@ def _all_gather_matmul(
         biases = [None] * len(weights)
     if len(biases) != len(weights):
         raise ValueError(f"biases must have {len(weights)} entries like weights, got {len(biases)}")
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        _check_linear(x_shard, weight, bias, ("x_shard", f"weights[{i}]", f"biases[{i}]"))
+    scales = weight_scales or [None] * len(weights)
+    if len(scales) != len(weights):
+        raise ValueError(
+            f"weight_scales must have {len(weights)} entries like weights, got {len(scales)}"
+        )
+    for i, parts in enumerate(zip(weights, biases, scales, strict=True)):
+        names = ("weights", "biases", "weight_scales")
+        _check_linear(x_shard, *parts, ("x_shard", *(f"{name}[{i}]" for name in names)))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = gather_call(group_name, x_shard, weights, biases, rows, strategy)
+    call = gather_call(group_name, x_shard, weights, biases, rows, strategy, weight_scales)
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
@@ -152,22 +161,28 @@ def _all_gather_matmul(
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
     plan = Plan(strategy, rows, rank, world_size)
     plans.keep(plan, *call)
-    return run_gather(plan, x_shard, weights, biases, group_name)
+    return run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
 
 
-def gather_call(group_name, x_shard, weights, biases, rows, strategy) -> tuple:
+def gather_call(group_name, x_shard, weights, biases, rows, strategy, scales) -> tuple:
     """What `plans` knows a call by."""
+    none = [None] * len(weights)
     options = strategy, _hashable(rows), len(weights)
-    return auto.GATHER, group_name, options, x_shard, *weights, *(biases or [None] * len(weights))
+    return auto.GATHER, group_name, options, x_shard, *weights, *(biases or none), *(scales or none)
 
 
 def _hashable(rows):
     return tuple(rows) if type(rows) is list else rows
 
 
-def run_gather(plan: Plan, x: Tensor, weights, biases, group_name: str) -> list[Tensor]:
+def run_gather(
+    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None
+) -> list[Tensor]:
     way, rows, rank, world_size = plan
     x = x.to(compute_dtype(x))
+    if scales:
+        pairs = zip(weights, scales, strict=True)
+        weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
     if way != "collective":
         return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank)
     return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)
@@ -175,12 +190,12 @@ def run_gather(plan: Plan, x: Tensor, weights, biases, group_name: str) -> list[
 
 def _matmul_reduce_scatter(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, rows=None,
-    strategy="auto",
+    strategy="auto", weight_scale=None,
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
-    _check_linear(x, weight, bias, ("x", "weight", "bias"))
+    _check_linear(x, weight, bias, weight_scale)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = scatter_call(group_name, x, weight, bias, rows, strategy)
+    call = scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
     agree(
@@ -198,17 +213,20 @@ def _matmul_reduce_scatter(
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     plan = Plan(strategy, rows, rank, world_size)
     plans.keep(plan, *call)
-    return run_scatter(plan, x, weight, bias, group_name)
+    return run_scatter(plan, x, weight, bias, group_name, weight_scale)
 
 
-def scatter_call(group_name, x, weight, bias, rows, strategy) -> tuple:
+def scatter_call(group_name, x, weight, bias, rows, strategy, scale) -> tuple:
     """As `gather_call`."""
     options = strategy, _hashable(rows)
-    return auto.SCATTER, group_name, options, x, weight, bias
+    return auto.SCATTER, group_name, options, x, weight, bias, scale
 
 
-def run_scatter(plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str) -> Tensor:
+def run_scatter(
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
+) -> Tensor:
     way, rows, rank, world_size = plan
+    weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
         x = x.to(compute_dtype(x))
         return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
@@ -217,17 +235,20 @@ def run_scatter(plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str) ->
 
 def _matmul_all_reduce(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, method="auto",
-    strategy="auto",
+    strategy="auto", weight_scale=None,
 ):  # fmt: skip
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy)
-    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, method, strategy))
-    return run_all_reduce(plan, x, weight, bias, group_name)
+    ranks = rank, world_size
+    plan = _all_reduce_plan(x, weight, group_name, bias, *ranks, method, strategy, weight_scale)
+    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, method, strategy, weight_scale))
+    return run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
 
 
-def _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy) -> Plan:
+def _all_reduce_plan(
+    x, weight, group_name, bias, rank, world_size, method, strategy, scale=None
+) -> Plan:
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
-    _check_linear(x, weight, bias, ("x", "weight", "bias"))
+    _check_linear(x, weight, bias, scale)
     if method in symmetric_memory.METHODS:
         symmetric_memory.check(method, x.device, compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
@@ -286,16 +307,19 @@ def run_all_reduce_norm(
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
-def all_reduce_call(group_name, x, weight, bias, method, strategy) -> tuple:
+def all_reduce_call(group_name, x, weight, bias, method, strategy, scale) -> tuple:
     """As `gather_call`."""
-    return auto.ALL_REDUCE, group_name, (method, strategy), x, weight, bias
+    return auto.ALL_REDUCE, group_name, (method, strategy), x, weight, bias, scale
 
 
-def run_all_reduce(plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str) -> Tensor:
+def run_all_reduce(
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
+) -> Tensor:
     way, _, rank, world_size = plan
     if way in one_sided.METHODS:
         x = x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way)
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
+    weight = float8.dequantised(weight, scale, compute_dtype(x))
     return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
 
 
@@ -306,17 +330,20 @@ def _define(schema: str, function) -> None:
 
 _define(
     "all_gather_matmul(Tensor x_shard, Tensor[] weights, str group_name, Tensor?[]? biases=None, *, "
-    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto') -> Tensor[]",
+    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto', "
+    "Tensor?[]? weight_scales=None) -> Tensor[]",
     _all_gather_matmul,
 )
 _define(
     "matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
-    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto') -> Tensor",
+    "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto', "
+    "Tensor? weight_scale=None) -> Tensor",
     _matmul_reduce_scatter,
 )
 _define(
     "matmul_all_reduce(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
-    "int? rank=None, int? world_size=None, str method='auto', str strategy='auto') -> Tensor",
+    "int? rank=None, int? world_size=None, str method='auto', str strategy='auto', "
+    "Tensor? weight_scale=None) -> Tensor",
     _matmul_all_reduce,
 )
 _define(

@@ -194,7 +194,7 @@ def _decode_kernel(
         if KEYS_FIRST:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if start == first_key:
                 q = _opaque(loaded_q)
-        scores = tl.dot(q, _unquantised(k, q.dtype), input_precision=PRECISION)
+        scores = tl.dot(q, unquantised(k, q.dtype), input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
         if K_SCALES == 1:  # before the mask, not in the softmax's scale: it may be 0
@@ -247,7 +247,7 @@ def _decode_kernel(
         v = tl.load(
             v_head_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
         )
-        v = _unquantised(v, q.dtype)
+        v = unquantised(v, q.dtype)
         if V_SCALES == 2:
             products = tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
             acc = acc * alpha[:, None] + products * largest
@@ -308,7 +308,7 @@ def _queries(ptrs, mask, TO_HALF: tl.constexpr):
 
 
 @triton.jit
-def _unquantised(x, dtype: tl.constexpr):
+def unquantised(x, dtype: tl.constexpr):
     """A tile of a cache in the dtype of the dots; uint8 are the bytes of float8_e4m3fn."""
     if x.dtype == tl.uint8:
         # Its exponent and mantissa at float16's place are its value, subnormals included, times 2**-8.
