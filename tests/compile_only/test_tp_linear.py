@@ -16,7 +16,7 @@ from torch_fdattn.dist.symmetric_memory import PeerMemory
 from torch_fdattn.dist.tp_linear import (
     copies,
     copy_engine,
-    float8,
+    dequantise,
     fused_gather,
     fused_scatter,
     gemm,
@@ -154,12 +154,12 @@ def test_float8_weights(rows: int) -> None:
     scale, out = meta(5120, dtype=torch.float32), meta(5120, 6400)
     with ranks(), recorded() as launches:
         gemm_epilogue.matmul_all_reduce(x, weight, "0", None, scale)
-        float8.convert(weight, scale, out)
+        dequantise.convert(weight, scale, out)
     check(launches, "sm_90")
     assert "cp.async.cg.shared.global [" in text_of(launches, "gemm_send", "sm_90")
     assert "ld.global.v4" in text_of(launches, "dequantise", "sm_90")
     with recorded() as launches:
-        float8.convert(weight.view(torch.uint8), scale, out)
+        dequantise.convert(weight.view(torch.uint8), scale, out)
     check(launches, "sm_80")
 
 

@@ -87,7 +87,8 @@ def _scatter_fake(x, weight, group_name, strategy, rows, rank):
 def all_reduce(x, weight, group_name, method, bias=None, scale=None):
     """bias as `scatter`'s; scale: of a weight in float8."""
     run, scaled = _module(method).matmul_all_reduce, ()
-    if scale is not None and method == "gemm_epilogue" and not float8.as_bytes(weight):
+    reads = scale is not None and method == "gemm_epilogue"
+    if reads and not _module("dequantise").as_bytes(weight):
         scaled = (float8.columns_of(scale, weight),)
     else:
         weight = float8.dequantised(weight, scale, x.dtype)
