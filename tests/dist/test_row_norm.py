@@ -57,7 +57,7 @@ def double(*tensors: Tensor | None) -> list[Tensor | None]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "columns", "biased"), [(1, 34, False), (5, 33, True), (40, 1, False), (2, 2048, True)]
+    ("rows", "columns", "biased"), [(1, 34, False), (5, 38, True), (40, 2, False), (2, 2048, True)]
 )
 def test_one_launch(group, rank_device, rows: int, columns: int, biased: bool, dtype) -> None:
     """Right, and the same bits on all ranks and in all repeats."""
@@ -157,7 +157,9 @@ def test_gradients(group, rank_device, compiled: bool) -> None:
         (dict(method="other"), ValueError, "method must be one of"),
     ],
 )
-def test_bad_input(group, change: dict, error: type, message: str) -> None:
+def test_bad_input(group, rank_device, change: dict, error: type, message: str) -> None:
     given = dict(residual=torch.ones(2, 4), norm_weight=torch.ones(4), eps=EPS) | change
+    given = {k: v.to(rank_device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    x, weight = (torch.ones(*shape, device=rank_device) for shape in ((2, 6), (4, 6)))
     with pytest.raises(error, match=message):
-        matmul_all_reduce_rms_norm(torch.ones(2, 6), torch.ones(4, 6), group, **given)
+        matmul_all_reduce_rms_norm(x, weight, group, **given)

@@ -186,7 +186,9 @@ def test_all_reduce_by_values(group, rank_device, dtype: torch.dtype) -> None:
         y = torch.full_like(parts[0], float("nan"))
         time.sleep(rng.random() * 0.003)
         push_values.all_reduce(parts[rank], y, group, rank, world)
-        assert torch.equal(y, low_latency.all_reduce(parts[rank], group))
+        by_tiles = torch.empty_like(y)
+        push_tiles.all_reduce(parts[rank], by_tiles, group, rank, world, shots=1)
+        assert torch.equal(y, by_tiles)
         check_sum(y, torch.stack(parts).double().sum(0), torch.stack(parts).sum(0))
         everywhere = [torch.empty_like(y) for _ in range(world)]
         dist.all_gather(everywhere, y)
@@ -221,6 +223,7 @@ def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
     seen = []
     real = push_tiles.all_reduce
     monkeypatch.setattr(low_latency, "WORDS_BYTES", 16)
+    monkeypatch.setattr(low_latency, "VALUES_BYTES", 16)
     monkeypatch.setattr(
         push_tiles, "all_reduce", lambda *a, shots: seen.append(shots) or real(*a, shots=shots)
     )
@@ -289,7 +292,7 @@ def test_checkpointed_training(group, rank_device, strategy: str, reentrant: boo
 
 
 def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
-    """`low_latency` of however few numbers in the way of many."""
+    """`low_latency` of however few numbers in the way of very many."""
     of_group = dist.distributed_c10d._resolve_process_group(group_name)
     part = F.linear(x, weight)
     y = torch.empty_like(part)
@@ -297,12 +300,12 @@ def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
     return y
 
 
-def by_values(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
-    """`by_tiles`, without flags."""
-    of_group = dist.distributed_c10d._resolve_process_group(group_name)
+def by_words(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """`low_latency` of odd numbers."""
     part = F.linear(x, weight)
     y = torch.empty_like(part)
-    push_values.all_reduce(part, y, group_name, of_group.rank(), of_group.size())
+    of_group = dist.distributed_c10d._resolve_process_group(group_name)
+    low_latency.by_words(part, y, group_name, of_group.size())
     return y
 
 
@@ -311,7 +314,7 @@ CALLS = {
     **{f"{s} scatter": lambda x, w, g, s=s: matmul_reduce_scatter(x, w, g, strategy=s) for s in STRATEGIES},
     **{m: lambda x, w, g, m=m: matmul_all_reduce(x, w, g, method=m) for m in METHODS},
     **{f"low_latency by tiles, {n}": lambda x, w, g, n=n: by_tiles(x, w, g, n) for n in (1, 2)},
-    "low_latency by values": by_values,
+    "low_latency by words": by_words,
 }  # fmt: skip
 
 
@@ -367,7 +370,7 @@ def test_epochs_wrap(group, rank_device) -> None:
             torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
         for shots in (1, 2):
             torch.testing.assert_close(by_tiles(x, weight, group, shots), world * one)
-        torch.testing.assert_close(by_values(x, weight, group), world * one)
+        torch.testing.assert_close(by_words(x, weight, group), world * one)
     set_epochs(1)
 
 

@@ -53,9 +53,8 @@ class Linear:
 
     def __init__(self, group: Group, seed: str, device: torch.device) -> None:
         self.group, self.device = group, device
-        # All three ways of `low_latency`, of sizes that are small on CPUs.
-        unit = 64 if device.type == "cpu" else 8192
-        low_latency.WORDS_BYTES, low_latency.VALUES_BYTES = unit, 4 * unit
+        # Values and tiles, of sizes that are small on CPUs; `gemm_epilogue` has words.
+        low_latency.VALUES_BYTES = 256 if device.type == "cpu" else 1 << 15
         self.problems = [
             self._problem(i, random.Random(f"{seed} {i}"))
             for i in range(16 if device.type == "cuda" else 6)

@@ -1,11 +1,12 @@
 """Method `low_latency`: an all-reduce of few numbers in one launch and one trip over the wire.
 
-Every rank sends its part to all others as words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one
-fp32 a word, and sums the parts of all ranks in fp32, in an order that is the same everywhere: the same bits on all
-ranks. Cost: (W - 1) times twice the bytes sent by every rank, no flag, no fence, no barrier.
+Every rank sends its part to all others and sums the parts of all ranks in fp32, in an order that is the same
+everywhere: the same bits on all ranks. Values that tell themselves that they came (`push_values.py`) up to
+`values_bytes`, tiles with flags (`push_tiles.py`) beyond.
 
-The same kernel merges what the epilogue of a product has sent already (`gemm_epilogue.py`). More numbers than
-WORDS_BYTES go as tiles with flags (`push_tiles.py`).
+Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
+ones, and to merge what the epilogue of a product has sent already (`gemm_epilogue.py`). Cost: (W - 1) times twice the
+bytes sent by every rank, no flag, no fence, no barrier.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from torch_fdattn.ops.repeated_launch import launch
 
 #: Words of all ranks that a program looks at together. 512 takes 1 to 2 µs more on two H200, 1024 5.
 _TILE_WORDS = 256
-#: Bytes of a rank's part up to which words, whose bytes are twice as many, are faster: on two H200 by 1.4 µs at 160
-#: and 320 KiB, as fast as tiles at 640, slower by 2 µs at 1280.
+#: Bytes of a rank's part up to which words, whose bytes are twice as many, are faster than tiles: on two H200 by
+#: 1.4 µs at 160 and 320 KiB, as fast at 640, slower by 2 µs at 1280.
 WORDS_BYTES = 1 << 19
-#: Bytes up to which values that tell themselves that they came take the place of tiles; 0: nowhere, for that is not
-#: measured yet.
-VALUES_BYTES = 0
+#: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.4 to 1.6 µs to 320 KiB,
+#: 3.5 at 640 and 4.2 at 1280, 2.6 at 2.5 MiB, 4.9 at 10. They take three times their bytes of every rank.
+VALUES_BYTES = 12 << 20
+#: Bytes that the wire carries in the time of `push_tiles`' second trip, 4.5 µs. An estimate: not measured.
+SECOND_TRIP_BYTES = 1_700_000
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
@@ -114,24 +117,33 @@ def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
         )  # fmt: skip
 
 
+def values_bytes(world: int) -> int:
+    """Bytes of a rank's part up to which it goes as values, in one shot; two send 2 / W of that shot's bytes."""
+    if world == 2:
+        return VALUES_BYTES
+    return min(VALUES_BYTES, SECOND_TRIP_BYTES * world // ((world - 1) * (world - 2)))
+
+
+def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
+    """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
+    where = channel(group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device)
+    where.enter()
+    sum_words(x, y, where, world)
+
+
 def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum of x over the ranks; contiguous, float32 or of 16 bits."""
     rank, world = rank_and_size(group_name)
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    if WORDS_BYTES < x.nbytes <= VALUES_BYTES and push_values.takes(x):
-        launches["tp_linear/low_latency"] += 1
-        push_values.all_reduce(x, y, group_name, rank, world)
-        return y
-    if x.nbytes > WORDS_BYTES:
-        launches["tp_linear/low_latency"] += 1
-        push_tiles.all_reduce(x, y, group_name, rank, world, shots=2 if world > 2 else 1)
-        return y
-    where = channel(group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device)
-    where.enter()
     launches["tp_linear/low_latency"] += 1
-    sum_words(x, y, where, world)
+    if x.nbytes <= values_bytes(world) and push_values.takes(x):
+        push_values.all_reduce(x, y, group_name, rank, world)
+    elif x.nbytes <= WORDS_BYTES:
+        by_words(x, y, group_name, world)
+    else:
+        push_tiles.all_reduce(x, y, group_name, rank, world, shots=2 if world > 2 else 1)
     return y
 
 

@@ -98,8 +98,7 @@ def all_reduce(x, weight, group_name, method, bias=None, scale=None):
 
 def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None):
     """(normed, added): by BLAS, then one launch (`row_norm.py`); bias the same on all ranks."""
-    tensors = (_contiguous(t) for t in (F.linear(x, weight), bias, residual, norm_weight))
-    part, bias, residual, norm_weight = tensors
+    part = F.linear(x, weight)
     return _module("row_norm").sum_norm(part, bias, residual, norm_weight, eps, group_name)
 
 
@@ -263,7 +262,7 @@ def takes_norm(method: str, x: Tensor, weight: Tensor, residual: Tensor, norm_we
     return (
         method in METHODS
         and len(x) <= NORM_ROWS
-        and 0 < len(weight) <= _module("row_norm").MOST_COLUMNS
+        and _module("row_norm").takes(len(weight), x.dtype)
         and all(t.dtype == x.dtype for t in tensors)
         and not _trained(*tensors)
     )

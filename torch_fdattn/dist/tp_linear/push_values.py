@@ -1,4 +1,4 @@
-"""Method `low_latency` of a middling number: values that tell themselves that they came.
+"""Method `low_latency`: values that tell themselves that they came.
 
 One shot, as `push_tiles.py`, but with neither flag nor fence, for which a tile waits 2 µs, and with half the bytes of
 words (`low_latency.py`): memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as
@@ -36,22 +36,37 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_launch import launch
 
 TURN = tl.constexpr(5)
 BEFORE = tl.constexpr(6)
-#: Words of all ranks that a program looks at together. Not measured yet.
-_TILE_WORDS = 1024
+#: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
+#: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
+_TILE_WORDS = ((1 << 19, 512), (6 << 20, 1024), (None, 2048))
 
 
 @triton.jit
-def _buffer(addresses_ptr, rank, turn, third_bytes):
+def buffer(addresses_ptr, rank, turn, third_bytes):
     address = tl.load(addresses_ptr + rank) + turn * third_bytes
     return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
-def _halves(words, dtype: tl.constexpr):
+def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
+    """How many words of a rank a buffer has room for."""
+    return tl.multiple_of(third_bytes // (16 * WORLD) * 4, 4)
+
+
+@triton.jit
+def as_values(words, dtype: tl.constexpr):
+    """words, minus zero in place of zero."""
+    ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
+    return tl.where(words == 0, ZERO, words)
+
+
+@triton.jit
+def halves(words, dtype: tl.constexpr):
     """The numbers of words, fp32: (the lower, the upper); of one fp32 number twice the same."""
     if dtype.primitive_bitwidth == 16:
         low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
@@ -63,8 +78,8 @@ def _halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _joined(low, high, dtype: tl.constexpr):
-    """`_halves`, undone and rounded."""
+def joined(low, high, dtype: tl.constexpr):
+    """`halves`, undone and rounded."""
     if dtype.primitive_bitwidth == 16:
         lower = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
         return lower | (high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
@@ -73,7 +88,7 @@ def _joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def _receive(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
+def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
     """(words (S, B) of sources, once all that are wanted have come, whether they came)."""
     words = tl.load(pointers, mask=wanted, other=1, volatile=True)
     missing = tl.sum((words == 0).to(tl.int32), 1)
@@ -92,6 +107,31 @@ def _receive(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
     return words, tl.sum(missing, 0) == 0
 
 
+@triton.jit
+def clear(
+    addresses_ptr, rank, turn, before, room, third_bytes, sources, others, BLOCK: tl.constexpr
+):
+    """Zeroes the `before` words of every other rank that the last call brought; sources (S,), others (S, 1)."""
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
+        # Whole tiles, which wide stores write, inside a rank's words.
+        used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
+        old = last + sources[:, None] * room + used[None, :]
+        zeros = tl.zeros([sources.shape[0], BLOCK], tl.int32)
+        tl.store(old, zeros, mask=others & (used < room)[None, :])
+
+
+@triton.jit
+def leave_turn(state_ptr, epoch, turn, words):
+    """`signals.leave_epoch`, and the next call's turn."""
+    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(state_ptr + TICKETS, 0)
+        tl.store(state_ptr + TURN, (turn + 1) % 3)
+        tl.store(state_ptr + BEFORE, tl.cast(words, tl.int64))
+        tl.store(state_ptr, next_epoch(epoch))
+
+
 @triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
 def _sum_values_kernel(
     x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
@@ -99,45 +139,33 @@ def _sum_values_kernel(
 ):  # fmt: skip
     """x (words,) -> y (words,), the sum over ranks: int32 words of numbers of DTYPE."""
     await_previous(PDL)
-    ZERO: tl.constexpr = -0x7FFF8000 if DTYPE.primitive_bitwidth == 16 else -0x80000000
     epoch = read_epoch(state_ptr)
     turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    room = tl.multiple_of(third_bytes // (16 * WORLD) * 4, 4)  # words of a rank in a buffer
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    room = words_of_a_rank(third_bytes, WORLD)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     own = tl.load(x_ptr + at, mask=inside, other=0)
-    own = tl.where(own == 0, ZERO, own)  # here, too: the sum's bits are the same everywhere
+    own = as_values(own, DTYPE)  # here, too: the sum's bits are the same everywhere
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
-        there = _buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
+        there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
         tl.store(there + rank * room + at, own, mask=sends)
 
     sources = tl.arange(0, SOURCES)
     others = ((sources < WORLD) & (sources != rank))[:, None]
-    last = _buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
-    for first in range(program * BLOCK, before, programs * BLOCK):
-        # Whole tiles, which wide stores write, inside a rank's words.
-        used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
-        old = last + sources[:, None] * room + used[None, :]
-        tl.store(old, tl.zeros([SOURCES, BLOCK], tl.int32), mask=others & (used < room)[None, :])
+    clear(addresses_ptr, rank, turn, before, room, third_bytes, sources, others, BLOCK)
 
-    here = _buffer(addresses_ptr, rank, turn, third_bytes)
-    found, came = _receive(
+    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    found, came = receive_values(
         here + sources[:, None] * room + at[None, :], others & inside[None, :], sources, epoch, state_ptr, fault_ptr,
         limit_ns,
     )  # fmt: skip
     found = tl.where((sources == rank)[:, None], own[None, :], tl.where(others, found, 0))
-    low, high = _halves(found, DTYPE)
+    low, high = halves(found, DTYPE)
     none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
-    tl.store(y_ptr + at, _joined(tl.sum(low, 0) + none, tl.sum(high, 0) + none, DTYPE), mask=inside)
+    tl.store(y_ptr + at, joined(tl.sum(low, 0) + none, tl.sum(high, 0) + none, DTYPE), mask=inside)
 
-    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
-    if ticket == programs - 1:
-        tl.store(state_ptr + TICKETS, 0)
-        tl.store(state_ptr + TURN, (turn + 1) % 3)
-        tl.store(state_ptr + BEFORE, tl.full([], words, tl.int64))
-        tl.store(state_ptr, next_epoch(epoch))
+    leave_turn(state_ptr, epoch, turn, words)
 
 
 def takes(x: Tensor) -> bool:
@@ -145,20 +173,29 @@ def takes(x: Tensor) -> bool:
     return x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
 
 
+def room(words: int, world: int) -> int:
+    """Bytes of a channel's half that calls of so many words a rank need."""
+    return cdiv(3 * world * cdiv(words, 4) * 16, 2)
+
+
+def third_of(half_bytes: int) -> int:
+    """Bytes of each of three buffers in a channel."""
+    return 2 * half_bytes // 3 // 16 * 16
+
+
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
     """Writes the sum of x, which this takes, over the ranks into y; both contiguous, of one dtype."""
     words = x.nbytes // 4
-    nbytes = 3 * world * 4 * cdiv(words, 4) * 4
-    where = channel(group_name, "low_latency/values", cdiv(nbytes, 2), x.device)
+    where = channel(group_name, "low_latency/values", room(words, world), x.device)
     where.enter()
-    third = 2 * where.half_bytes // 3 // 16 * 16
-    block = max(32, _TILE_WORDS // power_of_two(world))
+    tile = next(tile for most, tile in _TILE_WORDS if most is None or x.nbytes <= most)
+    block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
     early = starts_early(y)
     with on_device(x):
         launch(
             _sum_values_kernel, cdiv(words, block),
             x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), where.memory.addresses, where.state,
-            where.fault.tensor, third, timeout_ns(), rank, words, world, power_of_two(world), block,
+            where.fault.tensor, third_of(where.half_bytes), timeout_ns(), rank, words, world, power_of_two(world), block,
             triton_dtype(x.dtype), early,
             num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
