@@ -43,12 +43,12 @@ MODELS = ("Qwen/Qwen3-32B", "meta-llama/Meta-Llama-3-70B")
 TABLE = Path(auto.__file__).with_name("crossovers.json")
 #: Ours by op; what runs where nothing is measured first.
 WAYS = {
-    GATHER: ("collective", "copy_engine", "fused"),
-    SCATTER: ("collective", "copy_engine", "fused"),
+    GATHER: ("collective", "copy_engine", "fused", "low_latency"),
+    SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
     ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue"),
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
-MOST_ROWS = {"low_latency": 1024, "gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+MOST_ROWS = {"low_latency": 4096, "gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
 #: A choice that is slower than the first by more than this is none.
 SLACK = 1.02
 

@@ -9,7 +9,7 @@ import sys
 METHODS = (
     "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue", "two_shot_multimem",
 )  # fmt: skip
-STRATEGIES = ("auto", "collective", "copy_engine", "fused")
+STRATEGIES = ("auto", "collective", "copy_engine", "fused", "low_latency")
 #: Those that are kernels of ours: on a CPU they are interpreted.
 KERNELS = ("copy_engine", "fused", "low_latency", "gemm_epilogue")
 #: Runs of a model that is built for one strategy.

@@ -174,10 +174,12 @@ def test_all_reduce_by_tiles(shots: int) -> None:
     assert "ld.volatile.global.v4" in text
 
 
-def test_all_reduce_by_values() -> None:
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_values(op: str) -> None:
     x = meta(128, 5120)
+    y = {"all_reduce": x, "reduce_scatter": x[: 128 // WORLD], "all_gather": meta(512, 5120)}[op]
     with ranks(), recorded() as launches:
-        push_values.all_reduce(x, torch.empty_like(x), "0", 1, WORLD)
+        getattr(push_values, op)(x, torch.empty_like(y), "0", 1, WORLD)
     check(launches, "sm_90")
     text = text_of(launches, "values", "sm_90")
     assert "st.global.v4" in text

@@ -34,7 +34,7 @@ WIDTH = 16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-@pytest.fixture(params=["collective", "copy_engine", "fused"])
+@pytest.fixture(params=["collective", "copy_engine", "fused", "low_latency"])
 def strategy(request, rank_device: torch.device) -> str:
     if request.param != "collective" and rank_device.type == "cpu" and not INTERPRET:
         pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")

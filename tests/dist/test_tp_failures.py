@@ -53,6 +53,7 @@ def test_a_gather_that_fails_half_way(group, rank_device, monkeypatch, strategy,
             if i == 1 and (who == "all" or rank == 0):
                 patch.setattr(torch, "mm", fails)
                 patch.setattr(fused_gather, "tile_for", fails)
+                patch.setattr(F, "linear", fails)
                 with pytest.raises(Failure):
                     all_gather_matmul(x[of_rank(3)], [weight], group, strategy=strategy)
                 continue

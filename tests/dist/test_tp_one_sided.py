@@ -35,7 +35,7 @@ from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 
-STRATEGIES = ("copy_engine", "fused")
+STRATEGIES = ("copy_engine", "fused", "low_latency")
 METHODS = ("low_latency", "gemm_epilogue")
 
 
@@ -235,7 +235,7 @@ def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_uneven_rows(group, rank_device, strategy: str) -> None:
-    """Any number of rows on any rank; `fused` leaves them to `collective`."""
+    """Any number of rows on any rank; `fused` and `low_latency` leave them to `collective`."""
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [5, 0, 3, 1][:world]
     first = sum(rows[:rank])

@@ -19,8 +19,8 @@ from torch_fdattn.dist.tp_linear import low_latency
 GATHER, SCATTER, ALL_REDUCE = "gather", "scatter", "all_reduce"
 #: torch's own all-reduces, whose workspaces are of one stream, are not ours to soak.
 BY = {
-    GATHER: ("copy_engine", "fused", "collective"),
-    SCATTER: ("copy_engine", "fused", "collective"),
+    GATHER: ("copy_engine", "fused", "low_latency", "collective"),
+    SCATTER: ("copy_engine", "fused", "low_latency", "collective"),
     ALL_REDUCE: ("low_latency", "gemm_epilogue", "nccl"),
 }
 #: Whose bits depend on what a backend chooses.
@@ -96,7 +96,7 @@ class Linear:
 
     def draw(self, rng: random.Random) -> Call:
         op = rng.choice(list(BY))
-        by = rng.choices(BY[op], (4, 4, 1))[0]
+        by = rng.choices(BY[op], [1 if way in _STOCK else 4 for way in BY[op]])[0]
         return self.redraw(Call(rng.randrange(len(self.problems)), op, by, 1.0), rng)
 
     def redraw(self, call: Call, rng: random.Random) -> Call:

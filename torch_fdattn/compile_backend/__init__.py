@@ -42,8 +42,8 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     Where torch.distributed is initialised, functional all-gather -> matmul, matmul -> reduce-scatter and matmul ->
     all-reduce, forward and backward, in DTensor models too, become one op each which overlaps the two:
     ``tensor_parallel`` is "auto" (where that was measured to be faster on this GPU), "off", or "collective",
-    "copy_engine" or "fused", the strategy for all of them (see `torch_fdattn.dist.all_gather_matmul`). They are
-    counted and logged when they are compiled, not when a compiled graph comes out of Inductor's cache.
+    "copy_engine", "fused" or "low_latency", the strategy for all of them (see `torch_fdattn.dist.all_gather_matmul`).
+    They are counted and logged when they are compiled, not when a compiled graph comes out of Inductor's cache.
 
     Raises:
         TypeError, ValueError: an option of ours, naming it, what was expected and what came.

@@ -19,7 +19,7 @@ from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER, Sizes,
 
 OPTION = "tensor_parallel"
 #: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.
-CHOICES = ("auto", "off", "collective", "copy_engine", "fused")
+CHOICES = ("auto", "off", "collective", "copy_engine", "fused", "low_latency")
 _OPS = dict(zip(FORMS, (GATHER, SCATTER, ALL_REDUCE), strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Method `low_latency`: an all-reduce of few numbers in one launch and one trip over the wire.
+"""Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
 
-Every rank sends its part to all others and sums the parts of all ranks in fp32, in an order that is the same
-everywhere: the same bits on all ranks. Values that tell themselves that they came (`push_values.py`) up to
-`values_bytes`, tiles with flags (`push_tiles.py`) beyond.
+Values that tell themselves that they came (`push_values.py`) gather and scatter, and sum up to `values_bytes`; tiles
+with flags (`push_tiles.py`) sum beyond. Sums are in fp32, in an order that is the same everywhere: the same bits on all
+ranks.
 
 Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
 ones, and to merge what the epilogue of a product has sent already (`gemm_epilogue.py`). Cost: (W - 1) times twice the
@@ -10,6 +10,8 @@ bytes sent by every rank, no flag, no fence, no barrier.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +46,9 @@ _TILE_WORDS = 256
 #: Bytes of a rank's part up to which words, whose bytes are twice as many, are faster than tiles: on two H200 by
 #: 1.4 µs at 160 and 320 KiB, as fast at 640, slower by 2 µs at 1280.
 WORDS_BYTES = 1 << 19
-#: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.4 to 1.6 µs to 320 KiB,
-#: 3.5 at 640 and 4.2 at 1280, 2.6 at 2.5 MiB, 4.9 at 10. They take three times their bytes of every rank.
-VALUES_BYTES = 12 << 20
+#: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.6 to 2 µs to 320 KiB,
+#: 4.4 at 640 and 4.1 at 1280, 2.6 at 2.5 MiB, 7.6 at 10 and 10 at 40. They take three times their bytes of memory.
+VALUES_BYTES = 48 << 20
 #: Bytes that the wire carries in the time of `push_tiles`' second trip, 4.5 µs. An estimate: not measured.
 SECOND_TRIP_BYTES = 1_700_000
 
@@ -115,6 +117,31 @@ def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
             timeout_ns(), where.rank, count, world, sources, block, x is not None, early, num_warps=1,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
+
+
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
+) -> list[Tensor]:
+    """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept]; rows all alike."""
+    rank, world = rank_and_size(group_name)
+    gathered = x.new_empty(sum(rows), x.shape[1])
+    if x.numel():
+        launches["tp_linear/low_latency_all_gather"] += 1
+        push_values.all_gather(x, gathered, group_name, rank, world)
+    return [*(F.linear(gathered, weight) for weight in weights), *([gathered] if keep else [])]
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """This rank's rows (m, N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,); rows all alike."""
+    rank, world = rank_and_size(group_name)
+    part = F.linear(x, weight, bias)
+    y = part.new_empty(rows[rank], part.shape[1])
+    if y.numel():
+        launches["tp_linear/low_latency_reduce_scatter"] += 1
+        push_values.reduce_scatter(part, y, group_name, rank, world)
+    return y
 
 
 def values_bytes(world: int) -> int:

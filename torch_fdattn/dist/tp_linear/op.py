@@ -62,8 +62,9 @@ def chosen(
 ) -> str:
     """The strategy that runs.
 
-    `fused` cuts every rank's rows into the same tiles: where ranks have different numbers of rows it is `collective`,
-    and so is everything on one rank.
+    `fused` cuts every rank's rows into the same tiles, and `low_latency` everything into the same words of 32 bits:
+    where ranks have different numbers of rows they are `collective`, as the latter is for odd numbers of 16 bits, and
+    everything on one rank.
     """
     if sizes.ranks == 1:
         return "collective"
@@ -71,7 +72,10 @@ def chosen(
         strategy = auto.choose(op, group_name, x, sizes, "collective")
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
-    if strategy == "fused" and any(count != rows[0] for count in rows):
+    if strategy in ("fused", "low_latency") and any(count != rows[0] for count in rows):
+        return "collective"
+    travels = sizes.features if op == auto.GATHER else sizes.columns
+    if strategy == "low_latency" and travels * compute_dtype(x).itemsize % 4:
         return "collective"
     return strategy
 
@@ -83,8 +87,8 @@ def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes:
             "strategy 'copy_engine' gathers or scatters rows and reduces nothing on all ranks; "
             f"matmul_all_reduce has methods instead, one of {METHODS}"
         )
-    if strategy == "fused" and method == "auto":
-        method = "gemm_epilogue"
+    if method == "auto":
+        method = {"fused": "gemm_epilogue", "low_latency": "low_latency"}.get(strategy, method)
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
@@ -299,7 +303,9 @@ def run_all_reduce_norm(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     as_it_is = compute_dtype(x) == x.dtype
-    if as_it_is and one_sided.takes_norm(plan.way, x, weight, residual, norm_weight, bias):
+    if as_it_is and one_sided.takes_norm(
+        plan.way, plan.world, x, weight, residual, norm_weight, bias
+    ):
         return one_sided.matmul_all_reduce_rms_norm(
             x, weight, bias, group_name, residual, norm_weight, eps
         )

@@ -1,14 +1,19 @@
-"""Method `low_latency`: values that tell themselves that they came.
+"""`low_latency`: collectives of few numbers, in one launch and one trip, by values that tell themselves that they came.
 
-One shot, as `push_tiles.py`, but with neither flag nor fence, for which a tile waits 2 µs, and with half the bytes of
-words (`low_latency.py`): memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as
-minus zero. (The Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, there with minus zero for what did
-not come.) So a word is there when it is not zero, each for itself.
+Every rank writes what others need into their memory, with neither flag nor fence behind it, for which a tile waits
+2 µs: memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as minus zero. (The
+Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, there with minus zero for what did not come.) So a
+word is there when it is not zero, each for itself.
+
+    all-reduce      every rank sends all to all others: (W - 1) times the bytes. Sums in the order of ranks, in fp32
+    reduce-scatter  to each rank what it owns, which sums it so
+    all-gather      all to all others; a word of two minus zeros comes out as zeros
 
 Memory is made zero again by who has read it. Calls take three buffers in turn: one call writes into the first, zeroes
 what the call before used, and knows that the third, which the next call uses, is zero on every rank that has sent
 anything in this call: it zeroed that in the call before. The turn, and how many words the last call used, are on the
-device, so captured graphs may be replayed in any order with eager calls.
+device, so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1
+ranks, the next rank's first.
 
 state, beside what `signals.py` has there: turn, words of the call before.
 """
@@ -20,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import channel
+from torch_fdattn.dist.channel import Channel, channel
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.signals import (
@@ -41,6 +46,8 @@ from torch_fdattn.ops.repeated_launch import launch
 
 TURN = tl.constexpr(5)
 BEFORE = tl.constexpr(6)
+#: A word of not-a-numbers of any dtype.
+NANS = tl.constexpr(0x7FC07FC0)
 #: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
 #: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
 _TILE_WORDS = ((1 << 19, 512), (6 << 20, 1024), (None, 2048))
@@ -55,7 +62,13 @@ def buffer(addresses_ptr, rank, turn, third_bytes):
 @triton.jit
 def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
     """How many words of a rank a buffer has room for."""
-    return tl.multiple_of(third_bytes // (16 * WORLD) * 4, 4)
+    return tl.multiple_of(third_bytes // (16 * (WORLD - 1)) * 4, 4)
+
+
+@triton.jit
+def slot_of(source, rank, WORLD: tl.constexpr):
+    """Where a source's words lie in a rank's buffers."""
+    return (source + WORLD - rank - 1) % WORLD
 
 
 @triton.jit
@@ -109,16 +122,25 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
 
 @triton.jit
 def clear(
-    addresses_ptr, rank, turn, before, room, third_bytes, sources, others, BLOCK: tl.constexpr
+    addresses_ptr,
+    rank,
+    turn,
+    before,
+    each,
+    third_bytes,
+    WORLD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Zeroes the `before` words of every other rank that the last call brought; sources (S,), others (S, 1)."""
+    """Zeroes the `before` words of every other rank that the last call brought."""
     last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    slots = tl.arange(0, SLOTS)
     for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
         # Whole tiles, which wide stores write, inside a rank's words.
         used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
-        old = last + sources[:, None] * room + used[None, :]
-        zeros = tl.zeros([sources.shape[0], BLOCK], tl.int32)
-        tl.store(old, zeros, mask=others & (used < room)[None, :])
+        old = last + slots[:, None] * each + used[None, :]
+        zeros = tl.zeros([SLOTS, BLOCK], tl.int32)
+        tl.store(old, zeros, mask=(slots < WORLD - 1)[:, None] & (used < each)[None, :])
 
 
 @triton.jit
@@ -132,70 +154,142 @@ def leave_turn(state_ptr, epoch, turn, words):
         tl.store(state_ptr, next_epoch(epoch))
 
 
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
-def _sum_values_kernel(
-    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def exchange(
+    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words,
+    WORLD: tl.constexpr, SOURCES: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """x (words,) -> y (words,), the sum over ranks: int32 words of numbers of DTYPE."""
-    await_previous(PDL)
+    """Sends words `at` (B,) of x to all other ranks, or with SCATTERED those of x (WORLD, words) that each of them
+    owns, and takes theirs: (words (S, B) by source, the own among them; whether all came; epoch; turn)."""
     epoch = read_epoch(state_ptr)
     turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
-    room = words_of_a_rank(third_bytes, WORLD)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < words
-    own = tl.load(x_ptr + at, mask=inside, other=0)
-    own = as_values(own, DTYPE)  # here, too: the sum's bits are the same everywhere
+    each = words_of_a_rank(third_bytes, WORLD)
+    mine = tl.cast(rank, tl.int64) * words if SCATTERED else 0
+    own = as_values(tl.load(x_ptr + mine + at, mask=inside, other=0), DTYPE)
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
-        there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
-        tl.store(there + rank * room + at, own, mask=sends)
+        peer = (rank + i) % WORLD
+        part = own
+        if SCATTERED:
+            theirs = x_ptr + tl.cast(peer, tl.int64) * words
+            part = as_values(tl.load(theirs + at, mask=inside, other=0), DTYPE)
+        there = buffer(addresses_ptr, peer, turn, third_bytes)
+        tl.store(there + slot_of(rank, peer, WORLD) * each + at, part, mask=sends)
+    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, at.shape[0])
 
     sources = tl.arange(0, SOURCES)
     others = ((sources < WORLD) & (sources != rank))[:, None]
-    clear(addresses_ptr, rank, turn, before, room, third_bytes, sources, others, BLOCK)
-
     here = buffer(addresses_ptr, rank, turn, third_bytes)
     found, came = receive_values(
-        here + sources[:, None] * room + at[None, :], others & inside[None, :], sources, epoch, state_ptr, fault_ptr,
-        limit_ns,
+        here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :], others & inside[None, :], sources, epoch,
+        state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
+    # The own as the others have it: the sum's bits are the same everywhere.
     found = tl.where((sources == rank)[:, None], own[None, :], tl.where(others, found, 0))
-    low, high = halves(found, DTYPE)
-    none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
-    tl.store(y_ptr + at, joined(tl.sum(low, 0) + none, tl.sum(high, 0) + none, DTYPE), mask=inside)
+    return found, came, epoch, turn
 
+
+@triton.jit
+def summed(found, came, dtype: tl.constexpr):
+    """The words' sums over sources, fp32: `halves`; NaN if not all came."""
+    low, high = halves(found, dtype)
+    none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
+    return tl.sum(low, 0) + none, tl.sum(high, 0) + none
+
+
+@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+def _sum_values_kernel(
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x (words,), with SCATTERED (WORLD, words), of which each rank owns one -> y (words,), the sum over ranks: int32
+    words of numbers of DTYPE."""
+    await_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    found, came, epoch, turn = exchange(
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+        SCATTERED, DTYPE,
+    )  # fmt: skip
+    low, high = summed(found, came, DTYPE)
+    tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
+    leave_turn(state_ptr, epoch, turn, words)
+
+
+@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+def _gather_values_kernel(
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x (words,) -> y (WORLD, words), all ranks' x; not SCATTERED."""
+    await_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    found, came, epoch, turn = exchange(
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+        SCATTERED, DTYPE,
+    )  # fmt: skip
+    found = tl.where(found == as_values(found - found, DTYPE), 0, found)
+    found = tl.where(came, found, NANS)
+    sources = tl.arange(0, SOURCES)[:, None]
+    wanted = (sources < WORLD) & inside[None, :]
+    tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
     leave_turn(state_ptr, epoch, turn, words)
 
 
 def takes(x: Tensor) -> bool:
     """Whether x's numbers fill whole words."""
-    return x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0
+    return x.nbytes % 4 == 0
 
 
-def room(words: int, world: int) -> int:
-    """Bytes of a channel's half that calls of so many words a rank need."""
-    return cdiv(3 * world * cdiv(words, 4) * 16, 2)
+def as_words(x: Tensor) -> Tensor:
+    """The words of x, or of a copy that lies as words must."""
+    x = x.contiguous()
+    return words_of(x if x.data_ptr() % 4 == 0 else x.clone())
 
 
-def third_of(half_bytes: int) -> int:
-    """Bytes of each of three buffers in a channel."""
-    return 2 * half_bytes // 3 // 16 * 16
+def words_of(y: Tensor) -> Tensor:
+    """The words of y itself, contiguous and where words may lie."""
+    return y.view(-1).view(torch.int32)
 
 
-def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """Writes the sum of x, which this takes, over the ranks into y; both contiguous, of one dtype."""
-    words = x.nbytes // 4
-    where = channel(group_name, "low_latency/values", room(words, world), x.device)
+def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
+    """That of calls of so many words a rank."""
+    nbytes = 3 * (world - 1) * cdiv(words, 4) * 16
+    where = channel(group_name, f"low_latency/{purpose}", cdiv(nbytes, 2), device)
     where.enter()
-    tile = next(tile for most, tile in _TILE_WORDS if most is None or x.nbytes <= most)
+    return where
+
+
+def third_of(where: Channel) -> int:
+    """Bytes of each of three buffers."""
+    return 2 * where.half_bytes // 3 // 16 * 16
+
+
+def _run(op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int) -> None:
+    where = channel_for(words, group_name, op, x.device, world)
+    tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
     block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
     early = starts_early(y)
     with on_device(x):
         launch(
-            _sum_values_kernel, cdiv(words, block),
-            x.view(-1).view(torch.int32), y.view(-1).view(torch.int32), where.memory.addresses, where.state,
-            where.fault.tensor, third_of(where.half_bytes), timeout_ns(), rank, words, world, power_of_two(world), block,
-            triton_dtype(x.dtype), early,
-            num_warps=1, **({"launch_pdl": True} if early else {}),
+            _gather_values_kernel if op == "gather" else _sum_values_kernel, cdiv(words, block),
+            as_words(x), words_of(y), where.memory.addresses, where.state, where.fault.tensor, third_of(where),
+            timeout_ns(), rank, words, world, power_of_two(world), block, op == "scatter", triton_dtype(x.dtype),
+            early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
+
+
+def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous."""
+    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world)
+
+
+def reduce_scatter(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which this takes; else as above."""
+    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world)
+
+
+def all_gather(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes all ranks' x, which this takes, into y, one after another; else as above."""
+    _run("gather", x, y, x.nbytes // 4, group_name, rank, world)
