@@ -49,6 +49,8 @@ WAYS = {
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
 MOST_ROWS = {"low_latency": 4096, "gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+#: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
+EVEN = ("fused", "low_latency")
 #: A choice that is slower than the first by more than this is none.
 SLACK = 1.02
 
@@ -125,7 +127,7 @@ def _measure(
         for way in WAYS[op]
         if rows <= MOST_ROWS.get(way, rows)
         and (device.type == "cuda" or "shot" not in way)
-        and not (uneven and way == "fused")  # which is `collective` then
+        and not (uneven and op != ALL_REDUCE and way in EVEN)
     }
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
     first = f"fdattn/{WAYS[op][0]}"
