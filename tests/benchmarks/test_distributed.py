@@ -204,7 +204,7 @@ def test_every_strategy_of_a_ring_is_checked(monkeypatch, not_under_torchrun) ->
         ("e2e_inference --model tiny-qwen3 --gen-len 8 --max-length 8 --device cpu", "must be more than"),
         ("ring --strategy query_split", "must be of ring"),
         ("tp_mlp --use-allreduce --strategy fused", "--strategy must be left out where .* got fused"),
-        ("tp_mlp --strategy fast", "must be of auto, collective, copy_engine, fused, got 'fast'"),
+        ("tp_mlp --strategy fast", "must be of auto, collective, copy_engine, fused, low_latency, got 'fast'"),
         ("e2e --strategy fused,collective", "--strategy must be one of a model, got fused,collective"),
         ("e2e --model Qwen/Qwen3-32B --device cpu --bsz 4096", r"needs [\d,]+ bytes on each rank, [\d,]+ are free"),
         *((f"{words} --model tiny-qwen3 --device cpu", r"of tiny-qwen3 needs [\d,]{15,} bytes on each rank") for words in (
