@@ -57,10 +57,10 @@ def double(*tensors: Tensor | None) -> list[Tensor | None]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "columns", "biased"), [(1, 34, False), (5, 38, True), (40, 2, False), (2, 2048, True)]
+    ("rows", "columns", "biased"), [(1, 34, False), (5, 33, True), (40, 1, False), (2, 2048, True)]
 )
 def test_one_launch(group, rank_device, rows: int, columns: int, biased: bool, dtype) -> None:
-    """Right, and the same bits on all ranks and in all repeats."""
+    """Right, and the same bits on all ranks and in all repeats; rows that are no whole words are three launches."""
     given = case(rows, columns, rank_device, dtype, biased)
     x, weight, residual, norm, bias = given
     before = launches["tp_linear/row_norm"]
@@ -71,7 +71,8 @@ def test_one_launch(group, rank_device, rows: int, columns: int, biased: bool, d
                 *own(x, weight), group, residual, norm, EPS, bias, method="low_latency"
             )
         )
-    assert launches["tp_linear/row_norm"] == before + 3
+    whole = columns * dtype.itemsize % 4 == 0
+    assert launches["tp_linear/row_norm"] == before + 3 * whole
     for ours, right, at_dtype in zip(found[0], exact(*double(*given)), exact(*given), strict=True):
         assert ours.dtype == dtype
         check_sum(ours, right, at_dtype)

@@ -137,7 +137,8 @@ def matmul_all_reduce(
             symmetric-memory kernels (CUDA, one host, bfloat16 or float32). Ours, for the few rows of a decode step
             and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_epilogue" sends
             from inside the product (up to 128 rows and for an even N, or else it is "low_latency").
-        strategy: "auto" or "collective"; "fused" is method "gemm_epilogue" where no method is given.
+        strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_epilogue"
+            and "low_latency" the method of that name.
         group_name: as `all_gather_matmul`.
         weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_epilogue" reads the weight as it is; for
             the other methods it is made x's dtype first.

@@ -122,16 +122,8 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
 
 @triton.jit
 def clear(
-    addresses_ptr,
-    rank,
-    turn,
-    before,
-    each,
-    third_bytes,
-    WORLD: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses_ptr, rank, turn, before, each, third_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Zeroes the `before` words of every other rank that the last call brought."""
     last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
     slots = tl.arange(0, SLOTS)
@@ -198,12 +190,13 @@ def summed(found, came, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
-def _sum_values_kernel(
+def _values_kernel(
     x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, GATHERED: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (words,), with SCATTERED (WORLD, words), of which each rank owns one -> y (words,), the sum over ranks: int32
-    words of numbers of DTYPE."""
+    """x (words,) -> y (words,), the sum over ranks, or, GATHERED, y (WORLD, words), all ranks' x; SCATTERED, of
+    x (WORLD, words) each rank owns one. int32 words of numbers of DTYPE."""
     await_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
@@ -211,29 +204,15 @@ def _sum_values_kernel(
         x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
         SCATTERED, DTYPE,
     )  # fmt: skip
-    low, high = summed(found, came, DTYPE)
-    tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
-    leave_turn(state_ptr, epoch, turn, words)
-
-
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
-def _gather_values_kernel(
-    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """x (words,) -> y (WORLD, words), all ranks' x; not SCATTERED."""
-    await_previous(PDL)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < words
-    found, came, epoch, turn = exchange(
-        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
-        SCATTERED, DTYPE,
-    )  # fmt: skip
-    found = tl.where(found == as_values(found - found, DTYPE), 0, found)
-    found = tl.where(came, found, NANS)
-    sources = tl.arange(0, SOURCES)[:, None]
-    wanted = (sources < WORLD) & inside[None, :]
-    tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
+    if GATHERED:
+        found = tl.where(found == as_values(found - found, DTYPE), 0, found)
+        found = tl.where(came, found, NANS)
+        sources = tl.arange(0, SOURCES)[:, None]
+        wanted = (sources < WORLD) & inside[None, :]
+        tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
+    else:
+        low, high = summed(found, came, DTYPE)
+        tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
     leave_turn(state_ptr, epoch, turn, words)
 
 
@@ -273,10 +252,10 @@ def _run(op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, 
     early = starts_early(y)
     with on_device(x):
         launch(
-            _gather_values_kernel if op == "gather" else _sum_values_kernel, cdiv(words, block),
+            _values_kernel, cdiv(words, block),
             as_words(x), words_of(y), where.memory.addresses, where.state, where.fault.tensor, third_of(where),
-            timeout_ns(), rank, words, world, power_of_two(world), block, op == "scatter", triton_dtype(x.dtype),
-            early, num_warps=1, **({"launch_pdl": True} if early else {}),
+            timeout_ns(), rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
+            triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
