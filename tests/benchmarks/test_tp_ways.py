@@ -34,7 +34,7 @@ FORMS = {
         "tp_crossover --rows 2 --table {folder}/table.json --repeats 1 --device cpu --json {folder}/run.json",
     ],
     "slow": [
-        f"gemm_rs --M 4 --strategy auto,collective,copy_engine,fused {SMALL}",
+        f"gemm_rs --M 4 --strategy auto,collective,copy_engine,fused,low_latency {SMALL}",
         f"gemm_rs --M 3 {METHODS} {SMALL}",
         f"tp_mlp --M 4 --strategy copy_engine,fused --timeline {{folder}}/mlp.svg {SMALL}",
         f"tp_mlp --M 3 {METHODS} {SMALL}",
@@ -75,8 +75,8 @@ def _check_sweep(folder: Path) -> None:
     assert all(row.case.endswith(" cpu") for row in results.rows)
     timed = {(row.case.split()[1], row.impl) for row in results.rows if row.metric == "eager_us"}
     ours = {
-        GATHER: ("collective", "copy_engine", "fused"),
-        SCATTER: ("collective", "copy_engine", "fused"),
+        GATHER: ("collective", "copy_engine", "fused", "low_latency"),
+        SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
         ALL_REDUCE: ("nccl", "low_latency", "gemm_epilogue"),
     }
     expected = {(op, f"fdattn/{way}") for op, ways in ours.items() for way in ways}
