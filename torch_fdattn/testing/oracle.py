@@ -5,7 +5,8 @@ cut off instead of masked, no hand-written derivative. In fp64 it is the truth t
 against; at a lower dtype it is "torch at the dtype" of the error rule, in one of four WAYS: by formula
 head by head, by formula with the heads of a group in one matmul, by torch's scaled_dot_product_attention, and,
 since that one takes no features, by formula with the derivative that it has: weights from the lse, and their
-mean gradient from the output.
+mean gradient from the output. A dtype in place of a way is that derivative with the output rounded at this dtype
+and nothing else: in fp64, what saving the output costs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def attention_oracle(
     window: tuple[int, int] | None = None, scale: float | None = None,
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
     kv_block: int = 0, kv_stride: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, attn_mask: Tensor | None = None, kept: Tensor | None = None, way: str = "textbook",
+    sinks: Tensor | None = None, attn_mask: Tensor | None = None, kept: Tensor | None = None,
+    way: str | torch.dtype = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints.
 
@@ -129,9 +131,10 @@ def attention_oracle(
                     factors = kept[b].to(rows.device)[:, rows, :kv_len].to(q)
                     if sinks is not None:  # which has no value to drop
                         factors = F.pad(factors, (0, 1))
-                if way == "streamed":
+                if way == "streamed" or isinstance(way, torch.dtype):
                     each = values.repeat_interleave(group, 0)
-                    out, lse = _Streamed.apply(scores, each, factors)
+                    saved = scores.dtype if way == "streamed" else way
+                    out, lse = _Streamed.apply(scores, each, factors, saved)
                 else:
                     weights = torch.softmax(scores, -1)
                     out = matmul(weights if factors is None else weights * factors, values)
@@ -151,11 +154,11 @@ class _Streamed(torch.autograd.Function):
     """Softmax and its product with values (H, N, DV) as FlashAttention's backward has them (arXiv:2307.08691)."""
 
     @staticmethod
-    def forward(ctx, scores, values, factors):
+    def forward(ctx, scores, values, factors, saved):
         lse = torch.logsumexp(scores, -1)
         weights = torch.exp(scores - lse[..., None])
         out = (weights if factors is None else weights * factors) @ values
-        ctx.save_for_backward(scores, values, factors, out, lse)
+        ctx.save_for_backward(scores, values, factors, out.to(saved), lse)
         return out, lse
 
     @staticmethod
@@ -166,7 +169,7 @@ class _Streamed(torch.autograd.Function):
         if factors is not None:
             kept, dweights = weights * factors, dweights * factors
         mean = (dout * out).sum(-1) - dlse
-        return weights * (dweights - mean[..., None]), kept.mT @ dout, None
+        return weights * (dweights - mean[..., None]), kept.mT @ dout, None, None
 
 
 def merge_oracle(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

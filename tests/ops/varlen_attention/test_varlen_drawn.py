@@ -70,3 +70,14 @@ def test_fp64_agrees_with_the_oracle(seed):
     case = dataclasses.replace(draw_varlen(seed), dtype=torch.float64)
     lse, results = run(case, "cpu")
     expected_varlen(case, "cpu", backward=not case.page).check(lse, **results)
+
+
+def test_one_query_of_one_key_with_dropout(device):
+    """A draw by which the rule was found too narrow: all that is not zero lies in a row of one key."""
+    case = draw_varlen(317, "cuda")
+    assert (case.q_lens, case.kv_sizes, case.dtype) == ((1,), (1,), torch.bfloat16)
+    lse, results = run(case, device)
+    expected_varlen(case, device).check(lse, **results)
+    results["dq"] = results["dq"] * 1.1
+    with pytest.raises(AssertionError, match=r"dq .* error"):
+        expected_varlen(case, device).check(lse, **results)
