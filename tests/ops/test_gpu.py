@@ -46,6 +46,21 @@ def test_cuda_graph_reads_new_lengths(op):
         same(captured, op(q, k, v, lens, causal=True))
 
 
+@OPS
+@pytest.mark.parametrize("dims", [(16, 24), (24, 24), (32, 32), (96, 24), (128, 16), (256, 64)])
+def test_keys_with_gaps_between_their_elements(op, dims):
+    """Of few dims, or of more than values have: `tests/compile_only/test_uniform_registers.py`."""
+    head_dim, v_dim = dims
+    q = make_tensor((1, 5, 70, head_dim), dtype=torch.bfloat16, device="cuda")
+    q = q[:, :, :13] if op is torch_fdattn.decode else q
+    k = make_tensor((1, 1, 455, head_dim), "transposed", dtype=torch.bfloat16, device="cuda")
+    v = make_tensor((1, 1, 455, v_dim + 1), dtype=torch.bfloat16, device="cuda")[..., :v_dim]
+    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), (170,))
+    out, lse = op(q, k, v, int32(170))
+    torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
+
+
 def test_cuda_graph_of_a_training_step():
     inputs = [x.requires_grad_() for x in qkv(q_len=500, kv_len=500)]
 

@@ -111,15 +111,18 @@ def padded(size: int) -> int:
 _SWIZZLED_DIMS = 64
 
 
-def tile_dims(head_dim: int, v_dim: int) -> tuple[int, int]:
+def tile_dims(k: Tensor, v: Tensor) -> tuple[int, int]:
     """Head dims of the tiles of K and of V, with one swizzle for both.
 
-    Tiles that pass through registers (of quantised caches, or with gaps between elements) share memory, one
+    Tiles that pass through registers (of quantised caches, or with gaps between elements or rows) share memory, one
     after the other: with another swizzle for V than for K, ptxas (of triton 3.6 and 3.7) made V's descriptors
-    from registers that it had never written.
+    from registers that it had never written. A swizzle follows from the dim that lies innermost, which is the keys'
+    where a head's elements have gaps; of those there are 64 at least.
     """
-    least = min(_SWIZZLED_DIMS, max(padded(head_dim), padded(v_dim)))
-    return max(padded(head_dim), least), max(padded(v_dim), least)
+    block_d, block_dv = padded(k.shape[-1]), padded(v.shape[-1])
+    gaps = k.stride(-1) != 1 or v.stride(-1) != 1
+    least = _SWIZZLED_DIMS if gaps else min(_SWIZZLED_DIMS, max(block_d, block_dv))
+    return max(block_d, least), max(block_dv, least)
 
 
 def wide_rows(*tensors: Tensor) -> bool:

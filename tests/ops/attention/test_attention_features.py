@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import (
     assert_launched,
     attention_oracle,
@@ -63,6 +64,18 @@ def test_drawn_decode_gradients(seed, device, record_drawn):
     ]
     with assert_launched(*paths):
         lse, results = run(torch_fdattn.decode, case, device)
+    expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.interpreter
+def test_fewer_value_dims_than_keys_with_gaps_have(device):
+    """A draw of GPU size that an H100 got wrong (`tests/compile_only/test_uniform_registers.py`)."""
+    case = draw_features(127, "cuda", decode=True)
+    if INTERPRET:
+        case = dataclasses.replace(case, dtype=torch.float16)
+    assert "every_other" in case.layouts
+    assert 2 * case.v_dim < case.head_dim
+    lse, results = run(torch_fdattn.decode, case, device)
     expected_attention(case, device).check(lse, **results)
 
 

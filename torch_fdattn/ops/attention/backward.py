@@ -106,7 +106,7 @@ def launch_backward(
         v_dim,
     )
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
-    block_d, block_dv = tile_dims(head_dim, v_dim)
+    block_d, block_dv = tile_dims(k, v)
     switches |= {"BLOCK_D": block_d, "BLOCK_DV": block_dv}
     ragged_q = packed is not None or q_len % WHOLE_TILES != 0
     ragged_kv = packed is not None or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0

@@ -199,7 +199,7 @@ def launch_forward(
             kv_capacity *= packed.page_table.shape[1]
     launches[f"{op}/triton"] += 1
     mask = contiguous_mask(mask)
-    block_d, block_dv = tile_dims(head_dim, v_dim)
+    block_d, block_dv = tile_dims(k, v)
     with on_device(q):
         launch(
             _attention_forward_kernel, row_blocks * heads * batch,

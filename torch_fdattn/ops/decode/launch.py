@@ -201,8 +201,8 @@ class Plan:
             dims, q.dtype, rows, paged, narrow, load, capability, cache.capacity, fast
         )
         block_d, block_dv = padded(head_dim), padded(v_dim)
-        if narrow and config.block_m >= WARP_GROUP_ROWS:
-            block_d, block_dv = tile_dims(head_dim, v_dim)
+        if config.block_m >= WARP_GROUP_ROWS:
+            block_d, block_dv = tile_dims(k, v)
         items = kv_heads * cdiv(rows, config.block_m)
         wanted = wanted or schedule.wanted_pieces(batch * items, processors)
         # Page numbers and conversions are more to wait for.
