@@ -15,7 +15,7 @@ from torch_fdattn.ops.attention.dropout_tiles import kept_tile
 from torch_fdattn.ops.online_softmax import softmax_update
 from torch_fdattn.ops.packed_tiles import page_rows
 from torch_fdattn.ops.score_tiles import score_tile
-from torch_fdattn.ops.tiles import tile_offsets, tile_start, tile_steps, visible
+from torch_fdattn.ops.tiles import add_dot, tile_offsets, tile_start, tile_steps, visible
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def attend_tiles(
         else:
             v_ptrs = v_ptr + start.to(tl.int64) * v_strides[0] + v_offsets
             v = load_tile(v_ptrs, index[:, None] < keys[0], dv[None, :] < v_dim, MASKED, EVEN_DV)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = add_dot(acc * alpha[:, None], p.to(v.dtype), v, PRECISION)
     return acc, row_max, row_sum
 
 

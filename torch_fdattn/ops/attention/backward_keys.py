@@ -19,6 +19,7 @@ from torch_fdattn.ops.score_tiles import (
     score_tile,
 )
 from torch_fdattn.ops.tiles import (
+    add_dot,
     key_position,
     program_coordinates,
     query_range,
@@ -41,8 +42,8 @@ def _dkdv_tiles(
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
     # dP before the exponentials, so that dV and dK stand side by side: 8 to 14 % of this sweep at hd128; nothing
-    # at hd64, and 8 % lost at hd256, whose registers are full.
-    EARLY_DP: tl.constexpr = BLOCK_D == 128
+    # at hd64, and 8 % lost at hd256, whose registers are full; as fp32's are.
+    EARLY_DP: tl.constexpr = BLOCK_D == 128 and k.dtype != tl.float32
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     d_v = tl.arange(0, dv.shape[1])
@@ -98,14 +99,14 @@ def _dkdv_tiles(
                 options, head, q_start + rows, index, first_key, keys, STRIPED
             )
             kept_pt = tl.where(kept, pt, 0.0)
-        dv = tl.dot(kept_pt.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dv = add_dot(dv, kept_pt.to(dout.dtype), dout, PRECISION)
         if not EARLY_DP:
             dpt = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         if options[7] is not None:
             dpt = tl.where(kept, dpt, 0.0) * options[9]
         delta = tl.load(delta_ptr + padded_row64 + m)
         dst = (pt * (dpt - delta[None, :]) * cap_slope).to(qt.dtype)
-        dk = tl.dot(dst, tl.trans(qt), dk, input_precision=PRECISION)
+        dk = add_dot(dk, dst, tl.trans(qt), PRECISION)
     if options[7] is not None:
         dv *= options[9]
     return dk, dv

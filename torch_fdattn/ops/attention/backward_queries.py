@@ -18,6 +18,7 @@ from torch_fdattn.ops.score_tiles import (
     score_tile,
 )
 from torch_fdattn.ops.tiles import (
+    add_dot,
     key_range,
     program_coordinates,
     sequence_bounds,
@@ -73,7 +74,7 @@ def _dq_tiles(
         if dmask is not None:
             store_mask_tile(dmask, start, ds, queries[0], WIDE)
         ds = (ds * cap_slope).to(kt.dtype)
-        dq = tl.dot(ds, tl.trans(kt), dq, input_precision=PRECISION)
+        dq = add_dot(dq, ds, tl.trans(kt), PRECISION)
     return dq, dslopes
 
 
