@@ -3,8 +3,8 @@
     python -m benchmarks train --model gpt --steps 300 --plot curves.svg
 
 `fdattn` and `sdpa` differ in rounding alone, but a training amplifies the last bit of its first step. What that
-amounts to is measured: torch's own attention once more (its backwards on GPUs add up in any order) and by its other
-backends, `sdpa/math` and `sdpa/efficient`. The largest gap between two of these is called noise (a gap is the mean
+amounts to is measured: torch's own attention once more (its backwards on GPUs add up in any order), by its other
+backends, `sdpa/math` and `sdpa/efficient`, and from weights that were nudged by a rounding. The largest gap between two of these is called noise (a gap is the mean
 over steps of the losses' distance), and ours to all of them, in the mean, is to be within it. One training more or
 less decides that: `--seeds 3` compares in three, and says what two seeds differ by, which is another noise.
 """
@@ -40,8 +40,8 @@ def add_command(names) -> None:
     )
     command.add_argument("--model", default="gpt", metavar="NAME", help="gpt (default) or t5")
     command.add_argument(
-        "--attention", default="fdattn,sdpa,sdpa/again,sdpa/math,sdpa/efficient", metavar="A,B",
-        help="of fdattn, sdpa, sdpa/again, sdpa/math, sdpa/efficient, sdpa/flash, sdpa/cudnn (default: %(default)s)",
+        "--attention", default="fdattn,sdpa,sdpa/again,sdpa/math,sdpa/efficient,sdpa/nudged1,sdpa/nudged2,sdpa/nudged3", metavar="A,B",
+        help="of fdattn, sdpa, sdpa/again, sdpa/math, sdpa/efficient, sdpa/flash, sdpa/cudnn, sdpa/nudged1 to 3 (default: %(default)s)",
     )  # fmt: skip
     command.add_argument("--steps", type=int, default=300, help="default: 300")
     command.add_argument("--size", metavar="NAME", help="small (default on GPUs) or tiny (on CPUs)")

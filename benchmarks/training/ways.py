@@ -22,6 +22,9 @@ _BACKENDS = {
     "sdpa/flash": SDPBackend.FLASH_ATTENTION,
     "sdpa/cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+#: torch's own choice, from weights that were nudged by a rounding, each by other draws.
+NUDGED = ("sdpa/nudged1", "sdpa/nudged2", "sdpa/nudged3")
+_BACKENDS |= dict.fromkeys(NUDGED)
 WAYS = ("fdattn", *_BACKENDS)
 
 

@@ -12,7 +12,7 @@ from benchmarks.results import Results
 from benchmarks.tables import values_of
 from benchmarks.training import command, text, ways
 from benchmarks.training.models import BUCKETS, FARTHEST, MODELS, SIZES, buckets
-from benchmarks.training.run import Curve, Setup, gap, train
+from benchmarks.training.run import Curve, Setup, gap, nudge, train
 from torch_fdattn.ops.library import launches
 
 CPU = torch.device("cpu")
@@ -53,6 +53,15 @@ def test_causal_with_a_bias_by_torch() -> None:
     q, bias = torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 6)
     ours, torchs = (ways.way(name)(q, q, q, True, bias) for name in ("fdattn", "sdpa"))
     torch.testing.assert_close(ours, torchs)
+
+
+def test_nudged_weights_are_the_next_numbers() -> None:
+    model, nudged = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    nudged.load_state_dict(model.state_dict())
+    nudge(nudged, 0)
+    for a, b in zip(model.parameters(), nudged.parameters(), strict=True):
+        steps = b.detach().view(torch.int32) - a.detach().view(torch.int32)
+        assert steps.unique().tolist() == [-1, 0, 1]
 
 
 def test_buckets() -> None:

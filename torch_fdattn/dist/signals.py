@@ -37,12 +37,13 @@ import time
 import triton
 import triton.language as tl
 
+from torch_fdattn.ops.dependent_launch import await_previous  # noqa: F401
 from torch_fdattn.ops.library import INTERPRET
 
 try:
-    from triton.language.extra.cuda import gdc_wait, globaltimer
+    from triton.language.extra.cuda import globaltimer
 except ImportError:  # a build of Triton for AMD alone, where one-sided strategies are refused
-    gdc_wait = globaltimer = None
+    globaltimer = None
 
 TICKETS = tl.constexpr(1)
 BROKEN = tl.constexpr(2)
@@ -65,13 +66,6 @@ else:
     @triton.jit
     def clock_ns():
         return globaltimer()
-
-
-@triton.jit
-def await_previous(PDL: tl.constexpr):
-    """Waits for the kernel before, where this one may start earlier."""
-    if PDL:
-        gdc_wait()
 
 
 @triton.jit

@@ -30,6 +30,21 @@ def program_coordinates(inner, middle):
 
 
 @triton.jit
+def block_coordinates(blocks, heads, beside):
+    """(block, head, batch) of this program: of `beside` heads all first blocks begin, then all second ones, and so on.
+
+    Where first blocks are the longest, processors end together: with one head after the other, the last head's
+    longest block begins when the work is nearly done.
+    """
+    program = tl.program_id(0)
+    first = program // (blocks * beside) * beside
+    beside = tl.minimum(beside, tl.num_programs(0) // blocks - first)
+    program -= first * blocks
+    line = first + program % beside
+    return program // beside, line % heads, line // heads
+
+
+@triton.jit
 def tile_offsets(rows, d, strides, WIDE: tl.constexpr):
     """Offsets within a tile; rows and d already broadcast against each other.
 

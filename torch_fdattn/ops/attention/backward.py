@@ -36,9 +36,11 @@ from torch_fdattn.ops.attention.configs import (
     backward_config,
     device_capability,
     dot_precision,
+    heads_beside,
     mask_gradient_config,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.dependent_launch import can_start_early
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -114,6 +116,8 @@ def launch_backward(
     masks = [*broadcast_mask(scores, q, k, packed), *broadcast_mask(wanted, q, k, packed)]
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
     options = kernel_options(scores, q, k, dropout, packed)
+    pdl = can_start_early(device_capability(q.device))
+    row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = kernel_arguments(packed, k)
     with on_device(q):
         if q.numel():
@@ -128,7 +132,8 @@ def launch_backward(
                 _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
-                *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads,
+                heads_beside(mask, q_len * row_bytes * (heads // kv_heads)),
+                *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
@@ -147,8 +152,9 @@ def launch_backward(
                 q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
                 None if in_dq is None else in_dq.stride(), options,
-                *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
+                heads_beside(mask, kv_capacity * row_bytes // (heads // kv_heads)),
+                *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=found_in,
             )  # fmt: skip
         if dmask is not None and in_dq is None:
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))

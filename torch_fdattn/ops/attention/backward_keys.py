@@ -11,6 +11,7 @@ import triton.language as tl
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING, store_rows
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile_transposed
+from torch_fdattn.ops.dependent_launch import pdl_trigger
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import listed, packed_block, padded_row
 from torch_fdattn.ops.score_tiles import (
@@ -20,8 +21,8 @@ from torch_fdattn.ops.score_tiles import (
 )
 from torch_fdattn.ops.tiles import (
     add_dot,
+    block_coordinates,
     key_position,
-    program_coordinates,
     query_range,
     sequence_bounds,
     tile_offsets,
@@ -116,20 +117,21 @@ def _dkdv_tiles(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr,
+    BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     first_row = 0
+    pdl_trigger(PDL)
     kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
     if cu_seqlens_q_ptr is not None:
         kv_blocks = tl.num_programs(0) // (heads // group)
-    block, kv_head, batch = program_coordinates(kv_blocks, heads // group)
+    block, kv_head, batch = block_coordinates(kv_blocks, heads // group, beside)
     if cu_seqlens_q_ptr is not None:
         # All pointers to the sequence's first token, and the batch strides are 0: below, nothing differs.
         sequence, block, first_token, kv_capacity, first_query, q_len = packed_block(

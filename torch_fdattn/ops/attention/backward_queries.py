@@ -9,6 +9,7 @@ import triton.language as tl
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING, store_rows
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import listed, packed_block, padded_row
 from torch_fdattn.ops.score_tiles import (
@@ -19,8 +20,8 @@ from torch_fdattn.ops.score_tiles import (
 )
 from torch_fdattn.ops.tiles import (
     add_dot,
+    block_coordinates,
     key_range,
-    program_coordinates,
     sequence_bounds,
     tile_offsets,
     visible,
@@ -82,19 +83,23 @@ def _dq_tiles(
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr, dmask_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BORDERS: tl.constexpr, RAGGED: tl.constexpr,
+    BORDERS: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
+    # Programs fill the processors that dK and dV leave idle at their end, of which they need nothing; the last one
+    # waits, so that who waits for this kernel waits for both.
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        await_previous(PDL)
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     if cu_seqlens_q_ptr is not None:
         row_blocks = tl.num_programs(0) // heads
-    block, head, batch = program_coordinates(row_blocks, heads)
+    block, head, batch = block_coordinates(row_blocks, heads, beside)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
     if cu_seqlens_q_ptr is not None:  # as in _dkdv_kernel

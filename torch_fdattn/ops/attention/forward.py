@@ -26,6 +26,7 @@ from torch_fdattn.ops.attention.configs import (
     device_capability,
     dot_precision,
     forward_config,
+    heads_beside,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
@@ -48,15 +49,16 @@ from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import (
+    block_coordinates,
     key_range,
     keys_before,
-    program_coordinates,
     sequence_bounds,
 )
 
 
 @triton.jit(
     do_not_specialize=[
+        "beside",
         "q_len",
         "kv_capacity",
         "window_left",
@@ -70,7 +72,7 @@ from torch_fdattn.ops.tiles import (
 )
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, out_strides, score_options,
+    q_strides, k_strides, v_strides, out_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
@@ -84,7 +86,7 @@ def _attention_forward_kernel(
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     if PACKED:
         row_blocks = tl.num_programs(0) // heads
-    block, head, batch = program_coordinates(row_blocks, heads)
+    block, head, batch = block_coordinates(row_blocks, heads, beside)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
     if PACKED:
@@ -200,13 +202,15 @@ def launch_forward(
     launches[f"{op}/triton"] += 1
     mask = contiguous_mask(mask)
     block_d, block_dv = tile_dims(k, v)
+    group = heads // k.shape[1]
+    beside = heads_beside(mask, kv_capacity * (head_dim + v_dim) * k.element_size() // group)
     with on_device(q):
         launch(
             _attention_forward_kernel, row_blocks * heads * batch,
             q, k, v, out, lse, *mask[:3],
             q.stride(), k.stride(), v.stride(), out.stride(),
-            kernel_options(scores, q, k, dropout, packed),
-            q_len, kv_capacity, *mask_numbers(mask), scale, heads, heads // k.shape[1], head_dim, v_dim,
+            kernel_options(scores, q, k, dropout, packed), beside,
+            q_len, kv_capacity, *mask_numbers(mask), scale, heads, group, head_dim, v_dim,
             **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.decode.merge import pdl_trigger, write_rows
+from torch_fdattn.ops.decode.merge import write_rows
 from torch_fdattn.ops.decode.schedule import (
     UNIT,
     cut,
@@ -26,6 +26,7 @@ from torch_fdattn.ops.decode.schedule import (
     place_of,
     units_between,
 )
+from torch_fdattn.ops.dependent_launch import pdl_trigger
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
 from torch_fdattn.ops.score_tiles import mask_scores, modify_scores
 from torch_fdattn.ops.tiles import key_position, keys_before, visible

@@ -17,6 +17,7 @@ from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
+from torch_fdattn.ops.dependent_launch import can_start_early
 from torch_fdattn.ops.direct_launch import DirectLaunch, aligned, direct_launch, somebody_watches
 from torch_fdattn.ops.launch import (
     cdiv,
@@ -43,8 +44,6 @@ MAX_CAPACITY = 1 << 30
 MAX_GRID = 65536
 #: From here on float8_e4m3fn has conversion instructions; elsewhere the kernel takes its bytes apart.
 E4M3_CAPABILITY = (8, 9)
-#: From here on the merge kernel can start before the pieces are finished.
-PDL_CAPABILITY = (9, 0)
 #: Rows from which on four warps multiply together (wgmma).
 WARP_GROUP_ROWS = 64
 #: fp32 elements of partial results that a program of the merge holds at once, and their share a warp.
@@ -224,7 +223,7 @@ class Plan:
         if even:
             wanted = schedule.even_share(batch * items, wanted)
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
-        split, pdl = pieces > 1, capability >= PDL_CAPABILITY and not INTERPRET
+        split, pdl = pieces > 1, can_start_early(capability)
         slots = groups * programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m

@@ -18,20 +18,9 @@ from torch_fdattn.ops.decode.schedule import (
     pieces_of,
     units_between,
 )
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a build of Triton for AMD alone, where PDL is never set
-    gdc_launch_dependents = gdc_wait = None
-
-
-@triton.jit
-def pdl_trigger(PDL: tl.constexpr):
-    """Lets the dependent kernel start as soon as every program of this one runs."""
-    if PDL:
-        gdc_launch_dependents()
 
 
 @triton.jit(
@@ -80,8 +69,7 @@ def _merge_kernel(
     else:
         pieces = pieces_of(units, share, INVARIANT)
     first += item * pieces
-    if PDL:  # by every program: the next kernel of the stream waits for this one alone
-        gdc_wait()
+    await_previous(PDL)
     if pieces == 1:  # written by its one program
         return
 

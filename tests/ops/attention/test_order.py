@@ -1,0 +1,82 @@
+"""The order in which programs begin, and what may begin before its predecessor has ended."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import torch_fdattn
+from torch_fdattn.ops.attention import configs
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.tiles import block_coordinates
+from torch_fdattn.testing import make_tensor
+
+
+@triton.jit
+def _coordinates_kernel(out_ptr, blocks, heads, beside):
+    block, head, batch = block_coordinates(blocks, heads, beside)
+    out_ptr += 3 * tl.program_id(0)
+    tl.store(out_ptr, block)
+    tl.store(out_ptr + 1, head)
+    tl.store(out_ptr + 2, batch)
+
+
+def coordinates(device, blocks, heads, batch, beside):
+    out = torch.full((blocks * heads * batch, 3), -1, dtype=torch.int32, device=device)
+    _coordinates_kernel[(len(out),)](out, blocks, heads, beside)
+    return [tuple(x) for x in out.tolist()]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("beside", [1, 2, 3, 6, 100])
+def test_every_block_of_every_head_once(kernel_device, beside):
+    blocks, heads, batch = 5, 3, 2
+    found = coordinates(kernel_device, blocks, heads, batch, beside)
+    assert len(set(found)) == len(found)
+    assert set(found) == {(i, h, b) for i in range(blocks) for h in range(heads) for b in range(batch)}  # fmt: skip
+    in_order = [(line // beside, block, line) for block, head, b in found for line in [b * heads + head]]  # fmt: skip
+    assert in_order == sorted(in_order)
+
+
+def test_heads_beside():
+    causal, mib = Mask(window_right=0), 1 << 20
+    assert [configs.heads_beside(causal, n) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [8 * mib, 4, 1, 1]  # fmt: skip
+    assert configs.heads_beside(Mask(), mib) == 1
+    assert configs.heads_beside(Mask(window_left=9, window_right=0), mib) == 1
+
+
+@pytest.mark.interpreter
+def test_the_order_changes_no_bit(kernel_device, monkeypatch):
+    def run():
+        torch.manual_seed(0)
+        q, k, v = (
+            make_tensor((2, h, 50, 16), dtype=torch.float16, device=kernel_device).requires_grad_()
+            for h in (6, 3, 3)
+        )
+        out, lse = torch_fdattn.attention(q, k, v, causal=True)
+        return out, lse, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    monkeypatch.setattr(configs, "_BESIDE_BYTES", 0)
+    one_by_one = run()
+    monkeypatch.setattr(
+        configs, "_BESIDE_BYTES", 2 * 50 * 32 * 2
+    )  # two heads of KV, in sections of four and two
+    for a, b in zip(run(), one_by_one, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_what_follows_the_backward_waits_for_both_sweeps():
+    """One program of dQ, which needs nothing of the many of dK and dV before it."""
+    q, dout = (torch.randn(1, 1, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 1, 1 << 20, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = torch_fdattn.attention(*leaves)
+    expected = [x.clone() for x in torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+    for _ in range(20):
+        poison = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+        torch.cuda.synchronize()
+        del poison  # the gradients' memory
+        found = [x.clone() for x in torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
