@@ -40,9 +40,9 @@ def test_every_block_of_every_head_once(kernel_device, beside):
 
 def test_heads_beside():
     causal, mib = Mask(window_right=0), 1 << 20
-    assert [configs.heads_beside(causal, n) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [8 * mib, 4, 1, 1]  # fmt: skip
-    assert configs.heads_beside(Mask(), mib) == 1
-    assert configs.heads_beside(Mask(window_left=9, window_right=0), mib) == 1
+    assert [configs.heads_beside(causal, n, False) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [8 * mib, 4, 1, 1]  # fmt: skip
+    assert configs.heads_beside(Mask(), mib, False) == configs.heads_beside(causal, mib, True) == 1
+    assert configs.heads_beside(Mask(window_left=9, window_right=0), mib, False) == 1
 
 
 @pytest.mark.interpreter
