@@ -80,6 +80,7 @@ def attention(
         sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -140,6 +141,7 @@ def varlen_attention(
         page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     return torch.ops.fdattn.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
         window_left=left, window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
@@ -201,6 +203,7 @@ def decode(
         alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
@@ -251,6 +254,7 @@ def paged_decode(
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
@@ -265,11 +269,10 @@ def paged_decode(
 def _expect_types(tensors, bounds, scale, softcap, dropout_p=0.0, **extras) -> None:
     given = (pair for pair in extras.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
-    # A float may be a number that torch.compile traces, which cannot be asked for its attributes.
     if type(softcap) is not float:
         checks.expect_convertible("softcap", softcap)
     if type(dropout_p) is not float:
-        checks.expect_number("dropout_p", dropout_p)
+        checks.expect_convertible("dropout_p", dropout_p)
 
 
 def decode_workspace(
