@@ -54,6 +54,9 @@ def attention(
             below -1e38 (SDPA would weigh keys by them where a row has no others); +inf counts as 1e38, so that
             such keys share the row between them. Its gradient is summed over the dims by which it is broadcast,
             one program for each tile of the mask, which takes long for a mask of few elements.
+            Derivatives take their weights from the float32 lse. Where every key that a row sees has an entry beyond
+            1e5 in size, they lose digits (0.3 % there), and beyond 1e8 (padding by -1e9, several +inf) each such key
+            counts as if it were alone: hide by -inf.
         dropout_p: each weight is dropped with this probability, rounded to a multiple of 2**-16, and the others
             are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
             positions alone, on every device the same (`ops/attention/dropout.py`).
