@@ -60,6 +60,8 @@ def expect_convertible(name: str, value: object) -> None:
     A tensor would become one there, and lose its gradient.
     """
     expect_number(name, value)
+    if torch.compiler.is_compiling():  # traced ints have no bits to count
+        return
     if isinstance(value, int) and value.bit_length() > 1023:
         raise ValueError(f"{name} must be a finite number, got an int of {value.bit_length()} bits")
 
@@ -203,14 +205,29 @@ def expect_tensor(name: str, tensor: object) -> None:
 
 
 def expect_number(name: str, value: object) -> None:
+    # In this order: numbers that torch.compile traces cannot be asked for their attributes.
+    if isinstance(value, (int, float)):
+        return
     if isinstance(value, (Tensor, str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def expect_int64(**named: object) -> None:
     for name, value in named.items():
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name} must be an int64, got {value}")
+        if isinstance(value, int):
+            if not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name} must be an int64, got {value}")
+        elif isinstance(value, Tensor) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def expect_bool(**named: object) -> None:
+    """NumPy's and symbolic ones, ints and None are what the dispatcher takes them for."""
+    for name, value in named.items():
+        if isinstance(value, int):  # a bool is one
+            continue
+        if isinstance(value, Tensor) or not hasattr(value, "__bool__"):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
 def plain_float(name: str, value: object) -> float:

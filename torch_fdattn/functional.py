@@ -54,6 +54,9 @@ def attention(
             below -1e38 (SDPA would weigh keys by them where a row has no others); +inf counts as 1e38, so that
             such keys share the row between them. Its gradient is summed over the dims by which it is broadcast,
             one program for each tile of the mask, which takes long for a mask of few elements.
+            Derivatives take their weights from the float32 lse. Where every key that a row sees has an entry beyond
+            1e5 in size, they lose digits (0.3 % there), and beyond 1e8 (padding by -1e9, several +inf) each such key
+            counts as if it were alone: hide by -inf.
         dropout_p: each weight is dropped with this probability, rounded to a multiple of 2**-16, and the others
             are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
             positions alone, on every device the same (`ops/attention/dropout.py`).
@@ -80,6 +83,7 @@ def attention(
         sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -140,6 +144,7 @@ def varlen_attention(
         page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     return torch.ops.fdattn.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
         window_left=left, window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
@@ -201,6 +206,7 @@ def decode(
         alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache), mask, scale, extras, out, workspace)
@@ -251,6 +257,7 @@ def paged_decode(
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     if out is not None or workspace is not None:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         return _decode_out((q, k_cache, v_cache, page_table), mask, scale, extras, out, workspace)
@@ -265,11 +272,10 @@ def paged_decode(
 def _expect_types(tensors, bounds, scale, softcap, dropout_p=0.0, **extras) -> None:
     given = (pair for pair in extras.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
-    # A float may be a number that torch.compile traces, which cannot be asked for its attributes.
     if type(softcap) is not float:
         checks.expect_convertible("softcap", softcap)
     if type(dropout_p) is not float:
-        checks.expect_number("dropout_p", dropout_p)
+        checks.expect_convertible("dropout_p", dropout_p)
 
 
 def decode_workspace(

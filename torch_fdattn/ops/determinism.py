@@ -17,7 +17,9 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
     from a generator of their own, which each such call of `set_deterministic` starts anew and which no other
     consumer of random numbers advances. It is read when a call runs: compiled graphs follow it. (Under CUDA
-    graph capture give `dropout_seed` instead: a capture knows torch's generators alone.)
+    graph capture, and where activation checkpoints recompute dropout, give `dropout_seed` instead: captures and
+    checkpoints know torch's generators alone. A checkpoint's recomputation, which would draw other seeds and give
+    wrong gradients, raises RuntimeError.)
 
     Args:
         enabled: False goes back to torch's generator.
@@ -39,6 +41,12 @@ def seed_generator(device: torch.device) -> torch.Generator | None:
     enabled, seed = _setting
     if not enabled or seed is None:
         return None
+    # Checkpoints set back torch's generators before they recompute, which they do while a backward runs.
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "dropout_seed must be given where a checkpoint recomputes dropout under set_deterministic(True, seed): "
+            "the backward would draw another seed than the forward, got None"
+        )
     if device not in _generators:
         _generators[device] = torch.Generator(device).manual_seed(seed)
     return _generators[device]

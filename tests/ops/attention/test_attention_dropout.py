@@ -1,9 +1,11 @@
 """Dropout: its bits on every path, its statistics, its seeds. (Drawn cases: `test_attention_features.py`.)"""
 
+import functools
 import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import torch_fdattn
 from torch_fdattn.ops.attention.dropout import Dropout, kept_weights, philox
@@ -199,6 +201,36 @@ def test_seeds_of_torch_and_of_our_own(device):
     assert torch.equal(torch.get_rng_state(), before) or device != "cpu"
     torch_fdattn.set_deterministic(False)
     repeats(lambda: torch.manual_seed(3), lambda: None)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved hooks", "reentrant"])
+def test_checkpoints_and_seeds(reentrant, compiled, device):
+    """Torch's generators are set back for a recomputation, ours is not: an error, not other weights' gradients."""
+    torch._dynamo.reset()
+    q, k, v = qkv(device)
+
+    def step(q, k, v, **options):
+        return torch_fdattn.attention(q, k, v, dropout_p=0.5, **options)[0]
+
+    if compiled:
+        step = torch.compile(step, backend="aot_eager")
+
+    def difference(**options):
+        """Of out and of what its gradient in v, in which it is linear, says that it was."""
+        call = functools.partial(step, **options)
+        out = checkpoint(call, q, k, v, use_reentrant=reentrant)
+        v.grad = None
+        out.sum().backward()
+        return (out.sum() - (v.grad * v).sum()).abs() / out.abs().sum()
+
+    assert difference() < 1e-5
+    torch_fdattn.set_deterministic(True, seed=3)
+    assert difference(dropout_seed=seed_of(device)) < 1e-5
+    with pytest.raises(
+        RuntimeError, match="dropout_seed must be given where a checkpoint recomputes"
+    ):
+        difference()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -221,13 +221,24 @@ def test_any_strides(dtype, device):
 @pytest.mark.slow
 @pytest.mark.interpreter
 def test_the_same_bits_on_every_run(device):
-    inputs = [*qkv(device), torch.randn(37, device=device, requires_grad=True)]
-    runs = []
-    for _ in range(2):
-        out, lse = torch_fdattn.attention(*inputs[:3], attn_mask=inputs[3])
-        runs.append(torch.autograd.grad(out.square().sum() + lse.sum(), inputs))
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a, b)
+    """All results at once; on a GPU of many tiles, a hundred times more."""
+    gpu = device == "cuda"
+    rows, keys, dim, dtype = (300, 700, 64, torch.float16) if gpu else (21, 37, 16, torch.float32)
+    shapes = (2, 4, rows, dim), (2, 2, keys, dim), (2, 2, keys, dim), (keys,), (4,), (4,)
+    leaves = [torch.randn(x, device=device).to(dtype).requires_grad_() for x in shapes]
+    options = dict(causal=True, dropout_p=0.2, dropout_seed=torch.tensor([3, 4], device=device))
+
+    def step():
+        out, lse = torch_fdattn.attention(
+            *leaves[:3], attn_mask=leaves[3], alibi_slopes=leaves[4], sinks=leaves[5], **options
+        )
+        loss = out.float().square().sum() + lse.sum()
+        return out, lse, *torch.autograd.grad(loss, leaves)
+
+    first = step()
+    for _ in range(100 if gpu else 1):
+        for a, b in zip(step(), first, strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 0, 37), (2, 4, 21, 0), (0, 4, 21, 37)], ids=str)

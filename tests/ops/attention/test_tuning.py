@@ -428,11 +428,15 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path) -> None:
     path = tmp_path / "missing" / "tiles.json"
     with pytest.raises(ValueError, match=f"path must lie in a directory that exists, got {path}"):
         torch_fdattn.autotune(path=path)
+    with pytest.raises(ValueError, match=f"path must name a file .* got {tmp_path}: .*directory"):
+        torch_fdattn.autotune(path=tmp_path)
 
 
 def test_wrong_types_are_named() -> None:
     with pytest.raises(TypeError, match=r"enabled must be a bool, got 'yes'"):
         torch_fdattn.autotune("yes")
+    with pytest.raises(TypeError, match="path must be a str, a path or None, got 3"):
+        torch_fdattn.autotune(path=3)
 
 
 def test_a_plain_call_knows_nothing_of_it() -> None:

@@ -83,6 +83,7 @@ def test_empty(tokens, kv_tokens, begins, kv_begins, device):
     """Defined results, and zero gradients of parameters, too."""
     q, k, v = qkv(device, tokens, kv_tokens)
     slopes = torch.ones(len(begins) - 1, 2, device=device, requires_grad=True)
+    sinks = torch.full((2,), -INF, device=device, requires_grad=True)
     out, lse = torch_fdattn.varlen_attention(
         q,
         k,
@@ -90,10 +91,11 @@ def test_empty(tokens, kv_tokens, begins, kv_begins, device):
         int32(*begins, device=device),
         int32(*kv_begins, device=device),
         alibi_slopes=slopes,
+        sinks=sinks,
     )
     assert (out == 0).all()
     assert (lse == -INF).all()
-    for x in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, slopes)):
+    for x in torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, slopes, sinks)):
         assert (x == 0).all()
 
 

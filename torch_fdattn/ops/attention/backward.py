@@ -180,7 +180,7 @@ def launch_backward(
             rows = _sum_by_sequence(slope_rows, packed, q_len)
         wanted.alibi_slopes.copy_(rows.sum(over))
     if wanted.sinks is not None:
-        if packed is not None:  # in padded rows, as delta is; those of no sequence are 2e38
+        if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
             lse, q_len = lse2 * LN2.value, padded_len
         wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
 

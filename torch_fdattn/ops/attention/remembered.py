@@ -50,7 +50,7 @@ class Memory:
                     for call, texts in calls.items():
                         parts = {name: TileConfig.parse(x).checked() for name, x in texts.items()}
                         self.tiles.setdefault(where, {})[call] = parts
-            except (ValueError, TypeError, KeyError, AttributeError) as failure:
+            except (ValueError, TypeError, KeyError, AttributeError, IsADirectoryError) as failure:
                 raise ValueError(
                     f"path must name a file that autotune wrote, or none, got {self.path}: {failure}"
                 ) from failure

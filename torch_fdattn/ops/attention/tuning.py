@@ -118,6 +118,8 @@ class autotune:
         _refuse_tracing("autotune")
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled must be a bool, got {enabled!r}")
+        if not isinstance(path, (str, os.PathLike, type(None))):
+            raise TypeError(f"path must be a str, a path or None, got {path!r}")
         key = None if path is None else Path(path).absolute()
         if enabled and key not in _memories:
             _memories[key] = Memory(key)
