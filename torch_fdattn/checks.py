@@ -132,7 +132,7 @@ def check_scores(
     for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks)):
         if tensor is not None:
             expect_tensor(name, tensor)
-    if not 0.0 <= softcap <= 1e37:
+    if softcap != 0 and not 1e-37 <= softcap <= 1e37:  # as scale: kernels divide by it in fp32
         raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
     batch, heads = q.shape[0] if batch is None else batch, q.shape[1]
     if slopes is not None:

@@ -259,6 +259,7 @@ def test_compiled_training_step(backend, device):
 WRONG = {
     "negative softcap": (dict(softcap=-1.0), ValueError, "softcap must be positive, or 0 for none, got -1.0"),
     "softcap NaN": (dict(softcap=float("nan")), ValueError, "softcap must be positive"),
+    "softcap that is 0 in fp32": (dict(softcap=1e-50), ValueError, "softcap must be positive, or 0 for none, got 1e-50"),
     "softcap a string": (dict(softcap="2"), TypeError, "softcap must be a number"),
     "slopes of other heads": (dict(alibi_slopes=torch.ones(5)), ValueError, "alibi_slopes must have shape (4,) like q's heads, got (5,)"),
     "slopes of other batch": (dict(alibi_slopes=torch.ones(3, 4)), ValueError, "alibi_slopes must have shape (2, 4)"),
