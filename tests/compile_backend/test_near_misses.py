@@ -389,3 +389,33 @@ def test_float64_on_a_gpu():
     x.meta["example_value"] = out.meta["example_value"] = fake
     graph.output(out)
     assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["float64"]
+
+
+@torch.library.custom_op("near_misses::store", mutates_args={"cache"})
+def store(cache: torch.Tensor, x: torch.Tensor) -> None:
+    cache.copy_(x)
+
+
+@torch.compiler.allow_in_graph
+def stored(cache, x):
+    cache.copy_(x)
+    return x + 0
+
+
+WRITERS = {
+    "an op whose name does not say so": lambda k, x: torch.ops.near_misses.store(k, x),
+    "a function of the user's": stored,
+    "an operator by its method": lambda k, x: k.__imul__(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_cache_written_to_by(name):
+    def fn(q, k, v, x):
+        k = k.clone()
+        keys = k.repeat_interleave(2, 1)
+        WRITERS[name](k, x)
+        return sdpa(q, keys, v.repeat_interleave(2, 1))
+
+    q, k, v = qkv(kv_heads=2, grad=False)
+    left("in-place", fn, q, k, v, torch.randn_like(k))
