@@ -112,6 +112,10 @@ RECOVERED = {
         "causal",
         lambda q, k, v: filled(q, k, v, torch.ones(8, 8).tril().__eq__(0)),
     ),
+    "equal to a number that float32 rounds": (
+        "causal",
+        lambda q, k, v: filled(q, k, v, causal(8, -1e30) == -1e30),
+    ),
     "1 - mask times the least number": (
         "causal",
         lambda q, k, v: added(q, k, v, (1.0 - torch.ones(8, 8).tril()) * LEAST),
@@ -167,6 +171,12 @@ NEAR_MISSES = {
     "twice the key": lambda q, k, v: sdpa(q, k, v, 2 * index(8) <= index(8)[:, None]),
     "all but the diagonal": lambda q, k, v: sdpa(q, k, v, index(8) != index(8)[:, None]),
     "a sum of indices": lambda q, k, v: sdpa(q, k, v, index(8) + index(8)[:, None] < 9),
+    "positions cut to whole numbers": lambda q, k, v: sdpa(
+        q, k, v, torch.arange(2.5, 10.5, dtype=torch.int64)[None] < 6
+    ),
+    "bits of positions": lambda q, k, v: sdpa(
+        q, k, v, index(8).float().view(torch.int32) <= index(8)[:, None]
+    ),
     "either of two": lambda q, k, v: sdpa(q, k, v, triangle() | triangle(diagonal=3).triu(2)),
     "exclusive or": lambda q, k, v: sdpa(q, k, v, ~triangle() ^ triangle(diagonal=3)),
     "transposed": lambda q, k, v: sdpa(q, k, v, triangle().mT & (index(8) > 0)),
