@@ -537,6 +537,9 @@ class GraphModule(torch.nn.Module):
 
 
 ALIBI = {
+    "slopes that are counted": lambda q, k, v, s: added(
+        q, k, v, causal(8) + index(4).float()[:, None, None] * index(8)
+    ),
     "distance": lambda q, k, v, s: added(
         q, k, v, causal(q.shape[2]) - s[:, None, None] * (index(8)[:, None] - index(8)).abs()
     ),
@@ -1023,6 +1026,11 @@ def test_sinks_and_decode():
 
     args = *qkv(1, 40, grad=False), torch.randn(4), torch.tensor(9)
     expect("lengths", fn, *args, op="decode")
+
+
+def test_sinks_that_are_counted():
+    found = check(lambda q, k, v: with_sinks(q, k, v, index(4)), *qkv(), lower="eager")
+    assert found.report.sites[0].notes == ("sinks",)
 
 
 def test_sinks_without_gradients():
