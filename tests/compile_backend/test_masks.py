@@ -281,6 +281,39 @@ class GraphModule(torch.nn.Module):
         )
 
 
+def test_least_numbers_that_are_summed():
+    """Twice the least number is -inf: a query that sees no key weighs those that were hidden once."""
+
+    def fn(q, k, v, lengths):
+        padding = torch.where(index(8) < lengths[:, None, None, None], 0.0, LEAST)
+        return added(q, k, v, causal(8, LEAST) + padding)
+
+    args = *qkv(grad=False), torch.tensor([0, 5])
+    expect("explicit mask (mask-rows)", fn, *args, operand=True)
+
+
+def test_all_keys_hidden_twice():
+    def fn(q, k, v):
+        rows = torch.where(index(8)[:, None] > 2, 0.0, LEAST)
+        return (q @ k.mT + rows + rows).softmax(-1) @ v
+
+    found = check(fn, *qkv(grad=False), lower="eager")
+    assert "nan" in found.graph
+
+
+@pytest.mark.parametrize("how", [lambda s: s * 2, lambda s: s.bfloat16().float()])
+def test_hidden_scores_that_become_infinite(how):
+    """Rows that see no key are NaN then."""
+
+    def fn(q, k, v):
+        scores = (q @ k.mT).masked_fill(index(8)[:, None] <= index(8), LEAST)
+        return how(scores).softmax(-1) @ v
+
+    found = check(fn, *qkv(grad=False), lower="eager", rtol=0.1, atol=0.1)
+    assert ops(found) == ["attention"]
+    assert "nan" in found.graph
+
+
 def test_padding_in_training():
     """Where finite numbers hide all keys of a query, its output does not depend on q and k."""
 
@@ -837,6 +870,19 @@ def test_lengths_written_to_in_place():
     expect("lengths", fn, *qkv(), LENGTHS.clone())
 
 
+def test_lengths_written_between_two_masks():
+    def fn(q, k, v, lengths):
+        lengths = lengths % 100
+        first = index(8) >= lengths[:, None, None, None]
+        lengths.sub_(2)
+        second = index(8) >= lengths[:, None, None, None]
+        scores = (q @ k.mT).masked_fill(first, -math.inf).masked_fill(second, -math.inf)
+        return scores.softmax(-1) @ v
+
+    found = check(fn, *qkv(), torch.tensor([5, 8]), lower="eager")
+    assert found.report.reasons == ["in-place"]
+
+
 def test_padding_written_to_in_place():
     def fn(q, k, v, padding):
         mask = transformers_mask(q, k, padding)
@@ -1026,6 +1072,19 @@ def test_sinks_and_decode():
 
     args = *qkv(1, 40, grad=False), torch.randn(4), torch.tensor(9)
     expect("lengths", fn, *args, op="decode")
+
+
+@pytest.mark.parametrize("kind", ["a number", "keys"])
+def test_sinks_are_not_shifted(kind):
+    """What is the same for all keys of a query changes a softmax that a sink is in."""
+
+    def fn(q, k, v, sinks, slopes):
+        bias = torch.full((8, 8), 3.0) if kind == "a number" else slopes[:, None, None] * index(8)
+        return with_sinks(q, k, v, sinks, causal(8) + bias)
+
+    sinks = torch.randn(4, requires_grad=True)
+    expect("explicit mask (mask-form)" if kind == "a number" else "explicit mask (mask-data)",
+           fn, *qkv(), sinks, SLOPES, operand=True)  # fmt: skip
 
 
 def test_sinks_that_are_counted():
