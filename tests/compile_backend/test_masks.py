@@ -956,6 +956,36 @@ def symbolic(fn, inputs) -> Recorder:
     return backend
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("fill", [-math.inf, LEAST])
+def test_a_counter_that_is_a_python_number(q_len, fill):
+    """From its second value on it is a symbol, beside sizes that are none."""
+
+    def fn(q, k, v, position):
+        return filled(q, k, v, index(24) > index(q.shape[2])[:, None] + position, fill)
+
+    torch._dynamo.reset()
+    backend = Recorder()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    for position in (5, 6, 0, 30, -2):
+        args = *qkv(q_len, 24, grad=False), position
+        torch.testing.assert_close(compiled(*args), fn(*args), rtol=1e-4, atol=1e-5, equal_nan=True)
+    found = backend.found
+    assert found.frames == 2
+    assert ops(found) == ["decode"] * 2
+    assert "mask-symbol" in found.report.sites[1].notes[0]
+
+
+def test_a_length_that_is_a_size_less_two():
+    def fn(q, k, v):
+        return filled(q, k, v, index(k.shape[2]) >= k.shape[2] - 2)
+
+    args = qkv(17, 24)
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 2)
+    expect("explicit mask (mask-symbol)", fn, *args, operand=True, lower="aot_eager")
+
+
 def test_symbolic_padding():
     def run(x, padding):
         x = x.unflatten(-1, (4, 16)).transpose(1, 2)

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -193,8 +194,11 @@ class Masks:
             found = _taken_apart(reads, sizes, safe)
         except _Kept as why:
             found = _all_kept(reads, wanted, safe, str(why))
-        found.nodes = makers
         found.structure = found.structure.aligned(sizes, found.slopes is not None)
+        positions = (found.structure.start, found.structure.lengths)
+        if any(x is not None and isinstance(x.constant, sympy.Expr) for x in positions):
+            found = _all_kept(reads, wanted, safe, "mask-symbol")
+        found.nodes = makers
         return found
 
     def _understood(
