@@ -391,6 +391,29 @@ def test_float64_on_a_gpu():
     assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["float64"]
 
 
+def test_a_float64_mask_on_a_gpu():
+    graph, mode = torch.fx.Graph(), torch._subclasses.FakeTensorMode()
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        with mode:
+            fakes = torch.fx.node.map_arg(args, lambda x: x.meta["example_value"])
+            node.meta["example_value"] = target(*fakes)
+        return node
+
+    q, k, v, mask = (graph.placeholder(name) for name in "qkvm")
+    with mode:
+        for x in (q, k, v):
+            x.meta["example_value"] = torch.empty(2, 4, 8, 16, dtype=torch.half, device="cuda")
+        mask.meta["example_value"] = torch.empty(8, 8, dtype=torch.float64, device="cuda")
+    scores = call(torch.add, call(torch.matmul, q, call(torch.transpose, k, 2, 3)), mask)
+    weights = call(torch.softmax, scores, -1)
+    node = graph.call_method("half", (weights,))
+    node.meta["example_value"] = weights.meta["example_value"].half()
+    graph.output(call(torch.matmul, node, v))
+    assert rewrite(torch.fx.GraphModule({}, graph)).reasons == ["float64"]
+
+
 @torch.library.custom_op("near_misses::store", mutates_args={"cache"})
 def store(cache: torch.Tensor, x: torch.Tensor) -> None:
     cache.copy_(x)
