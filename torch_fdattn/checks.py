@@ -159,7 +159,11 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, full: tuple[int | None,
     if attn_mask.dtype == torch.float64 and q.is_cuda:
         raise TypeError("attn_mask must not be float64 on CUDA, got torch.float64")
     pairs = zip(reversed(attn_mask.shape), reversed(full), strict=False)
-    fits = all(size in (1, whole) or (whole is None and size) for size, whole in pairs)
+    fits = all(
+        size in ((1, whole) if isinstance(size, int) else (whole, 1))  # an unbacked one may be no 1
+        or (whole is None and size)
+        for size, whole in pairs
+    )
     if attn_mask.dim() > 4 or not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in full)
         raise ValueError(

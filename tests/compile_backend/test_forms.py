@@ -451,6 +451,34 @@ def test_a_result_that_is_written_to(name, chunk):
     assert "clone" not in check(fn, *qkv(grad=False)).graph
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_copy_of_the_result_that_is_written_to(merge):
+    """A product's result has to be copied to be contiguous, ours not where q is (B, S, H, D)."""
+
+    def fn(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = (q @ k.mT * 0.25).softmax(-1) @ v
+        out = out.transpose(1, 2)
+        out = out.flatten(2).contiguous() if merge else out.contiguous()
+        out[:, :2].mul_(2)
+        return out + 1
+
+    found = check(fn, *qkv())
+    assert ops(found) == ["attention"]
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+def test_no_keys(fill):
+    """Sums over nothing are 0, whatever a query that sees no key gets otherwise."""
+
+    def fn(q, k, v):
+        hidden = torch.arange(q.shape[2])[:, None] > torch.arange(k.shape[2])
+        return (q @ k.mT).masked_fill(hidden, fill).softmax(-1) @ v
+
+    q, k, v = qkv(3)
+    assert ops(check(fn, q, k[:, :, :0], v[:, :, :0])) == ["attention"]
+
+
 def test_a_cache_that_is_updated_behind_a_transposed_query():
     """What is read after the write can be read later still."""
 

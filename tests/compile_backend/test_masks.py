@@ -112,6 +112,10 @@ RECOVERED = {
         "causal",
         lambda q, k, v: filled(q, k, v, torch.ones(8, 8).tril().__eq__(0)),
     ),
+    "equal to a number that float32 rounds": (
+        "causal",
+        lambda q, k, v: filled(q, k, v, causal(8, -1e30) == -1e30),
+    ),
     "1 - mask times the least number": (
         "causal",
         lambda q, k, v: added(q, k, v, (1.0 - torch.ones(8, 8).tril()) * LEAST),
@@ -167,6 +171,12 @@ NEAR_MISSES = {
     "twice the key": lambda q, k, v: sdpa(q, k, v, 2 * index(8) <= index(8)[:, None]),
     "all but the diagonal": lambda q, k, v: sdpa(q, k, v, index(8) != index(8)[:, None]),
     "a sum of indices": lambda q, k, v: sdpa(q, k, v, index(8) + index(8)[:, None] < 9),
+    "positions cut to whole numbers": lambda q, k, v: sdpa(
+        q, k, v, torch.arange(2.5, 10.5, dtype=torch.int64)[None] < 6
+    ),
+    "bits of positions": lambda q, k, v: sdpa(
+        q, k, v, index(8).float().view(torch.int32) <= index(8)[:, None]
+    ),
     "either of two": lambda q, k, v: sdpa(q, k, v, triangle() | triangle(diagonal=3).triu(2)),
     "exclusive or": lambda q, k, v: sdpa(q, k, v, ~triangle() ^ triangle(diagonal=3)),
     "transposed": lambda q, k, v: sdpa(q, k, v, triangle().mT & (index(8) > 0)),
@@ -269,6 +279,39 @@ class GraphModule(torch.nn.Module):
         getitem_5: "f32[2, 4, 8, 16]" = attention_default[0];  attention_default = None
         return (getitem_5,)""",
         )
+
+
+def test_least_numbers_that_are_summed():
+    """Twice the least number is -inf: a query that sees no key weighs those that were hidden once."""
+
+    def fn(q, k, v, lengths):
+        padding = torch.where(index(8) < lengths[:, None, None, None], 0.0, LEAST)
+        return added(q, k, v, causal(8, LEAST) + padding)
+
+    args = *qkv(grad=False), torch.tensor([0, 5])
+    expect("explicit mask (mask-rows)", fn, *args, operand=True)
+
+
+def test_all_keys_hidden_twice():
+    def fn(q, k, v):
+        rows = torch.where(index(8)[:, None] > 2, 0.0, LEAST)
+        return (q @ k.mT + rows + rows).softmax(-1) @ v
+
+    found = check(fn, *qkv(grad=False), lower="eager")
+    assert "nan" in found.graph
+
+
+@pytest.mark.parametrize("how", [lambda s: s * 2, lambda s: s.bfloat16().float()])
+def test_hidden_scores_that_become_infinite(how):
+    """Rows that see no key are NaN then."""
+
+    def fn(q, k, v):
+        scores = (q @ k.mT).masked_fill(index(8)[:, None] <= index(8), LEAST)
+        return how(scores).softmax(-1) @ v
+
+    found = check(fn, *qkv(grad=False), lower="eager", rtol=0.1, atol=0.1)
+    assert ops(found) == ["attention"]
+    assert "nan" in found.graph
 
 
 def test_padding_in_training():
@@ -527,6 +570,9 @@ class GraphModule(torch.nn.Module):
 
 
 ALIBI = {
+    "slopes that are counted": lambda q, k, v, s: added(
+        q, k, v, causal(8) + index(4).float()[:, None, None] * index(8)
+    ),
     "distance": lambda q, k, v, s: added(
         q, k, v, causal(q.shape[2]) - s[:, None, None] * (index(8)[:, None] - index(8)).abs()
     ),
@@ -824,6 +870,19 @@ def test_lengths_written_to_in_place():
     expect("lengths", fn, *qkv(), LENGTHS.clone())
 
 
+def test_lengths_written_between_two_masks():
+    def fn(q, k, v, lengths):
+        lengths = lengths % 100
+        first = index(8) >= lengths[:, None, None, None]
+        lengths.sub_(2)
+        second = index(8) >= lengths[:, None, None, None]
+        scores = (q @ k.mT).masked_fill(first, -math.inf).masked_fill(second, -math.inf)
+        return scores.softmax(-1) @ v
+
+    found = check(fn, *qkv(), torch.tensor([5, 8]), lower="eager")
+    assert found.report.reasons == ["in-place"]
+
+
 def test_padding_written_to_in_place():
     def fn(q, k, v, padding):
         mask = transformers_mask(q, k, padding)
@@ -895,6 +954,36 @@ def symbolic(fn, inputs) -> Recorder:
         torch.testing.assert_close(compiled(*args), fn(*args), rtol=1e-4, atol=1e-5)
     assert backend.found.frames == 1
     return backend
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("fill", [-math.inf, LEAST])
+def test_a_counter_that_is_a_python_number(q_len, fill):
+    """From its second value on it is a symbol, beside sizes that are none."""
+
+    def fn(q, k, v, position):
+        return filled(q, k, v, index(24) > index(q.shape[2])[:, None] + position, fill)
+
+    torch._dynamo.reset()
+    backend = Recorder()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    for position in (5, 6, 0, 30, -2):
+        args = *qkv(q_len, 24, grad=False), position
+        torch.testing.assert_close(compiled(*args), fn(*args), rtol=1e-4, atol=1e-5, equal_nan=True)
+    found = backend.found
+    assert found.frames == 2
+    assert ops(found) == ["decode"] * 2
+    assert "mask-symbol" in found.report.sites[1].notes[0]
+
+
+def test_a_length_that_is_a_size_less_two():
+    def fn(q, k, v):
+        return filled(q, k, v, index(k.shape[2]) >= k.shape[2] - 2)
+
+    args = qkv(17, 24)
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 2)
+    expect("explicit mask (mask-symbol)", fn, *args, operand=True, lower="aot_eager")
 
 
 def test_symbolic_padding():
@@ -1013,6 +1102,24 @@ def test_sinks_and_decode():
 
     args = *qkv(1, 40, grad=False), torch.randn(4), torch.tensor(9)
     expect("lengths", fn, *args, op="decode")
+
+
+@pytest.mark.parametrize("kind", ["a number", "keys"])
+def test_sinks_are_not_shifted(kind):
+    """What is the same for all keys of a query changes a softmax that a sink is in."""
+
+    def fn(q, k, v, sinks, slopes):
+        bias = torch.full((8, 8), 3.0) if kind == "a number" else slopes[:, None, None] * index(8)
+        return with_sinks(q, k, v, sinks, causal(8) + bias)
+
+    sinks = torch.randn(4, requires_grad=True)
+    expect("explicit mask (mask-form)" if kind == "a number" else "explicit mask (mask-data)",
+           fn, *qkv(), sinks, SLOPES, operand=True)  # fmt: skip
+
+
+def test_sinks_that_are_counted():
+    found = check(lambda q, k, v: with_sinks(q, k, v, index(4)), *qkv(), lower="eager")
+    assert found.report.sites[0].notes == ("sinks",)
 
 
 def test_sinks_without_gradients():

@@ -119,6 +119,9 @@ def _dtype(found: Attention) -> torch.dtype:
         raise Left("dtype", f"the dtypes are {sorted(map(str, dtypes))}")
     if torch.float64 in dtypes and (len(dtypes) > 1 or device.type != "cpu"):
         raise Left("float64")
+    masks = (tensor(x.term.node).dtype for x in found.mask.kept if x.condition is None)
+    if torch.float64 in masks and device.type != "cpu":
+        raise Left("float64")
     return result.dtype
 
 

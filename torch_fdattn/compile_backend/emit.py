@@ -51,7 +51,7 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
         out = add.call(operator.getitem, pair, 0)
         if plan.structure.chunk:
             out = unpacked(add, out, whole)
-        if found.mask.empty != "zero":
+        if found.mask.empty != "zero" and not known(found.k.size(S) == 0):
             out = _with_empty_rows(add, pair, out, v, found.mask.empty)
         out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
@@ -92,8 +92,11 @@ def _expand_by_sizes(found: Attention) -> None:
 
 
 def _is_written(node: Node) -> bool:
-    """Whether the graph may write into what a node yields."""
-    return written_between(node.next, node.graph.output_node(), [node]) is not None
+    """Whether the graph may write into what a node yields, or into a copy of it that ours need not be."""
+    same = [node]
+    for each in same:
+        same += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
+    return written_between(node.next, node.graph.output_node(), same) is not None
 
 
 def _with_empty_rows(add: Adder, pair: Node, out: Node, v: Node, empty: Empty) -> Node:

@@ -58,7 +58,7 @@ def match(node: Node, masks: Masks) -> Attention | None:
         raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
     found.mask = masks.recover(
         scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result,
-        safe=op_name(node) == "_safe_softmax",
+        safe=op_name(node) == "_safe_softmax", sinks=scores.sinks is not None,
     )  # fmt: skip
     if (scores.sinks is None) == weights.without_last:
         raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")

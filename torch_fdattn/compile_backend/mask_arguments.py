@@ -82,7 +82,7 @@ class MaskArguments:
 
     def _sinks(self, poly: Poly, joined: Node) -> Node:
         """(H,)."""
-        made = Operands(self.add, self.found.sizes, ("h",)).number(poly)
+        made = _floating(self.add, Operands(self.add, self.found.sizes, ("h",)).number(poly))
         made = self.add.call("expand", made, self.found.sizes.heads)
         # Under torch.no_grad() a parameter and its views want a gradient, but what is computed from them does not.
         return made if value(joined).requires_grad else self.add.call("detach", made)
@@ -90,14 +90,15 @@ class MaskArguments:
     def _slopes(self, poly: Poly) -> Node:
         """(B, H) or (H,)."""
         root = self.found.mask.roots[poly]
+        axes, sizes = ("b", "h"), self.found.sizes
         node = self._made(
-            root, poly, lambda at: Operands(at, self.found.sizes, ("b", "h")).number(poly)
+            root, poly, lambda at: _floating(at, Operands(at, sizes, axes).number(poly))
         )
-        sizes = (self.found.sizes.batch, self.found.sizes.heads)
+        shape = sizes.batch, sizes.heads
         if known(value(node).shape[0] == 1):
-            node, sizes = self.add.call("select", node, 0, 0), sizes[1:]
-        same = all(known(a == b) for a, b in zip(value(node).shape, sizes, strict=True))
-        return node if same else self.add.call("expand", node, *sizes)
+            node, shape = self.add.call("select", node, 0, 0), shape[1:]
+        same = all(known(a == b) for a, b in zip(value(node).shape, shape, strict=True))
+        return node if same else self.add.call("expand", node, *shape)
 
     def _explicit(self) -> Node | None:
         """The one operand that all kept masks are together, boolean if none is added."""
@@ -149,6 +150,11 @@ class MaskArguments:
         if kept.condition is None and rank == 3 and value(node).dim() == 3:
             return self.add.call("unsqueeze", node, 1)
         return node
+
+
+def _floating(add: Adder, node: Node) -> Node:
+    """Slopes and sinks, which may be counted, as our ops take them."""
+    return node if value(node).is_floating_point() else add.call("to", node, torch.float32)
 
 
 def _after(node: Node) -> Node:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import sympy
 import torch
 from torch._functorch import predispatch as vmap
 from torch._subclasses.fake_tensor import FakeTensor
@@ -149,6 +150,8 @@ def _in_dtype(found: Entry, dtype: torch.dtype) -> Entry:
         return found
     found = found if isinstance(found, Poly) else as_number(found)
     if dtype in _INTEGERS:
+        if not all(isinstance(c, sympy.Expr) or float(c).is_integer() for _, c in found.terms):
+            raise _Unknown  # torch.full((n,), 2.5, dtype=torch.int64) holds 2
         return found
     if dtype not in (*_NARROW, *_WIDE):
         raise _Unknown
@@ -237,6 +240,8 @@ def _unsqueeze(reader: Reader, node: Node, index: Index) -> Entry:
 def _reshape(reader: Reader, node: Node, index: Index) -> Entry:
     """Where only dimensions of one come or go."""
     source = node.args[0]
+    if value(source).dtype != value(node).dtype:
+        raise _Unknown  # a view of the bits
     old, new = value(source).shape, value(node).shape
     kept = [(n, i) for n, i in zip(new, index, strict=True) if not known(n == 1)]
     dims = [d for d, n in enumerate(old) if not known(n == 1)]
@@ -479,6 +484,9 @@ def _comparison(of_floats: Callable[[float], bool], of_integers: Callable) -> Ca
         a, b = (reader.numeric(x, index) for x in given)
         if all(_is_integral(x) for x in given):
             return of_integers(a - b)
+        # Torch compares in one dtype: float32's -1e30 is another number than Python's, and equals it.
+        dtype = torch.result_type(*(value(x) if isinstance(x, Node) else x for x in given))
+        a, b = (_in_dtype(x, dtype) for x in (a, b))
         if any(isinstance(x.constant, float) and math.isinf(x.constant) for x in (a, b)):
             return _against_infinity(a, b, of_floats)
         return _decided(a - b, of_floats)

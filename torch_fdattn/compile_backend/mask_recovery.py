@@ -44,7 +44,9 @@ class Sizes(NamedTuple):
         if constant is None:
             return False
         if isinstance(constant, sympy.Expr):
-            symbolic = next(x for x in self if not isinstance(x, int))
+            symbolic = next((x for x in self if not isinstance(x, int)), None)
+            if symbolic is None:
+                return False  # of a number that the call is given, and no size
             constant = symbolic.node.shape_env.create_symintnode(constant, hint=None)
         return known(test(constant))
 

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -64,10 +65,15 @@ class MaskTerm:
     ]  #: True where seen, True where hidden, a number to add
     fill: float = 0.0  #: what hidden scores become, where the mask itself does not say
     factor: float = 1.0  #: by which the scores are multiplied afterwards
+    dtype: torch.dtype | None = None  #: the narrowest that the scores have from there on
 
     @property
     def is_added(self) -> bool:
         return self.kind == "added"
+
+    def rounded(self, fill: float) -> float:
+        """Twice float32's least number is -inf, and so is that number in bfloat16."""
+        return fill if self.dtype is None else torch.tensor(fill, dtype=self.dtype).item()
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,7 @@ class _Read:
     reason: str = "mask-form"
     limited: bool = False
     infinite: bool = False  #: whether an added mask may hold -inf
+    summed: bool = False  #: whether an added mask is a sum of several that hide
 
     @property
     def hides(self) -> bool:
@@ -165,33 +172,39 @@ class Masks:
         self.made: dict[tuple, Node] = {}
 
     def recover(
-        self, terms: list[MaskTerm], sizes: Sizes, rank: int, dtype: torch.dtype, until: Node, *, safe: bool
+        self, terms: list[MaskTerm], sizes: Sizes, rank: int, dtype: torch.dtype, until: Node, *, safe: bool,
+        sinks: bool = False,
     ) -> Recovered:  # fmt: skip
         """What all masks together do; raises `Left` where our ops cannot do it.
 
         rank, dtype: of the scores; until: the node where attention happens; safe: whether it is SDPA, which gives
-        zeros where -inf hides all keys.
+        zeros where -inf hides all keys; sinks: whether there are any, which no mask is added to.
         """
         if not terms:
             return Recovered()
         axes = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
         reads, makers = [], []
         for term in terms:
-            read, nodes = self._understood(term, axes, sizes, dtype, until)
+            read, nodes = self._understood(term, axes, sizes, dtype, until, sinks)
             reads.append(read)
             makers += nodes
+        _check_writes(reads)
         wanted = value(until).requires_grad
         try:
             found = _taken_apart(reads, sizes, safe)
         except _Kept as why:
             found = _all_kept(reads, wanted, safe, str(why))
-        found.nodes = makers
         found.structure = found.structure.aligned(sizes, found.slopes is not None)
+        positions = (found.structure.start, found.structure.lengths)
+        if any(x is not None and isinstance(x.constant, sympy.Expr) for x in positions):
+            found = _all_kept(reads, wanted, safe, "mask-symbol")
+        found.nodes = makers
         return found
 
     def _understood(
-        self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node
-    ) -> tuple[_Read, list[Node]]:
+        self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node,
+        sinks: bool,
+    ) -> tuple[_Read, list[Node]]:  # fmt: skip
         fake = value(term.node)
         if term.is_added and not fake.is_floating_point():
             raise Left("mask", f"a mask of {fake.dtype} is added to the scores")
@@ -201,7 +214,7 @@ class Masks:
         makers = sorted(visited, key={n: i for i, n in enumerate(until.graph.nodes)}.__getitem__)
         if not term.is_added:
             seen = entry if term.kind == "visible" else negation(entry)
-            fill = term.fill * term.factor
+            fill = term.rounded(term.fill * term.factor)
             if seen == TRUE:
                 return _Read(term, bias=number(0)), makers
             if not _hides(fill, dtype):
@@ -221,13 +234,17 @@ class Masks:
         )  # fmt: skip
         parts = split(entry * number(term.factor), lambda fill: _hides(fill, dtype))
         bias = parts.bias
+        if sinks and bias.terms:
+            return found, makers  # what is the same for all keys changes their sum with a sink
         if is_for_all_keys(bias):
             bias = number(0)
         looked_up = (x.node for x in atoms_of(bias) if isinstance(x, Lookup))
         if fake.requires_grad != any(value(x).requires_grad for x in looked_up):
             return replace(found, reason="mask-gradient"), makers
         condition = both(*parts.conditions)
-        return replace(found, condition=condition, fills=frozenset(parts.fills), bias=bias), makers
+        fills = frozenset(map(term.rounded, parts.fills))
+        summed = len(parts.conditions) > 1
+        return replace(found, condition=condition, fills=fills, bias=bias, summed=summed), makers
 
     def _entry(
         self, node: Node, axes: tuple[str, ...], sizes: Sizes, until: Node
@@ -247,6 +264,18 @@ class Masks:
         if visited and written_between(node, until, [node]) is not None:
             return unread(node, axes), frozenset()
         return entry, visited
+
+
+def _check_writes(reads: list[_Read]) -> None:
+    """What two masks are made of is one number for both, unless something writes it between them."""
+    order = {node: i for i, node in enumerate(reads[0].term.node.graph.nodes)}
+    roots = sorted((read.term.node for read in reads), key=order.__getitem__)
+    looked_up = {
+        atom.node for read in reads for part in (read.condition, read.bias or number(0))
+        for atom in atoms_of(part) if isinstance(atom, Lookup)
+    }  # fmt: skip
+    if written_between(roots[0], roots[-1], looked_up) is not None:
+        raise Left("in-place", "what masks are made of may be written between them")
 
 
 def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool, chunks: bool = True) -> Recovered:
@@ -286,12 +315,14 @@ def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool, chunks: bool = Tr
 def _check_one_fill(reads: list[_Read], fills: set[float]) -> None:
     """Where a finite number hides scores, a query all of whose scores are hidden weighs all values the same.
 
-    Exactly so if one operation hid them, or all filled in the same number. A score to which -3e38 is added is gone
-    with all its bits: our gradient with respect to it is 0 there, while autograd sees a sum.
+    Exactly so if one operation hid them, and with no sum of such numbers, or all filled in the same number. A score
+    to which -3e38 is added is gone with all its bits: our gradient with respect to it is 0 there, while autograd
+    sees a sum.
     """
     hiding = [read for read in reads if read.hides]
     filled = not any(read.term.is_added for read in hiding)
-    if len(fills) > 1 or not (filled or len(hiding) == 1):
+    once = len(hiding) == 1 and not hiding[0].summed
+    if len(fills) > 1 or not (filled or once):
         raise _Kept("mask-rows")
 
 
@@ -316,7 +347,11 @@ def _all_kept(reads: list[_Read], wanted: bool, safe: bool, reason: str) -> Reco
             found.kept.append(Kept(read.term, fill=fill))
     if not as_numbers and any(map(math.isfinite, fills)):
         found.empty = "mean"
-    elif not safe and (-math.inf in fills or any(read.infinite for read in reads)):
+    elif not safe and (
+        -math.inf in fills
+        or any(read.infinite for read in reads)
+        or sum(read.hides for read in reads) > 1  # least + least is -inf
+    ):
         found.empty = "nan"
     return found
 

@@ -18,6 +18,8 @@ from torch_fdattn.compile_backend.nodes import value
 
 _OPERATORS = {"setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow",
               "imatmul", "iand", "ior", "ixor", "ilshift", "irshift"}  # fmt: skip
+#: Where functions are named as torch names them.
+_TORCH = ("torch", "_operator", "builtins", "math")
 
 
 def storages(nodes: Iterable[object]) -> set[StorageWeakRef]:
@@ -35,13 +37,19 @@ def storages(nodes: Iterable[object]) -> set[StorageWeakRef]:
 def writes(node: Node) -> bool:
     """Whether a node may write into one of its arguments."""
     if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
+        return _is_named_in_place(node.target) or node.target.strip("_") in _OPERATORS
     if node.op != "call_function":
         return node.op == "call_module"
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket) and "out" not in node.kwargs:
+        overloads = (getattr(node.target, x) for x in node.target.overloads() if "out" not in x)
+        return any(overload._schema.is_mutable for overload in overloads)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True  # its graphs may write
+    module = getattr(node.target, "__module__", None) or "torch"
+    if module.partition(".")[0] not in _TORCH:
+        return True  # a function that torch knows nothing of (`allow_in_graph`)
     name = getattr(node.target, "__name__", "")
     if name in _OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
@@ -51,7 +59,11 @@ def writes(node: Node) -> bool:
             node.args[parameters.index("inplace")]
         )
     # operator.and_ and operator.or_ are named so for Python's keywords.
-    return name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
+    return _is_named_in_place(name) and name not in ("and_", "or_", "not_")
+
+
+def _is_named_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def written_after(nodes: list[Node], last: Node) -> Node | None:

@@ -45,6 +45,7 @@ MASK_REASONS = {
     "mask-data": "which keys it hides follows from data",
     "mask-form": "it is neither causal nor a window, chunks, lengths or ALiBi",
     "mask-gradient": "its gradient is wanted, or was cut off",
+    "mask-symbol": "where queries stand, or how many keys are valid, is a size, or a number the call is given",
     "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
 

@@ -73,6 +73,7 @@ def _site(
         if not dryrun:
             emit(found, plan, masks)
     except Left as left:
+        left = Left("functorch") if transformed else left  # whatever its tensors seem to be
         return [Site(op=None, reason=left.code, detail=left.detail, **about)]
     return [Site(op=plan.op, notes=tuple(found.notes), **about)]
 

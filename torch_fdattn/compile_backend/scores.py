@@ -5,8 +5,9 @@ Walking up meets last what was done first: a scaling met before a mask multiplie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import number
@@ -84,7 +85,9 @@ def follow(node: object, factor: float = 1.0) -> Scores:
         return Scores(found, factor * found.factor)
     below = cast_of(node)
     if below is not None:
-        return _passed(node, follow(below, factor))
+        found = follow(below, factor)
+        found.masks = [_narrowed(mask, value(node).dtype) for mask in found.masks]
+        return _passed(node, found)
     scaled = scaling(node)
     if scaled is not None:
         return _passed(node, follow(scaled[0], factor * scaled[1]))
@@ -106,6 +109,10 @@ def cast_of(node: Node) -> Node | None:
         if is_tensor(source) and is_tensor(node) and value(source).device == value(node).device:
             return source if value(node).is_floating_point() else None
     return None
+
+
+def _narrowed(mask: MaskTerm, dtype: torch.dtype) -> MaskTerm:
+    return replace(mask, dtype=min(mask.dtype, dtype, key=lambda x: torch.finfo(x).max))
 
 
 def _passed(node: Node, found: Scores) -> Scores:
@@ -140,7 +147,8 @@ def _added(node: Node, name: str, factor: float) -> Scores:
         except Left as left:
             reason = reason or left
             continue
-        found.masks.append(MaskTerm(mask, "added", factor=factor if name == "add" else -factor))
+        factor = factor if name == "add" else -factor
+        found.masks.append(MaskTerm(mask, "added", factor=factor, dtype=value(node).dtype))
         return _passed(node, found)
     raise reason or Left("scores-unknown", "something that is no mask is added to the scores")
 
@@ -164,7 +172,7 @@ def _filled(node: Node, name: str, factor: float) -> Scores:
     if not _keeps_shape(scores, node):
         raise Left("mask", "a mask that has more entries than the scores")
     found = follow(scores, factor)
-    found.masks.append(MaskTerm(mask, kind, fill, factor))
+    found.masks.append(MaskTerm(mask, kind, fill, factor, value(node).dtype))
     return _passed(node, found)
 
 
