@@ -24,7 +24,7 @@ from torch_fdattn.dist.tp_weights import (
     sum_kv_gradient,
 )
 from torch_fdattn.functional import attention
-from torch_fdattn.ops.rotary import rotate
+from torch_fdattn.ops.rotary import norm_and_rotate
 
 #: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
 #: pairs, differential heads, layers without positions).
@@ -143,8 +143,8 @@ class TPAttention(TPLayer):
             y.view(tokens // length, length, y.shape[-1] // self.head_dim, self.head_dim)
             for y in projected
         )
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v.transpose(1, 2)
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
+        return q, k, v.transpose(1, 2)
 
     def _output(self, out: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """out (B, H, T, D) -> the layer's result, or what `residual` makes of it."""

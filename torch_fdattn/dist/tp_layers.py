@@ -48,6 +48,7 @@ from torch_fdattn.dist.tp_weights import (
     sliced_linear,
     sum_gradient,
 )
+from torch_fdattn.ops.norms import is_plain_norm
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -177,7 +178,7 @@ class TPLayer(nn.Module):
         """`residual.add(self._row(…))`; in one pass where nobody sees the norm itself: gradients, hooks, compilers."""
         norm = residual.norm
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if self.form == "ag_rs" or watched or not _is_plain(norm, x, residual.x):
+        if self.form == "ag_rs" or watched or not is_plain_norm(norm, x.dtype, residual.x.dtype):
             return residual.add(self._row(x, linear))
         normed, added = matmul_all_reduce_rms_norm(
             x.flatten(0, -2), linear.weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
@@ -187,17 +188,6 @@ class TPLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
-
-
-def _is_plain(norm: nn.Module, *tensors: Tensor) -> bool:
-    """Whether a norm is RMSNorm with a weight, of the tensors' dtype, and nothing around it."""
-    return (
-        type(norm) is nn.RMSNorm
-        and norm.weight is not None
-        and norm.eps is not None
-        and not (norm._forward_hooks or norm._forward_pre_hooks)
-        and all(norm.weight.dtype == x.dtype for x in tensors)
-    )
 
 
 class TPMLP(TPLayer):
