@@ -13,9 +13,12 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.append_kv import op as append_op
+from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.decode import op as decode_op
 from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.scores import Scores
 
 
 def attention(
@@ -80,6 +83,11 @@ def attention(
         sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    optional = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
+    if not dropout_p and library.runs_unseen(q, k, v, *optional):
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
+        scores = Scores(float(softcap), alibi_slopes, sinks, attn_mask)
+        return attention_op.attend_eagerly(q, k, v, mask, default_scale(q, scale), scores)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -339,6 +347,9 @@ def append_kv(
         NotImplementedError: an argument requires gradients, and grad mode is on.
     """
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
+    given = k_cache, v_cache, k, v, kv_lens, *options
+    if kv_lens is not None and library.runs_unseen(*given):
+        return append_op.append_eagerly(k_cache, v_cache, None, k, v, kv_lens, *options)
     tensors = ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v), ("kv_lens", kv_lens)
     _expect_append_types(tensors, options)
     torch.ops.fdattn.append_kv(k_cache, v_cache, k, v, kv_lens, *options)

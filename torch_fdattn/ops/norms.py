@@ -12,6 +12,11 @@ def is_plain_norm(norm: nn.Module, *dtypes: torch.dtype) -> bool:
         type(norm) is nn.RMSNorm
         and norm.weight is not None
         and norm.eps is not None
-        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and not is_hooked(norm)
         and all(norm.weight.dtype == dtype for dtype in dtypes)
     )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks see, or change, what goes in or comes out of its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

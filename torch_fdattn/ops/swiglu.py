@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.repeated_call import metadata, repeat, repeats
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -18,12 +19,15 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     On GPUs and without gradients one kernel, which rounds once; elsewhere PyTorch's two, which round twice.
     """
-    if torch.compiler.is_compiling() or not runs_directly(gate, up) or not _fits(gate, up):
+    if torch.compiler.is_compiling() or not runs_directly(gate, up):
+        return F.silu(gate) * up
+    key = "silu_mul", *metadata(gate, up)
+    if not repeats(key) and not _fits(gate, up):
         return F.silu(gate) * up
     from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
 
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    launch_silu_mul(gate, up, out, _row(gate), _row(up))
+    repeat(key, (gate, up, out), lambda: launch_silu_mul(gate, up, out, _row(gate), _row(up)))
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention import dispatch
+from torch_fdattn.ops.attention import dispatch, tuning
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import (
@@ -31,6 +31,7 @@ from torch_fdattn.ops.attention.reference import (
 )
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.repeated_call import metadata, repeat, repeats
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
@@ -122,6 +123,11 @@ def _forward(q, k, v, *rest):
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     out, lse = empty_state(q, v, out_dtype)
+    _attend_into(out, lse, q, k, v, mask, scale, scores, dropout)
+    return out, lse
+
+
+def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT) -> None:
     if dispatch.choose("forward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.forward import launch_forward
 
@@ -129,6 +135,22 @@ def _forward(q, k, v, *rest):
     else:
         library.launches["attention_forward/reference"] += 1
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
+
+
+def attend_eagerly(q, k, v, mask: Mask, scale: float, scores: Scores) -> tuple[Tensor, Tensor]:
+    """The raw forward's kernel, without dropout, where nobody sees the op; mask is clamped."""
+    tensors = *mask[:3], *scores[1:]
+    # What else decides a launch: tiles that are not the table's, and torch's setting of tf32.
+    if not q.is_cuda or tuning.state.active or q.dtype == torch.float32:
+        return _forward(q, k, v, *mask, scale, None, *scores)
+    key = "attention", *metadata(q, k, v, *tensors), mask[3:], scale, scores.softcap
+    if not repeats(key):
+        check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    out, lse = empty_state(q, v)
+    repeat(
+        key, (q, k, v, out, lse, *tensors), lambda: _attend_into(out, lse, q, k, v, mask, scale, scores),
+        "attention_forward/triton",
+    )  # fmt: skip
     return out, lse
 
 

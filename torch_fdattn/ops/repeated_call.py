@@ -1,0 +1,71 @@
+"""Calls that are one launch, past their checks and choices where their like was made before.
+
+Checks, tiles and grids of a call follow from what is known without its tensors' values. What has come to one direct
+launch (`repeated_launch.py`) of the given tensors is that launch wherever the same is known again. Imports no triton.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.ops.library import launches
+
+_known: dict[tuple, object] = {}
+#: Calls that are known at most; then all are forgotten.
+MOST = 8192
+_watching = threading.local()
+
+
+def metadata(*tensors: Tensor | None) -> tuple:
+    """All that is known of tensors but their addresses and values."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+def repeats(key: tuple) -> bool:
+    """Whether `repeat` knows the call, which need not be checked then."""
+    return key in _known and not checks.CHECK_VALUES
+
+
+def repeat(
+    key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None], counter: str | None = None
+) -> None:  # fmt: skip
+    """`run()`, or the one launch that it was where `key` was the same.
+
+    Args:
+        key: all that decides what run() does: who asks, `metadata` of all tensors, options, settings.
+        tensors: that the kernel takes, in its order, outputs too; None is left out.
+        counter: of `library.launches`, which run() counts itself.
+    """
+    addresses = [x.data_ptr() for x in tensors if x is not None]
+    launch = _known.get(key)
+    if launch is not None and not checks.CHECK_VALUES and launch.takes(addresses):
+        if counter is not None:
+            launches[counter] += 1
+        launch(torch._C._cuda_getCurrentRawStream(launch.device_index), addresses)
+        return
+    _watching.seen = seen = []
+    try:
+        run()
+    finally:
+        _watching.seen = None
+    if len(seen) == 1 and seen[0][0] is not None and seen[0][1] == addresses:
+        if len(_known) >= MOST:
+            forget()
+        _known[key] = seen[0][0]
+
+
+def note(launch: object | None, addresses: Sequence[int]) -> None:
+    """Tells a `repeat` around it of a launch: a `DirectLaunch`, or None for one through Triton."""
+    seen = getattr(_watching, "seen", None)
+    if seen is not None:
+        seen.append((launch, addresses))
+
+
+def forget() -> None:
+    """Makes the next calls of all kinds new."""
+    _known.clear()
