@@ -138,11 +138,13 @@ class TPAttention(TPLayer):
             raise ValueError(
                 f"x must hold whole sequences of {length} tokens like cos, got {tokens} tokens over all ranks"
             )
-        projected = self._columns(x, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (
+        heads = [
             y.view(tokens // length, length, y.shape[-1] // self.head_dim, self.head_dim)
-            for y in projected
-        )
+            for y in self._columns(x, (self.q_proj, self.k_proj, self.v_proj))
+        ]
+        if len(heads) == 1:
+            heads = heads[0].split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
+        q, k, v = heads
         q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
         return q, k, v.transpose(1, 2)
 
