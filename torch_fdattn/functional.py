@@ -76,6 +76,15 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
+    options = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
+    unseen = not dropout_p and library.runs_unseen(q, k, v, *options)
+    key = None
+    if unseen and (window is None or type(window) is tuple):
+        numbers = causal, window, scale, kv_block, kv_stride, softcap
+        key = attention_op.key_of(q, k, v, options, *numbers)
+        found = key and attention_op.attend_again(key, q, k, v, options)
+        if found is not None:
+            return found
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
@@ -83,11 +92,11 @@ def attention(
         sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
-    optional = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
-    if not dropout_p and library.runs_unseen(q, k, v, *optional):
+    if unseen:
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
         scores = Scores(float(softcap), alibi_slopes, sinks, attn_mask)
-        return attention_op.attend_eagerly(q, k, v, mask, default_scale(q, scale), scores)
+        scale = float(default_scale(q, scale))
+        return attention_op.attend_eagerly(key, q, k, v, mask, scale, scores)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,

@@ -8,6 +8,8 @@ driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -156,10 +158,7 @@ def flat(kinds, values) -> Iterator[tuple[str, object]]:
 
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether all are multiples of 16: what is compiled for such addresses is right for them alone."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits & 15 == 0
+    return functools.reduce(operator.or_, addresses, 0) & 15 == 0
 
 
 def somebody_watches() -> bool:

@@ -27,40 +27,54 @@ def metadata(*tensors: Tensor | None) -> tuple:
 
 
 def repeats(key: tuple) -> bool:
-    """Whether `repeat` knows the call, which need not be checked then."""
+    """Whether such a call was one launch, and need not be checked."""
     return key in _known and not checks.CHECK_VALUES
 
 
-def repeat(
-    key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None], counter: str | None = None
-) -> None:  # fmt: skip
-    """`run()`, or the one launch that it was where `key` was the same.
+def again(key: tuple, tensors: Sequence[Tensor | None], counter: str | None = None) -> bool:
+    """Launches what such a call was found to be; False: run it (`learn`).
 
     Args:
-        key: all that decides what run() does: who asks, `metadata` of all tensors, options, settings.
+        key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings.
         tensors: that the kernel takes, in its order, outputs too; None is left out.
-        counter: of `library.launches`, which run() counts itself.
+        counter: of `library.launches`, which the call itself counts.
     """
-    addresses = [x.data_ptr() for x in tensors if x is not None]
     launch = _known.get(key)
-    if launch is not None and not checks.CHECK_VALUES and launch.takes(addresses):
-        if counter is not None:
-            launches[counter] += 1
-        launch(torch._C._cuda_getCurrentRawStream(launch.device_index), addresses)
-        return
+    if launch is None or checks.CHECK_VALUES:
+        return False
+    addresses = [x.data_ptr() for x in tensors if x is not None]
+    if not launch.takes(addresses):
+        return False
+    if counter is not None:
+        launches[counter] += 1
+    launch(torch._C._cuda_getCurrentRawStream(launch.device_index), addresses)
+    return True
+
+
+def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:
+    """`run()`, remembered where it was one direct launch with these tensors; key and tensors as `again`'s."""
     _watching.seen = seen = []
     try:
         run()
     finally:
         _watching.seen = None
+    addresses = [x.data_ptr() for x in tensors if x is not None]
     if len(seen) == 1 and seen[0][0] is not None and seen[0][1] == addresses:
         if len(_known) >= MOST:
             forget()
         _known[key] = seen[0][0]
 
 
+def repeat(
+    key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None], counter: str | None = None
+) -> None:  # fmt: skip
+    """`again`, or else `learn`."""
+    if not again(key, tensors, counter):
+        learn(key, tensors, run)
+
+
 def note(launch: object | None, addresses: Sequence[int]) -> None:
-    """Tells a `repeat` around it of a launch: a `DirectLaunch`, or None for one through Triton."""
+    """Tells a `learn` around it of a launch: a `DirectLaunch`, or None for one through Triton."""
     seen = getattr(_watching, "seen", None)
     if seen is not None:
         seen.append((launch, addresses))

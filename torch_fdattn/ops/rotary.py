@@ -49,14 +49,13 @@ def _norms(
     """(q's weight, k's weight, epsilon) where nobody sees the norms or what comes behind them; None: somebody may."""
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return None
-    if not runs_directly(*tensors):
-        return None
     if type(q_norm) is nn.Identity and type(k_norm) is nn.Identity:
-        return None if is_hooked(q_norm) or is_hooked(k_norm) else (None, None, 0.0)
-    if not (is_plain_norm(q_norm) and is_plain_norm(k_norm) and q_norm.eps == k_norm.eps):
+        plain, found = not (is_hooked(q_norm) or is_hooked(k_norm)), (None, None, 0.0)
+    elif plain := is_plain_norm(q_norm) and is_plain_norm(k_norm) and q_norm.eps == k_norm.eps:
+        found = q_norm.weight, k_norm.weight, q_norm.eps
+    if not plain:
         return None
-    weights = q_norm.weight, k_norm.weight
-    return (*weights, q_norm.eps) if runs_directly(*weights) else None
+    return found if runs_directly(*tensors, *[x for x in found[:2] if x is not None]) else None
 
 
 def _fits(

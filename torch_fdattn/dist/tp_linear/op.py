@@ -234,7 +234,8 @@ def run_scatter(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:
     way, rows, rank, world_size = plan
-    weight = float8.dequantised(weight, scale, compute_dtype(x))
+    if scale is not None:
+        weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
         x = x.to(compute_dtype(x))
         return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
@@ -328,7 +329,8 @@ def run_all_reduce(
     if way in one_sided.METHODS:
         x = x.to(compute_dtype(x))
         return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
-    weight = float8.dequantised(weight, scale, compute_dtype(x))
+    if scale is not None:
+        weight = float8.dequantised(weight, scale, compute_dtype(x))
     return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
 
 

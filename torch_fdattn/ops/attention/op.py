@@ -31,7 +31,7 @@ from torch_fdattn.ops.attention.reference import (
 )
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
-from torch_fdattn.ops.repeated_call import metadata, repeat, repeats
+from torch_fdattn.ops.repeated_call import again, learn, metadata, repeats
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
@@ -137,21 +137,41 @@ def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOU
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
 
 
-def attend_eagerly(q, k, v, mask: Mask, scale: float, scores: Scores) -> tuple[Tensor, Tensor]:
-    """The raw forward's kernel, without dropout, where nobody sees the op; mask is clamped."""
-    tensors = *mask[:3], *scores[1:]
+def key_of(q, k, v, tensors: tuple[Tensor | None, ...], *options) -> tuple | None:
+    """By what `repeated_call` knows a call that nobody sees, without dropout; None: not by that.
+
+    tensors: those of the mask and of the scores.
+    """
     # What else decides a launch: tiles that are not the table's, and torch's setting of tf32.
     if not q.is_cuda or tuning.state.active or q.dtype == torch.float32:
-        return _forward(q, k, v, *mask, scale, None, *scores)
-    key = "attention", *metadata(q, k, v, *tensors), mask[3:], scale, scores.softcap
+        return None
+    return "attention", *metadata(q, k, v, *tensors), *options
+
+
+def attend_again(key: tuple, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
+    """The raw forward of a call that is known; None: run it."""
     if not repeats(key):
-        check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
-    out, lse = empty_state(q, v)
-    repeat(
-        key, (q, k, v, out, lse, *tensors), lambda: _attend_into(out, lse, q, k, v, mask, scale, scores),
-        "attention_forward/triton",
-    )  # fmt: skip
-    return out, lse
+        return None
+    state = empty_state(q, v)
+    known = again(key, (q, k, v, *state, *tensors), "attention_forward/triton")
+    return state if known else None
+
+
+def attend_eagerly(
+    key: tuple | None, q, k, v, mask: Mask, scale: float, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """The raw forward's kernel where nobody sees the op; mask is clamped."""
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    state = empty_state(q, v)
+
+    def run() -> None:
+        _attend_into(*state, q, k, v, mask, scale, scores)
+
+    if key is None:
+        run()
+    else:
+        learn(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
+    return state
 
 
 def _forward_fake(q, k, v, *rest):
