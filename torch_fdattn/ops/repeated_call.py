@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops.library import launches
 
-_known: dict[tuple, object] = {}
+_known: dict[tuple, Callable] = {}
 #: Calls that are known at most; then all are forgotten.
 MOST = 8192
 _watching = threading.local()
@@ -26,21 +26,24 @@ def metadata(*tensors: Tensor | None) -> tuple:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-def repeats(key: tuple) -> bool:
-    """Whether such a call was one launch, and need not be checked."""
-    return key in _known and not checks.CHECK_VALUES
+def find(key: tuple) -> Callable | None:
+    """The launch that such a call was, for `again`; it need not be checked then.
+
+    key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings.
+    """
+    return None if checks.CHECK_VALUES else _known.get(key)
 
 
-def again(key: tuple, tensors: Sequence[Tensor | None], counter: str | None = None) -> bool:
-    """Launches what such a call was found to be; False: run it (`learn`).
+def again(
+    launch: Callable | None, tensors: Sequence[Tensor | None], counter: str | None = None
+) -> bool:
+    """Launches what `find` found; False: there is nothing, or it is not for these tensors: run the call (`learn`).
 
     Args:
-        key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings.
         tensors: that the kernel takes, in its order, outputs too; None is left out.
         counter: of `library.launches`, which the call itself counts.
     """
-    launch = _known.get(key)
-    if launch is None or checks.CHECK_VALUES:
+    if launch is None:
         return False
     addresses = [x.data_ptr() for x in tensors if x is not None]
     if not launch.takes(addresses):
@@ -52,7 +55,7 @@ def again(key: tuple, tensors: Sequence[Tensor | None], counter: str | None = No
 
 
 def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:
-    """`run()`, remembered where it was one direct launch with these tensors; key and tensors as `again`'s."""
+    """`run()`, remembered where it was one direct launch with these tensors; as `find` and `again` have them."""
     _watching.seen = seen = []
     try:
         run()
@@ -69,7 +72,7 @@ def repeat(
     key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None], counter: str | None = None
 ) -> None:  # fmt: skip
     """`again`, or else `learn`."""
-    if not again(key, tensors, counter):
+    if not again(find(key), tensors, counter):
         learn(key, tensors, run)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.ops.library import INTERPRET, runs_directly
 from torch_fdattn.ops.norms import is_hooked, is_plain_norm
-from torch_fdattn.ops.repeated_call import metadata, repeat, repeats
+from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -32,14 +32,17 @@ def norm_and_rotate(
     """
     weights = _norms(q_norm, k_norm, q, k, cos, sin)
     key = weights and ("norm_and_rotate", *metadata(q, k, cos, sin, *weights[:2]), weights[2])
-    if key is None or not (repeats(key) or _fits(q, k, *weights[:2], cos, sin)):
+    known = key and find(key)
+    if key is None or not (known or _fits(q, k, *weights[:2], cos, sin)):
         q, k = q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin)
-    from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # Triton is not everywhere
-
-    turned_q, turned_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    turned_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    turned_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = q, k, turned_q, turned_k, cos, sin, *weights[:2]
-    repeat(key, tensors, lambda: launch_norm_rotate(*tensors, weights[2]))
+    if not again(known, tensors):
+        from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # Triton is not everywhere
+
+        learn(key, tensors, lambda: launch_norm_rotate(*tensors, weights[2]))
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.ops.library import INTERPRET, runs_directly
-from torch_fdattn.ops.repeated_call import metadata, repeat, repeats
+from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,12 +22,17 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not runs_directly(gate, up):
         return F.silu(gate) * up
     key = "silu_mul", *metadata(gate, up)
-    if not repeats(key) and not _fits(gate, up):
+    known = find(key)
+    if known is None and not _fits(gate, up):
         return F.silu(gate) * up
-    from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
-
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    repeat(key, (gate, up, out), lambda: launch_silu_mul(gate, up, out, _row(gate), _row(up)))
+    if not again(known, (gate, up, out)):
+        from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
+
+        def run() -> None:
+            launch_silu_mul(gate, up, out, _row(gate), _row(up))
+
+        learn(key, (gate, up, out), run)
     return out
 
 

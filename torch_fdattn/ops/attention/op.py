@@ -31,7 +31,7 @@ from torch_fdattn.ops.attention.reference import (
 )
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
-from torch_fdattn.ops.repeated_call import again, learn, metadata, repeats
+from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
@@ -150,11 +150,12 @@ def key_of(q, k, v, tensors: tuple[Tensor | None, ...], *options) -> tuple | Non
 
 def attend_again(key: tuple, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
     """The raw forward of a call that is known; None: run it."""
-    if not repeats(key):
+    known = find(key)
+    if known is None:
         return None
     state = empty_state(q, v)
-    known = again(key, (q, k, v, *state, *tensors), "attention_forward/triton")
-    return state if known else None
+    done = again(known, (q, k, v, *state, *tensors), "attention_forward/triton")
+    return state if done else None
 
 
 def attend_eagerly(
