@@ -27,6 +27,7 @@ from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.repeated_call import metadata, repeat
+from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.scores import Scores
 
 TILE = TileConfig(32, 32, 4, 1)
@@ -188,10 +189,16 @@ def merge() -> None:
     launch_merge(outs, lses, draw(2, 4, 5, 32), draw(2, 4, 5, dtype=torch.float32))
 
 
+def rotation() -> None:
+    q, k, q_out, k_out = (draw(1, 6, heads, 32) for heads in (4, 2, 4, 2))
+    cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
+    launch_norm_rotate(q, k, q_out, k_out, cos, sin, draw(32), draw(32), 1e-6)
+
+
 CALLS = {
     "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
     "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
-    "packed backward": packed_backward, "append": append, "merge": merge,
+    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation,
 }  # fmt: skip
 
 

@@ -79,9 +79,11 @@ def launch_norm_rotate(
     q_blocks = cdiv(q_heads, block_h)
     blocks = q_blocks + cdiv(k_heads, block_h)
     of_batch = cos.stride(0) if cos.shape[0] > 1 else 0
+    # None at the end, for the reason in `launch.kernel_options`.
+    q_strides, k_strides = ((*x.stride()[:3], None) for x in (q, k))
     with on_device(q):
         launch(
             _norm_rotate_kernel, batch * tokens * blocks,
-            q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q.stride()[:3], k.stride()[:3],
-            (of_batch, cos.stride(2)), tokens, q_heads, k_heads, q_blocks, blocks, half, block_h, block_d, num_warps=4,
+            q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_strides, k_strides,
+            (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, block_h, block_d, num_warps=4,
         )  # fmt: skip
