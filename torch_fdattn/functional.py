@@ -13,9 +13,12 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
+from torch_fdattn.ops.append_kv import op as append_op
+from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.decode import op as decode_op
 from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.scores import Scores
 
 
 def attention(
@@ -76,6 +79,16 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
+    options = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
+    drops = dropout_seed is not None or type(dropout_p) not in (int, float) or dropout_p != 0
+    unseen = not drops and library.runs_unseen(q, k, v, *options)
+    key = None
+    if unseen and (window is None or type(window) is tuple):
+        numbers = causal, window, scale, kv_block, kv_stride, softcap
+        key = attention_op.key_of(q, k, v, options, *numbers)
+        found = key and attention_op.attend_again(key, q, k, v, options)
+        if found is not None:
+            return found
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
     _expect_types(
@@ -84,6 +97,11 @@ def attention(
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     checks.expect_bool(causal=causal)
+    if unseen:
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
+        scores = Scores(float(softcap), alibi_slopes, sinks, attn_mask)
+        scale = float(default_scale(q, scale))
+        return attention_op.attend_eagerly(key, q, k, v, mask, scale, scores)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -345,6 +363,9 @@ def append_kv(
         NotImplementedError: an argument requires gradients, and grad mode is on.
     """
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
+    given = k_cache, v_cache, k, v, kv_lens, *options
+    if kv_lens is not None and library.runs_unseen(*given):
+        return append_op.append_eagerly(k_cache, v_cache, None, k, v, kv_lens, *options)
     tensors = ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v), ("kv_lens", kv_lens)
     _expect_append_types(tensors, options)
     torch.ops.fdattn.append_kv(k_cache, v_cache, k, v, kv_lens, *options)

@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
-from torch_fdattn.ops import direct_launch, repeated_launch
+from torch_fdattn import checks
+from torch_fdattn.ops import direct_launch, library, repeated_launch
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention.backward import launch_backward
@@ -25,6 +26,8 @@ from torch_fdattn.ops.direct_launch import flat
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.repeated_call import metadata, repeat
+from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.scores import Scores
 
 TILE = TileConfig(32, 32, 4, 1)
@@ -186,10 +189,16 @@ def merge() -> None:
     launch_merge(outs, lses, draw(2, 4, 5, 32), draw(2, 4, 5, dtype=torch.float32))
 
 
+def rotation() -> None:
+    q, k, q_out, k_out = (draw(1, 6, heads, 32) for heads in (4, 2, 4, 2))
+    cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
+    launch_norm_rotate(q, k, q_out, k_out, cos, sin, draw(32), draw(32), 1e-6)
+
+
 CALLS = {
     "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
     "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
-    "packed backward": packed_backward, "append": append, "merge": merge,
+    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation,
 }  # fmt: skip
 
 
@@ -246,6 +255,55 @@ def test_what_must_not_be_repeated(driver: Driver, through_triton: list, monkeyp
     monkeypatch.setattr(repeated_launch, "MOST", len(repeated_launch._known))
     assert goes_through_triton(outs[:1], lses[:1], out, lse)
     assert len(repeated_launch._known) == 1
+
+
+def test_a_call_of_one_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
+    """The fourth goes past its checks; not where anything that decides it differs, nor where it is watched."""
+    runs, outs, lses = [], torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+
+    def skips(outs, lses, out=None) -> bool:
+        out, lse = torch.zeros(2, 4, 5, 32) if out is None else out, torch.zeros(2, 4, 5)
+
+        def run() -> None:
+            runs.append(out)
+            launch_merge(outs, lses, out, lse)
+
+        before, launched = len(runs), len(driver.calls) + len(through_triton)
+        key = "merge", *metadata(outs, lses, out, lse)
+        repeat(key, (outs, lses, out, lse), run, "a counter")
+        assert len(driver.calls) + len(through_triton) == launched + 1
+        if skipped := len(runs) == before:
+            values = driver.calls[-1][1]
+            assert [x.data_ptr() for x in (outs, lses, out, lse)] == values[:4]
+        return skipped
+
+    library.launches.pop("a counter", None)
+    assert [skips(outs, lses) for _ in range(5)] == [False, False, False, True, True]
+    assert library.launches["a counter"] == 2
+    assert skips(outs.clone(), lses.clone())
+    assert not skips(outs[:2], lses[:2])
+    shifted = torch.zeros(1290)[2:1282].view(2, 4, 5, 32)
+    assert not skips(outs, lses, shifted)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_launch, "somebody_watches", lambda: True)
+        assert not skips(outs, lses)
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "CHECK_VALUES", True)
+        assert not skips(outs, lses)
+    assert skips(outs, lses)
+    repeated_launch.forget()
+    assert not skips(outs, lses)
+
+
+def test_calls_that_are_no_one_launch(driver: Driver, through_triton: list) -> None:
+    """Two launches, or one with other tensors than were named: always run."""
+    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+    out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
+    merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
+    for _ in range(6):
+        repeat(("twice",), (outs, lses, out, lse), lambda: (merge(), merge()))
+        repeat(("others",), (outs, lses, lse, out), merge)
+    assert len(runs) == 18
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:

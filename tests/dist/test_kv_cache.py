@@ -126,7 +126,7 @@ def test_reset_forgets(group: str, rank_device) -> None:
 
 
 @pytest.mark.parametrize("kv_block", [None, 1, 4])
-@pytest.mark.parametrize("tokens", [[3, 5], [1, 18], [0, 2], [0, 0]])
+@pytest.mark.parametrize("tokens", [[3, 5], [1, 18], [0, 2], [0, 0], [3, 3]])
 def test_ragged_steps_equal_each_sequence_alone(
     group: str, rank_device, kv_block, tokens: list[int]
 ) -> None:
@@ -136,7 +136,8 @@ def test_ragged_steps_equal_each_sequence_alone(
     columns = max(*tokens, 1)
     q, k, v = (torch.randn(2, heads, columns, 16).to(rank_device) for heads in (6, 2, 2))
     cache.reserve(tokens)
-    ragged = cache.ragged_step(torch.tensor(tokens, device=rank_device), columns)
+    counts, full = torch.tensor(tokens, device=rank_device), min(tokens) == columns
+    ragged = cache.ragged_step(counts, columns, full=full)
     ragged.append(1, k, v)
     found = ragged.attend(1, q)
     ragged.advance(columns)

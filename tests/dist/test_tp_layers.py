@@ -15,7 +15,6 @@ from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows, TPHead
-from torch_fdattn.dist.tp_weights import as_one
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import Block
 
@@ -139,6 +138,7 @@ def test_one_product_without_gradients(group, rank_device, strategy: str) -> Non
     names = {mlp: ("gate_proj", "up_proj"), attention: ("q_proj", "k_proj", "v_proj")}
     for layer, projections in names.items():
         linears = [getattr(layer, name) for name in projections]
+        as_one = layer._as_one
         assert as_one(linears) is None  # with gradients
         expected = layer._columns(x, linears)
         with torch.no_grad():
@@ -146,16 +146,18 @@ def test_one_product_without_gradients(group, rank_device, strategy: str) -> Non
             assert weight.data_ptr() == linears[0].weight.data_ptr()
             assert torch.equal(weight, torch.cat([linear.weight for linear in linears]))
             assert torch.equal(bias, torch.cat([linear.bias for linear in linears]))
-            found = layer._columns(x, linears)
-            for one, apart in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, apart.detach())
+            with torch.inference_mode():
+                (found,) = layer._columns(x, linears)
+            torch.testing.assert_close(found, torch.cat(expected, -1).detach())
+            assert not as_one(linears)[0].is_inference()  # of whichever mode found it
             linears[1].weight += 1  # as an optimiser would
             assert torch.equal(as_one(linears)[0][len(linears[0].weight)], linears[1].weight[0])
             loaded = copy.deepcopy(layer)
+            assert loaded._as_one is not as_one
             loaded.load_state_dict(layer.state_dict())
             for moved in (loaded, layer.double()):
                 linears = [getattr(moved, name) for name in projections]
-                assert as_one(linears) is None
+                assert moved._as_one(linears) is None
                 assert len(moved._columns(x.to(linears[0].weight.dtype), linears)) == len(linears)
 
 

@@ -125,9 +125,11 @@ class BatchKVCache:
         self._make_room(wanted)
         self.held = wanted
 
-    def ragged_step(self, counts: Tensor, tokens: int, longest: int | None = None) -> RaggedStep:
+    def ragged_step(
+        self, counts: Tensor, tokens: int, longest: int | None = None, full: bool = False
+    ) -> RaggedStep:
         """A step of `tokens` columns in which sequence b stores its last counts[b]; see `RaggedStep`."""
-        return RaggedStep(self, counts, tokens, longest)
+        return RaggedStep(self, counts, tokens, longest, full)
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence, and all of a shorter one."""
@@ -246,13 +248,15 @@ class RaggedStep:
     """
 
     def __init__(
-        self, cache: BatchKVCache, counts: Tensor, tokens: int, longest: int | None = None
-    ) -> None:
+        self, cache: BatchKVCache, counts: Tensor, tokens: int, longest: int | None = None,
+        full: bool = False,
+    ) -> None:  # fmt: skip
         self._cache, self._counts, self._longest = cache, counts, longest
         self._ends = cache.lengths + counts
         self.lengths = self._ends - tokens
-        places = cache._places(self.lengths, counts, tokens)
-        self._columns = Columns(self.lengths, counts, places)
+        stored = None if full else counts
+        places = cache._places(self.lengths, stored, tokens)
+        self._columns = Columns(self.lengths, stored, places)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         # Before anything is reserved a step stores nothing: it warms up for a capture.

@@ -17,6 +17,9 @@ from torch.distributed import distributed_c10d
 from torch_fdattn import checks
 from torch_fdattn.dist.faults import raise_faults
 
+# Weak: a name may come again after destroy_process_group, and its group must be able to go.
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
+
 
 def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, int]:
     """(rank, world size) of this process in the group; `argument` is what errors call the name.
@@ -31,15 +34,18 @@ def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, i
             f"{argument} must be a process group's name (group.group_name), "
             f"got {type(group_name).__name__}"
         )
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            f"{argument} {group_name!r} needs an initialised torch.distributed: call "
-            "init_process_group first (or start the program with torchrun)"
-        )
     try:
         group = distributed_c10d._resolve_process_group(group_name)
-        return dist.get_rank(group), dist.get_world_size(group)
-    except (RuntimeError, ValueError) as error:
+        found = _ranks.get(group)
+        if found is None:
+            found = _ranks[group] = dist.get_rank(group), dist.get_world_size(group)
+        return found
+    except (AttributeError, RuntimeError, ValueError) as error:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                f"{argument} {group_name!r} needs an initialised torch.distributed: call "
+                "init_process_group first (or start the program with torchrun)"
+            ) from None
         known = sorted(str(name) for name in distributed_c10d._world.pg_names.values())
         raise ValueError(
             f"{argument} must name a process group of this process, got {group_name!r} (known: {known})"
@@ -82,7 +88,6 @@ def wants_gradients(*tensors: Tensor) -> dict[str, object]:
 
 
 _MOST_AGREED = 4096  # kinds of call that a group remembers
-# Weak: a name may come again after destroy_process_group, and its group must be able to go.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = (
     weakref.WeakKeyDictionary()
 )

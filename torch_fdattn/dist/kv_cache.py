@@ -156,10 +156,16 @@ class ShardedKVCache(SharedKVCache):
         shape = (num_layers, batch, kv_heads, self.shards.local_capacity(capacity), head_dim)
         self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)
         self._v = torch.zeros(shape, dtype=self.stored_dtype, device=device)
+        # Once: a view takes the host as long as a launch.
+        self._layers = [(self._k[i], self._v[i]) for i in range(num_layers)]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """This rank's K and V of a layer, (batch, kv_heads, local capacity, head_dim), not copied."""
-        return self._k[layer], self._v[layer]
+        if (
+            torch.compiler.is_compiling()
+        ):  # a graph is given the storage, not views of it that overlap
+            return self._k[layer], self._v[layer]
+        return self._layers[layer]
 
     def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:
         append_kv(*self.layer(layer), *self._kept(k, v, columns), **self._scales_of(layer))

@@ -7,6 +7,7 @@ in nothing but its tensors' values finds what was decided. Not where anybody wat
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -29,20 +30,28 @@ _MOST = 4096
 
 def find(op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None) -> Any:  # fmt: skip
     """The plan of such calls; None: the call is new, or watched, or wrong."""
-    found = _lookup(op, group_name, options, (first, *others))
-    return found[0].get(found[1]) if found else None
+    call = _call(op, options, (first, *others))
+    if call is None:
+        return None
+    try:
+        known = _plans.get(distributed_c10d._resolve_process_group(group_name))
+        return known.get(call) if known else None
+    except (RuntimeError, TypeError, ValueError):  # the checks say what is wrong
+        return None
 
 
 def keep(
     plan: object, op: str, group_name: str, options: tuple, first: Tensor, *others: Tensor | None
 ) -> None:
     """Called with what `find` was called with, once a call was checked."""
-    found = _lookup(op, group_name, options, (first, *others))
-    if found:
-        known, call = found
+    call = _call(op, options, (first, *others))
+    if call is not None:
+        group = distributed_c10d._resolve_process_group(group_name)
+        known = _plans.setdefault(group, {})
         if len(known) >= _MOST:
             known.clear()
-        known[call] = plan if call in known else None
+        with contextlib.suppress(TypeError):  # options that no dictionary takes
+            known[call] = plan if call in known else None
 
 
 def forget() -> None:
@@ -50,10 +59,8 @@ def forget() -> None:
     _plans.clear()
 
 
-def _lookup(
-    op: str, group_name: str, options: tuple, tensors: tuple[Tensor | None, ...]
-) -> tuple[dict[tuple, object], tuple] | None:
-    """(what is known of a group, the call in it)."""
+def _call(op: str, options: tuple, tensors: tuple[Tensor | None, ...]) -> tuple | None:
+    """What a group knows a call by; None: such calls are always checked."""
     if checks.CHECK_VALUES or not library.runs_unseen(*tensors):
         return None
     device = tensors[0].device
@@ -61,10 +68,4 @@ def _lookup(
         return None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     about = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    try:
-        group = distributed_c10d._resolve_process_group(group_name)
-        call = op, options, captured, *about
-        hash(call)
-    except (RuntimeError, TypeError, ValueError):  # the checks say what is wrong
-        return None
-    return _plans.setdefault(group, {}), call
+    return op, options, captured, *about

@@ -156,11 +156,14 @@ def _all_reduce(x: Tensor, group_name: str, method: str) -> Tensor:
 def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str, method: str) -> Tensor:
     """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced."""
     rows, columns = len(x), len(weight)
-    if not rows * columns:
+    count = rows * columns
+    if not count:
         return x.new_empty(rows, columns)
-    buffer = _summed_later(x, rows * columns, group_name)
-    torch.mm(x, weight.t(), out=buffer[: rows * columns].view(rows, columns))
-    return _sum(buffer, group_name, method)[: rows * columns].view(rows, columns)
+    buffer = _summed_later(x, count, group_name)
+    part = buffer if buffer.numel() == count else buffer[:count]
+    torch.mm(x, weight.t(), out=part.view(rows, columns))
+    total = _sum(buffer, group_name, method)
+    return (total if total.numel() == count else total[:count]).view(rows, columns)
 
 
 def _summed_later(like: Tensor, count: int, group_name: str) -> Tensor:

@@ -24,7 +24,7 @@ from torch_fdattn.dist.tp_weights import (
     sum_kv_gradient,
 )
 from torch_fdattn.functional import attention
-from torch_fdattn.ops.rotary import rotate
+from torch_fdattn.ops.rotary import norm_and_rotate
 
 #: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
 #: pairs, differential heads, layers without positions).
@@ -138,13 +138,15 @@ class TPAttention(TPLayer):
             raise ValueError(
                 f"x must hold whole sequences of {length} tokens like cos, got {tokens} tokens over all ranks"
             )
-        projected = self._columns(x, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (
+        heads = [
             y.view(tokens // length, length, y.shape[-1] // self.head_dim, self.head_dim)
-            for y in projected
-        )
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v.transpose(1, 2)
+            for y in self._columns(x, (self.q_proj, self.k_proj, self.v_proj))
+        ]
+        if len(heads) == 1:
+            heads = heads[0].split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
+        q, k, v = heads
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
+        return q, k, v.transpose(1, 2)
 
     def _output(self, out: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """out (B, H, T, D) -> the layer's result, or what `residual` makes of it."""

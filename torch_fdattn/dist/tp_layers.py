@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear import auto
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -42,12 +41,13 @@ from torch_fdattn.dist.tp_linear.functional import (
 )
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tp_weights import (
-    as_one,
+    AsOne,
     expect_linear,
     lay_side_by_side,
     sliced_linear,
     sum_gradient,
 )
+from torch_fdattn.ops.norms import is_plain_norm
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -97,6 +97,11 @@ class TPLayer(nn.Module):
         self._ranks = dict(rank=rank, world_size=world_size)
         #: (columns of `_columns`, features of `_row`) of the rank that has the most: the same on all ranks. Or None.
         self._largest: tuple[int, int] | None = None
+        self._as_one = AsOne()
+
+    def _apply(self, fn, recurse: bool = True):
+        self._as_one = AsOne()  # which would keep the memory that the parameters leave
+        return super()._apply(fn, recurse)
 
     @property
     def form(self) -> str:
@@ -113,91 +118,61 @@ class TPLayer(nn.Module):
             return x.shape[0] * self._ranks["world_size"]
         return sum(self.tokens.rows)
 
-    def _way(self, chosen: str, op: str, x: Tensor, columns: int, features: int, rows: int) -> str:
-        """What `auto` is for an op's largest local sizes: the same on all ranks, whatever their shares.
-
-        Where these are not known, the op looks for this rank's own.
-        """
-        if chosen != AUTO or self._largest is None or torch.compiler.is_compiling():
-            return chosen
-        sizes = auto.Sizes(rows, columns, features, self._ranks["world_size"])
-        return auto.choose(op, self.group_name, x, sizes, auto.STOCK[op], alike=True)
-
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); views of one product
-        where nobody asks for gradients."""
-        weights, biases = [x.weight for x in linears], [x.bias for x in linears]
-        one = as_one(linears)
+        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); one product of all
+        (…, ΣN) where nobody asks for gradients."""
+        one = self._as_one(linears)
         if one is not None:
             weights, biases = [one[0]], [one[1]]
+        else:
+            weights, biases = [x.weight for x in linears], [x.bias for x in linears]
         if self.form == "ag_rs":
             if self.strategy == AUTO and torch.is_grad_enabled():
                 raise NotImplementedError(
                     "strategy 'auto' has gradients for replicated activations alone, got sharded rows where gradients "
                     "are wanted: make the layer with strategy 'ag_rs'"
                 )
-            largest = self._largest[0] if self._largest else 0
-            way = self._way(
-                self.linear_strategy, auto.GATHER, x, largest, x.shape[-1], self._all_tokens(x)
-            )
-            ys = all_gather_matmul(
-                x, weights, self.group_name, biases, rows=self.tokens.rows, strategy=way
-            )
-        else:
-            if torch.is_grad_enabled() and x.requires_grad:
-                x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
-            ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        if one is not None:
-            return list(ys[0].split([linear.out_features for linear in linears], -1))
-        return ys
+            return all_gather_matmul(
+                x, weights, self.group_name, biases, rows=self.tokens.rows, strategy=self.linear_strategy,
+                largest=self._largest and self._largest[0],
+            )  # fmt: skip
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
-        rows, columns = x.shape[:-1].numel(), linear.weight.shape[0]
-        largest = self._largest[1] if self._largest else 0
         if self.form == "ag_rs":
-            way = self._way(self.linear_strategy, auto.SCATTER, x, columns, largest, rows)
             return matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=way
-            )
-        how = self._all_reduce_how(x, linear)
-        y = matmul_all_reduce(x.flatten(0, -2), linear.weight, self.group_name, linear.bias, **how)
-        return y.view(*x.shape[:-1], y.shape[-1])
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=self.linear_strategy,
+                largest=self._largest and self._largest[1],
+            )  # fmt: skip
+        flat = x if x.dim() == 2 else x.flatten(0, -2)
+        how = self._all_reduce_how()
+        y = matmul_all_reduce(flat, linear.weight, self.group_name, linear.bias, **how)
+        return y if flat is x else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _all_reduce_how(self, x: Tensor, linear: nn.Linear) -> dict[str, str]:
-        method, strategy = self.allreduce_method, self.linear_strategy
+    def _all_reduce_how(self) -> dict[str, object]:
+        strategy = self.linear_strategy
         if self.strategy == AUTO and strategy == "copy_engine":  # which is for the other form
             strategy = AUTO
-        if strategy in (AUTO, "collective"):  # another one speaks for itself
-            sizes = linear.weight.shape[0], self._largest[1] if self._largest else 0
-            method = self._way(method, auto.ALL_REDUCE, x, *sizes, x.shape[:-1].numel())
-        return dict(method=method, strategy=strategy)
+        largest = self._largest and self._largest[1]
+        return dict(method=self.allreduce_method, strategy=strategy, largest=largest)
 
     def _row_added(self, x: Tensor, linear: nn.Linear, residual) -> tuple[Tensor, Tensor]:
         """`residual.add(self._row(…))`; in one pass where nobody sees the norm itself: gradients, hooks, compilers."""
         norm = residual.norm
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if self.form == "ag_rs" or watched or not _is_plain(norm, x, residual.x):
+        if self.form == "ag_rs" or watched or not is_plain_norm(norm, x.dtype, residual.x.dtype):
             return residual.add(self._row(x, linear))
         normed, added = matmul_all_reduce_rms_norm(
             x.flatten(0, -2), linear.weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
-            linear.bias, **self._all_reduce_how(x, linear),
+            linear.bias, **self._all_reduce_how(),
         )  # fmt: skip
         return added.view_as(residual.x), normed.view_as(residual.x)
 
     def extra_repr(self) -> str:
         return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
-
-
-def _is_plain(norm: nn.Module, *tensors: Tensor) -> bool:
-    """Whether a norm is RMSNorm with a weight, of the tensors' dtype, and nothing around it."""
-    return (
-        type(norm) is nn.RMSNorm
-        and norm.weight is not None
-        and norm.eps is not None
-        and not (norm._forward_hooks or norm._forward_pre_hooks)
-        and all(norm.weight.dtype == x.dtype for x in tensors)
-    )
 
 
 class TPMLP(TPLayer):
@@ -254,8 +229,11 @@ class TPMLP(TPLayer):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._columns(x, (self.gate_proj, self.up_proj))
-        return self._row(silu_mul(gate, up), self.down_proj)
+        linears = self.gate_proj, self.up_proj
+        ys = self._columns(x, linears)
+        if len(ys) == 1:
+            ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
+        return self._row(silu_mul(*ys), self.down_proj)
 
 
 class TPHead(nn.Module):

@@ -41,7 +41,7 @@ def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) 
 
 
 def lay_side_by_side(*linears: nn.Linear) -> None:
-    """Moves the layers' parameters to where one product of their common input can take all (`as_one`).
+    """Moves the layers' parameters to where one product of their common input can take all (`AsOne`).
 
     The parameters stay what they are, with their hooks and names. What moves them again (`to`, `to_empty`, copies)
     undoes it, which costs speed alone.
@@ -58,23 +58,50 @@ def lay_side_by_side(*linears: nn.Linear) -> None:
             parameter.data = part
 
 
-def as_one(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """(weights (ΣN, K), biases (ΣN,)) of layers that lie side by side; None where they do not, or have gradients."""
-    if torch.compiler.is_compiling():
-        return None
-    weight = _joined([x.weight for x in linears])
-    if weight is None or all(x.bias is None for x in linears):
+class AsOne:
+    """(weights (ΣN, K), biases (ΣN,) or None) of layers that lie side by side, and are looked at again where they moved.
+
+    None where they do not lie so, or have gradients.
+    """
+
+    def __init__(self) -> None:
+        self._where: tuple | None = None
+        self._found: tuple[Tensor, Tensor | None] | None = None
+
+    def __reduce__(self) -> tuple:
+        return AsOne, ()  # copies of layers have parameters of their own
+
+    def __call__(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+        weights, biases = [x.weight for x in linears], [x.bias for x in linears]
+        parts = [x for x in (*weights, *biases) if x is not None]
+        if torch.compiler.is_compiling() or any(
+            type(x) not in (Tensor, nn.Parameter) for x in parts
+        ):
+            return None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
+            return None
+        where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in parts])
+        if where != self._where:
+            with torch.inference_mode(False):  # or else it could be used in inference mode alone
+                self._where, self._found = where, _joined_layers(weights, biases)
+        return self._found
+
+
+def _joined_layers(
+    weights: list[Tensor], biases: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None] | None:
+    weight = _joined(weights)
+    if weight is None or all(x is None for x in biases):
         return None if weight is None else (weight, None)
-    if any(x.bias is None for x in linears):
+    if any(x is None for x in biases):
         return None
-    bias = _joined([x.bias for x in linears])
+    bias = _joined(biases)
     return None if bias is None else (weight, bias)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     first, rows = parts[0], 0
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
-    if trained or any(type(x) not in (Tensor, nn.Parameter) for x in parts):
+    if first.is_meta:
         return None
     storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:

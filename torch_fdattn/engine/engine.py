@@ -211,7 +211,8 @@ class Engine:
             end = start + chunk.shape[1]
             stored = zip(self.cache.held, lengths, strict=True)
             longest = max(held - min(length, width - end) for held, length in stored)
-            output = self._forward(chunk, end - begins.clamp(start, end), longest)
+            full = width - min(lengths) <= start
+            output = self._forward(chunk, end - begins.clamp(start, end), longest, full)
             start = end
         return output
 
@@ -234,9 +235,11 @@ class Engine:
         with same_everywhere():
             return self._forward(self._tokens, self._counts)
 
-    def _forward(self, tokens: Tensor, counts: Tensor, longest: int | None = None) -> _Output:
-        """A pass over the last counts[b] of the columns of tokens (B, T), for each sequence b."""
-        step = self.cache.ragged_step(counts, tokens.shape[1], longest)
+    def _forward(
+        self, tokens: Tensor, counts: Tensor, longest: int | None = None, full: bool = False
+    ) -> _Output:
+        """A pass over the last counts[b] of the columns of tokens (B, T), for each sequence b; full: over all."""
+        step = self.cache.ragged_step(counts, tokens.shape[1], longest, full)
         logits = self.model(tokens, step, last_only=True)[:, -1]
         return _Output(logits, logits.argmax(-1, keepdim=True))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
 from torch_fdattn.models.rope import Rotary
-from torch_fdattn.ops.rotary import rotate
+from torch_fdattn.ops.rotary import norm_and_rotate
 from torch_fdattn.ops.swiglu import silu_mul
 
 
@@ -68,9 +68,9 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, residual: Residual | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The layer's result, or what `residual` makes of it."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2), cos, sin)
-        v = self._heads(self.v_proj(x)).transpose(1, 2)
+        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
+        v = v.transpose(1, 2)
         if cache is None:
             out, _ = attention(q, k, v, causal=True)
         else:

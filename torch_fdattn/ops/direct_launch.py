@@ -8,6 +8,8 @@ driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -89,10 +91,15 @@ class DirectLaunch:
         self._config_at = ctypes.pointer(self._config)
         self._compiled = compiled  # which owns the function
         self._function = ctypes.c_void_p(compiled.function)
-        self._driver, self._device_index = driver, device_index
+        self._driver, self.device_index = driver, device_index
         self._launch = driver.cuLaunchKernelEx
         # Between threads: writing the addresses and handing them over.
         self._lock = threading.Lock()
+
+    def takes(self, addresses: Sequence[int]) -> bool:
+        """Whether it is right for these addresses on the current device, and no profiler wants to see it."""
+        here = torch._C._cuda_getDevice() == self.device_index
+        return here and aligned(addresses) and not somebody_watches()
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launches on `stream` with the tensors at these addresses; those that are None are left out."""
@@ -102,7 +109,7 @@ class DirectLaunch:
             given = self._config_at, self._function, self._parameters, None
             failure = self._launch(*given)
             if failure == INVALID_CONTEXT:
-                bind_context(self._driver, self._device_index)
+                bind_context(self._driver, self.device_index)
                 failure = self._launch(*given)
         if failure:
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {failure}")
@@ -151,10 +158,7 @@ def flat(kinds, values) -> Iterator[tuple[str, object]]:
 
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether all are multiples of 16: what is compiled for such addresses is right for them alone."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits & 15 == 0
+    return functools.reduce(operator.or_, addresses, 0) & 15 == 0
 
 
 def somebody_watches() -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _dispatch_tls_local_include_set as _included_keys
+from torch._C import _get_tracing_state, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -57,9 +59,9 @@ _MODES = _MODES.raw_repr() & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).
 def _watched() -> bool:
     """Whether a mode, a functorch transform or a tracer is active."""
     return bool(
-        torch._C._dispatch_tls_local_include_set().raw_repr() & _MODES
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
+        _included_keys().raw_repr() & _MODES
+        or _len_torch_function_stack()
+        or _get_tracing_state() is not None
     )
 
 

@@ -4,7 +4,7 @@ Triton binds and specialises every argument of every launch: 20 to 40 µs of hos
 kernel. Two launches of one kernel that differ in nothing but their tensors' addresses, all multiples of 16, run the
 same machine code with the same numbers: the first two go through Triton, which compiles, and from the third on the
 compiled kernel is handed its addresses directly (`direct_launch.py`). Lengths that never come again pay for the look
-alone.
+alone. Whole calls of one launch: `repeated_call.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from torch_fdattn.ops import repeated_call
 from torch_fdattn.ops.direct_launch import (
     DirectLaunch,
     aligned,
@@ -61,7 +62,9 @@ def launch(
     direct = aligned(addresses) and torch._C._cuda_getDevice() == index and not somebody_watches()
     if direct and type(found) is DirectLaunch:
         found(torch._C._cuda_getCurrentRawStream(index), addresses)
+        repeated_call.note(found, addresses)
         return
+    repeated_call.note(None, addresses)
     compiled = kernel[(programs,)](*arguments, **options, **also)
     if found is _NEVER:
         if len(_known) >= MOST:
@@ -77,6 +80,7 @@ def launch(
 
 def forget() -> None:
     """Makes the next launches of all kernels go through Triton."""
+    repeated_call.forget()
     _known.clear()
     _kernels.clear()
 

@@ -38,7 +38,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 def all_gather_matmul(
     x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
-    strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None,
+    strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None, largest: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``y_i = all_gather(x_shard) @ weights[i].T + biases[i]``: one gather for several column-parallel weights.
 
@@ -59,6 +59,8 @@ def all_gather_matmul(
         weight_scales: for each weight None or, of one in float8_e4m3fn or float8_e5m2, its scales, float32: (N_i,),
             one a row, or (), one for all. ``weights[i] * weight_scales[i]`` is what is multiplied, in x_shard's dtype;
             neither has a gradient (`tp_linear/float8.py`).
+        largest: the most columns, of all weights, that any rank has, where all ranks say so: "auto" then goes by it,
+            asks nobody, and takes measurements of nearby numbers too.
 
     Returns:
         y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of
@@ -69,7 +71,7 @@ def all_gather_matmul(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
     if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
-        given = x_shard, weights, biases, rows, strategy, weight_scales
+        given = x_shard, weights, biases, rows, strategy, weight_scales, largest
         plan = plans.find(*op.gather_call(group_name, *given))
         if plan is not None:
             biases = biases or [None] * len(weights)
@@ -84,13 +86,14 @@ def all_gather_matmul(
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
-        strategy=strategy, weight_scales=weight_scales,
+        strategy=strategy, weight_scales=weight_scales, largest=largest,
     )  # fmt: skip
 
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
     rows: Sequence[int] | None = None, strategy: str = "auto", weight_scale: Tensor | None = None,
+    largest: int | None = None,
 ) -> Tensor:  # fmt: skip
     """This rank's rows of ``sum over ranks (x @ weight.T) + bias``: a row-parallel linear layer.
 
@@ -101,6 +104,7 @@ def matmul_reduce_scatter(
         rows: how many of the M rows each rank receives, the same list on every rank. None: M / ranks.
         group_name, strategy: as `all_gather_matmul`.
         weight_scale: of a weight in float8, as `all_gather_matmul`'s.
+        largest: the most features K_r that any rank has, as `all_gather_matmul`'s.
 
     Returns:
         y (rows[rank], N), summed in x's dtype. Differentiable; the gradient of bias is that of this
@@ -109,7 +113,7 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
-    call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale)
+    call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
     plan = plans.find(*call)
     if plan is not None:
         return op.run_scatter(plan, x, weight, bias, group_name, weight_scale)
@@ -118,13 +122,13 @@ def matmul_reduce_scatter(
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_reduce_scatter(
         x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy,
-        weight_scale=weight_scale,
+        weight_scale=weight_scale, largest=largest,
     )  # fmt: skip
 
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
-    method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None,
+    method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None, largest: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
 
@@ -142,6 +146,7 @@ def matmul_all_reduce(
         group_name: as `all_gather_matmul`.
         weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_epilogue" reads the weight as it is; for
             the other methods it is made x's dtype first.
+        largest: as `matmul_reduce_scatter`.
 
     Returns:
         y (M, N), summed in x's dtype, the same on every rank. Differentiable under the convention that
@@ -151,28 +156,21 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
-    call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, weight_scale)
+    call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, largest, weight_scale)
     plan = plans.find(*call)
     if plan is not None:
         return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
     _expect_linear(x, weight, bias)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce(
-        x,
-        weight,
-        group_name,
-        bias,
-        rank=rank,
-        world_size=world_size,
-        method=method,
-        strategy=strategy,
-        weight_scale=weight_scale,
-    )
+        x, weight, group_name, bias, rank=rank, world_size=world_size, method=method, strategy=strategy,
+        weight_scale=weight_scale, largest=largest,
+    )  # fmt: skip
 
 
 def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
-    bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto",
+    bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto", largest: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A row-parallel linear layer, the residual's addition and the norm behind it: what a transformer's block does
     between attention and its MLP.
@@ -186,7 +184,7 @@ def matmul_all_reduce_rms_norm(
         residual: (M, N), the same on every rank, in x's dtype.
         norm_weight: (N,), in x's dtype.
         eps: what is added to the mean of squares.
-        x, weight, group_name, bias, method, strategy: as `matmul_all_reduce`.
+        x, weight, group_name, bias, method, strategy, largest: as `matmul_all_reduce`.
 
     Returns:
         (normed (M, N), added (M, N)), the same on every rank. Differentiable as `matmul_all_reduce`.
@@ -194,7 +192,8 @@ def matmul_all_reduce_rms_norm(
     Raises:
         As `matmul_all_reduce`.
     """
-    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy)
+    options = method, strategy, largest
+    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, *options)
     plan = plans.find(*call)
     if plan is not None:
         return op.run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
@@ -204,5 +203,5 @@ def matmul_all_reduce_rms_norm(
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce_rms_norm(
         x, weight, group_name, residual, norm_weight, eps, bias, rank=rank, world_size=world_size, method=method,
-        strategy=strategy,
+        strategy=strategy, largest=largest,
     )  # fmt: skip

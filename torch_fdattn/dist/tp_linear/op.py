@@ -58,8 +58,8 @@ def check_linear_strategy(name: str, strategy: str) -> None:
 
 
 def chosen(
-    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int]
-) -> str:
+    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int], alike: bool = False,
+) -> str:  # fmt: skip
     """The strategy that runs.
 
     `fused` cuts every rank's rows into the same tiles, and `low_latency` everything into the same words of 32 bits:
@@ -69,7 +69,7 @@ def chosen(
     if sizes.ranks == 1:
         return "collective"
     if strategy == "auto":
-        strategy = auto.choose(op, group_name, x, sizes, "collective")
+        strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
     if strategy in ("fused", "low_latency") and any(count != rows[0] for count in rows):
@@ -80,7 +80,9 @@ def chosen(
     return strategy
 
 
-def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes) -> str:
+def chosen_method(
+    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False
+) -> str:
     """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
         raise NotImplementedError(
@@ -92,7 +94,7 @@ def chosen_method(method: str, strategy: str, group_name: str, x: Tensor, sizes:
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
-        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl")
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike)
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
@@ -128,7 +130,7 @@ def _check_linear(
 
 def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
-    strategy="auto", weight_scales=None,
+    strategy="auto", weight_scales=None, largest=None,
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     if not weights:
@@ -146,15 +148,16 @@ def _all_gather_matmul(
         names = ("weights", "biases", "weight_scales")
         _check_linear(x_shard, *parts, ("x_shard", *(f"{name}[{i}]" for name in names)))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = gather_call(group_name, x_shard, weights, biases, rows, strategy, weight_scales)
+    call = gather_call(group_name, x_shard, weights, biases, rows, strategy, weight_scales, largest)
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
-    columns = sum(weight.shape[0] for weight in weights)
+    columns = largest or sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
     agree(
         group_name,
         x_shard,
         {
             "strategy": strategy,
+            "largest": largest,
             "rows": tuple(rows),
             "x_shard's features": x_shard.shape[1],
             "x_shard's dtype": compute_dtype(x_shard),
@@ -162,16 +165,16 @@ def _all_gather_matmul(
         },
         once=strategy in one_sided.STRATEGIES,
     )
-    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows)
+    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None)
     plan = Plan(strategy, rows, rank, world_size)
     plans.keep(plan, *call)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
 
 
-def gather_call(group_name, x_shard, weights, biases, rows, strategy, scales) -> tuple:
+def gather_call(group_name, x_shard, weights, biases, rows, strategy, scales, largest) -> tuple:
     """What `plans` knows a call by."""
     none = [None] * len(weights)
-    options = strategy, _hashable(rows), len(weights)
+    options = strategy, _hashable(rows), len(weights), largest
     return auto.GATHER, group_name, options, x_shard, *weights, *(biases or none), *(scales or none)
 
 
@@ -194,19 +197,20 @@ def run_gather(
 
 def _matmul_reduce_scatter(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, rows=None,
-    strategy="auto", weight_scale=None,
+    strategy="auto", weight_scale=None, largest=None,
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     _check_linear(x, weight, bias, weight_scale)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale)
+    call = scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
-    sizes = Sizes(sum(rows), weight.shape[0], x.shape[1], world_size)
+    sizes = Sizes(sum(rows), weight.shape[0], largest or x.shape[1], world_size)
     agree(
         group_name,
         x,
         {
             "strategy": strategy,
+            "largest": largest,
             "rows": tuple(rows),
             "weight's rows": weight.shape[0],
             "x's dtype": compute_dtype(x),
@@ -214,15 +218,15 @@ def _matmul_reduce_scatter(
         },
         once=strategy in one_sided.STRATEGIES,
     )
-    strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
+    strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows, largest is not None)
     plan = Plan(strategy, rows, rank, world_size)
     plans.keep(plan, *call)
     return run_scatter(plan, x, weight, bias, group_name, weight_scale)
 
 
-def scatter_call(group_name, x, weight, bias, rows, strategy, scale) -> tuple:
+def scatter_call(group_name, x, weight, bias, rows, strategy, scale, largest) -> tuple:
     """As `gather_call`."""
-    options = strategy, _hashable(rows)
+    options = strategy, _hashable(rows), largest
     return auto.SCATTER, group_name, options, x, weight, bias, scale
 
 
@@ -230,7 +234,8 @@ def run_scatter(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:
     way, rows, rank, world_size = plan
-    weight = float8.dequantised(weight, scale, compute_dtype(x))
+    if scale is not None:
+        weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
         x = x.to(compute_dtype(x))
         return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
@@ -239,16 +244,16 @@ def run_scatter(
 
 def _matmul_all_reduce(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, method="auto",
-    strategy="auto", weight_scale=None,
+    strategy="auto", weight_scale=None, largest=None,
 ):  # fmt: skip
-    ranks = rank, world_size
-    plan = _all_reduce_plan(x, weight, group_name, bias, *ranks, method, strategy, weight_scale)
-    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, method, strategy, weight_scale))
+    options = method, strategy, largest
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, weight_scale)
+    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, *options, weight_scale))
     return run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
 
 
 def _all_reduce_plan(
-    x, weight, group_name, bias, rank, world_size, method, strategy, scale=None
+    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None
 ) -> Plan:
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
@@ -256,29 +261,29 @@ def _all_reduce_plan(
     if method in symmetric_memory.METHODS:
         symmetric_memory.check(method, x.device, compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
+    sizes = Sizes(x.shape[0], weight.shape[0], largest or x.shape[1], world_size)
     same = {
         "method": method,
         "strategy": strategy,
+        "largest": largest,
         "the result's shape": (x.shape[0], weight.shape[0]),
         "x's dtype": compute_dtype(x),
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
-    method = chosen_method(method, strategy, group_name, x, sizes)
+    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
     return Plan(method, (), rank, world_size)
 
 
 def _matmul_all_reduce_rms_norm(
     x, weight, group_name, residual, norm_weight, eps, bias=None, *, rank=None, world_size=None, method="auto",
-    strategy="auto",
+    strategy="auto", largest=None,
 ):  # fmt: skip
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, method, strategy)
+    options = method, strategy, largest
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
     rows, columns = x.shape[0], weight.shape[0]
     _expect_normed(residual, norm_weight, rows, columns, x)
-    plans.keep(
-        plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy)
-    )
+    plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, *options))
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 
 
@@ -293,9 +298,8 @@ def _expect_normed(
             checks.expect_dtype(name, tensor, x.dtype, "x")
 
 
-def norm_call(group_name, x, weight, residual, norm_weight, bias, method, strategy) -> tuple:
-    """As `gather_call`."""
-    options = method, strategy
+def norm_call(group_name, x, weight, residual, norm_weight, bias, *options) -> tuple:
+    """As `gather_call`; options: method, strategy, largest."""
     return "matmul_all_reduce_rms_norm", group_name, options, x, weight, residual, norm_weight, bias
 
 
@@ -313,9 +317,9 @@ def run_all_reduce_norm(
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
-def all_reduce_call(group_name, x, weight, bias, method, strategy, scale) -> tuple:
+def all_reduce_call(group_name, x, weight, bias, method, strategy, largest, scale) -> tuple:
     """As `gather_call`."""
-    return auto.ALL_REDUCE, group_name, (method, strategy), x, weight, bias, scale
+    return auto.ALL_REDUCE, group_name, (method, strategy, largest), x, weight, bias, scale
 
 
 def run_all_reduce(
@@ -325,7 +329,8 @@ def run_all_reduce(
     if way in one_sided.METHODS:
         x = x.to(compute_dtype(x))
         return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
-    weight = float8.dequantised(weight, scale, compute_dtype(x))
+    if scale is not None:
+        weight = float8.dequantised(weight, scale, compute_dtype(x))
     return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
 
 
@@ -337,24 +342,24 @@ def _define(schema: str, function) -> None:
 _define(
     "all_gather_matmul(Tensor x_shard, Tensor[] weights, str group_name, Tensor?[]? biases=None, *, "
     "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto', "
-    "Tensor?[]? weight_scales=None) -> Tensor[]",
+    "Tensor?[]? weight_scales=None, int? largest=None) -> Tensor[]",
     _all_gather_matmul,
 )
 _define(
     "matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
     "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto', "
-    "Tensor? weight_scale=None) -> Tensor",
+    "Tensor? weight_scale=None, int? largest=None) -> Tensor",
     _matmul_reduce_scatter,
 )
 _define(
     "matmul_all_reduce(Tensor x, Tensor weight, str group_name, Tensor? bias=None, *, "
     "int? rank=None, int? world_size=None, str method='auto', str strategy='auto', "
-    "Tensor? weight_scale=None) -> Tensor",
+    "Tensor? weight_scale=None, int? largest=None) -> Tensor",
     _matmul_all_reduce,
 )
 _define(
     "matmul_all_reduce_rms_norm(Tensor x, Tensor weight, str group_name, Tensor residual, Tensor norm_weight, "
     "float eps, Tensor? bias=None, *, int? rank=None, int? world_size=None, str method='auto', "
-    "str strategy='auto') -> (Tensor, Tensor)",
+    "str strategy='auto', int? largest=None) -> (Tensor, Tensor)",
     _matmul_all_reduce_rms_norm,
 )

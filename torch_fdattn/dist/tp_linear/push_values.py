@@ -60,6 +60,12 @@ def buffer(addresses_ptr, rank, turn, third_bytes):
 
 
 @triton.jit
+def words_at(pointer):
+    """A tensor's numbers as words."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
     """How many words of a rank a buffer has room for."""
     return tl.multiple_of(third_bytes // (16 * (WORLD - 1)) * 4, 4)
@@ -196,8 +202,9 @@ def _values_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x (words,) -> y (words,), the sum over ranks, or, GATHERED, y (WORLD, words), all ranks' x; SCATTERED, of
-    x (WORLD, words) each rank owns one. int32 words of numbers of DTYPE."""
+    x (WORLD, words) each rank owns one. Words of numbers of DTYPE."""
     await_previous(PDL)
+    x_ptr, y_ptr = words_at(x_ptr), words_at(y_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     found, came, epoch, turn = exchange(
@@ -222,14 +229,9 @@ def takes(x: Tensor) -> bool:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """The words of x, or of a copy that lies as words must."""
+    """x, or a copy, that kernels may read as words."""
     x = x.contiguous()
-    return words_of(x if x.data_ptr() % 4 == 0 else x.clone())
-
-
-def words_of(y: Tensor) -> Tensor:
-    """The words of y itself, contiguous and where words may lie."""
-    return y.view(-1).view(torch.int32)
+    return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
 def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
@@ -253,7 +255,7 @@ def _run(op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, 
     with on_device(x):
         launch(
             _values_kernel, cdiv(words, block),
-            as_words(x), words_of(y), where.memory.addresses, where.state, where.fault.tensor, third_of(where),
+            as_words(x), y, where.memory.addresses, where.state, where.fault.tensor, third_of(where),
             timeout_ns(), rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
             triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

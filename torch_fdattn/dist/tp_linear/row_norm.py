@@ -31,7 +31,7 @@ from torch_fdattn.dist.tp_linear.push_values import (
     leave_turn,
     summed,
     third_of,
-    words_of,
+    words_at,
 )
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -55,8 +55,10 @@ def _sum_norm_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x, residual (m, words), bias (words,) or None, weight (words,) -> added (m, words), the sum over ranks and more,
-    normed (m, words); int32 words of numbers of DTYPE."""
+    normed (m, words); words of numbers of DTYPE."""
     await_previous(PDL)
+    x_ptr, residual_ptr, weight_ptr = words_at(x_ptr), words_at(residual_ptr), words_at(weight_ptr)
+    normed_ptr, added_ptr = words_at(normed_ptr), words_at(added_ptr)
     PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
     columns = tl.arange(0, BLOCK)
     inside = columns < words
@@ -70,7 +72,9 @@ def _sum_norm_kernel(
     low, high = summed(found, came, DTYPE)
     low, high = _rounded(low, high, DTYPE)
     if bias_ptr is not None:
-        bias_low, bias_high = halves(tl.load(bias_ptr + columns, mask=inside, other=0), DTYPE)
+        bias_low, bias_high = halves(
+            tl.load(words_at(bias_ptr) + columns, mask=inside, other=0), DTYPE
+        )
         low, high = _rounded(low + bias_low, high + bias_high, DTYPE)
     residual_low, residual_high = halves(residual, DTYPE)
     added = joined(residual_low + low, residual_high + high, DTYPE)
@@ -108,8 +112,8 @@ def sum_norm(
     with on_device(x):
         launch(
             _sum_norm_kernel, m,
-            as_words(x), None if bias is None else as_words(bias), as_words(residual), as_words(weight), words_of(normed),
-            words_of(added), where.memory.addresses, where.state, where.fault.tensor, third_of(where),
+            as_words(x), None if bias is None else as_words(bias), as_words(residual), as_words(weight), normed,
+            added, where.memory.addresses, where.state, where.fault.tensor, third_of(where),
             timeout_ns(), where.rank, words, eps, world, power_of_two(world), block, triton_dtype(x.dtype), early,
             num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

@@ -9,9 +9,12 @@ Inductor sees from the schema what is mutated.
 
 from __future__ import annotations
 
+import torch
+
 from torch_fdattn.ops import library
 from torch_fdattn.ops.append_kv.arguments import Append, check
 from torch_fdattn.ops.append_kv.reference import append_reference
+from torch_fdattn.ops.repeated_call import metadata, repeat
 
 _OPTIONS = (
     "Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, "
@@ -37,6 +40,19 @@ def _append(k_cache, v_cache, k, v, kv_lens, *options):
 
 def _append_fake(k_cache, v_cache, k, v, kv_lens, *options):
     check(Append(k_cache, v_cache, None, k, v, kv_lens, *options))
+
+
+def append_eagerly(*arguments) -> None:
+    """The raw ops' kernel, with their page table in its place or None, where nobody sees them."""
+    call = Append(*arguments)
+    torch.autograd.graph.increment_version(
+        [x for x in (call.k_cache, call.v_cache, call.q) if x is not None]
+    )
+    if call.k_cache.is_cuda:
+        key = "append_kv", *metadata(*call)
+        repeat(key, call, lambda: _run(call), "append_kv/triton")
+    else:
+        _run(call)
 
 
 library.define_raw(

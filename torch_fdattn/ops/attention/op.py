@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention import dispatch
+from torch_fdattn.ops.attention import dispatch, tuning
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import (
@@ -31,6 +31,7 @@ from torch_fdattn.ops.attention.reference import (
 )
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
+from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
@@ -122,6 +123,11 @@ def _forward(q, k, v, *rest):
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     out, lse = empty_state(q, v, out_dtype)
+    _attend_into(out, lse, q, k, v, mask, scale, scores, dropout)
+    return out, lse
+
+
+def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT) -> None:
     if dispatch.choose("forward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.forward import launch_forward
 
@@ -129,7 +135,44 @@ def _forward(q, k, v, *rest):
     else:
         library.launches["attention_forward/reference"] += 1
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
-    return out, lse
+
+
+def key_of(q, k, v, tensors: tuple[Tensor | None, ...], *options) -> tuple | None:
+    """By what `repeated_call` knows a call that nobody sees, without dropout; None: not by that.
+
+    tensors: those of the mask and of the scores.
+    """
+    # What else decides a launch: tiles that are not the table's, and torch's setting of tf32.
+    if not q.is_cuda or tuning.state.active or q.dtype == torch.float32:
+        return None
+    return "attention", *metadata(q, k, v, *tensors), *options
+
+
+def attend_again(key: tuple, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
+    """The raw forward of a call that is known; None: run it."""
+    known = find(key)
+    if known is None:
+        return None
+    state = empty_state(q, v)
+    done = again(known, (q, k, v, *state, *tensors), "attention_forward/triton")
+    return state if done else None
+
+
+def attend_eagerly(
+    key: tuple | None, q, k, v, mask: Mask, scale: float, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """The raw forward's kernel where nobody sees the op; mask is clamped."""
+    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+    state = empty_state(q, v)
+
+    def run() -> None:
+        _attend_into(*state, q, k, v, mask, scale, scores)
+
+    if key is None:
+        run()
+    else:
+        learn(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
+    return state
 
 
 def _forward_fake(q, k, v, *rest):

@@ -1,0 +1,105 @@
+"""Norms of heads and rotary positions in one pass: torch's result to a rounding, and torch's own way where it must be."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fdattn.ops import rotary_kernel
+from torch_fdattn.ops.rotary import norm_and_rotate, rotate
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch) -> list:
+    calls, real = [], rotary_kernel.launch
+    monkeypatch.setattr(rotary_kernel, "launch", lambda *a, **k: calls.append(a) or real(*a, **k))
+    return calls
+
+
+def by_torch(q, k, q_norm, k_norm, cos, sin):
+    return tuple(
+        rotate(norm(x).transpose(1, 2), cos, sin) for x, norm in ((q, q_norm), (k, k_norm))
+    )
+
+
+def drawn(device, dtype, batch=2, tokens=3, heads=6, kv_heads=2, dims=16, angles=1, normed=True):
+    """A call's arguments: q and k side by side, as one product leaves them."""
+    both = torch.randn(batch, tokens, (heads + kv_heads) * dims, device=device).to(dtype)
+    q, k = both.split([heads * dims, kv_heads * dims], -1)
+    radians = torch.randn(angles, 1, tokens, dims // 2, device=device) * 9
+    norms = (nn.Identity(), nn.Identity())
+    if normed:
+        norms = tuple(nn.RMSNorm(dims, 1e-3, device=device, dtype=dtype) for _ in range(2))
+        for norm in norms:
+            nn.init.normal_(norm.weight)
+    views = (x.unflatten(-1, (-1, dims)) for x in (q, k))
+    return *views, *norms, radians.cos(), radians.sin()
+
+
+CASES = {
+    "Qwen3": {},
+    "Llama": dict(normed=False),
+    "one token": dict(tokens=1, batch=1),
+    "angles of each sequence": dict(angles=2),
+    "halves of no power of two": dict(dims=24, heads=5, kv_heads=5),
+    "heads of several programs": dict(dims=256, heads=12, kv_heads=1, tokens=1),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_equals_torch(case, dtype, kernel_device, kernel_calls) -> None:
+    call = drawn(kernel_device, dtype, **CASES[case])
+    exact = by_torch(*(x.double() for x in call))
+    call = drawn_again(call, dtype)
+    for found, torchs, right in zip(norm_and_rotate(*call), by_torch(*call), exact, strict=True):
+        bound = 2 * (torchs - right).abs().max() + 2 * torch.finfo(dtype).eps * right.abs().max()
+        assert (found.dtype, found.shape) == (dtype, right.shape)
+        assert (found - right).abs().max() <= bound
+        assert found.transpose(1, 2).is_contiguous()
+    assert len(kernel_calls) == 1
+
+
+def drawn_again(call, dtype):
+    """The call in its dtype: `double` of a module is in place."""
+    q, k, q_norm, k_norm, cos, sin = call
+    return q, k, q_norm.to(dtype), k_norm.to(dtype), cos, sin
+
+
+@pytest.mark.interpreter
+def test_where_torch_does_it(kernel_device, kernel_calls) -> None:
+    def call(**changed):
+        names = ("q", "k", "q_norm", "k_norm", "cos", "sin")
+        made = dict(zip(names, drawn(kernel_device, torch.float32), strict=True))
+        return made | changed
+
+    hooked = nn.RMSNorm(16, 1e-3, device=kernel_device)
+    hooked.register_forward_hook(lambda module, args, y: 2 * y)
+    calls = {
+        "another epsilon": call(k_norm=nn.RMSNorm(16, 1e-5, device=kernel_device)),
+        "no epsilon": call(q_norm=nn.RMSNorm(16, device=kernel_device)),
+        "no weight": call(q_norm=nn.RMSNorm(16, 1e-3, elementwise_affine=False)),
+        "another norm": call(q_norm=nn.LayerNorm(16, device=kernel_device)),
+        "a hook": call(q_norm=hooked),
+        "one norm": call(k_norm=nn.Identity()),
+        "angles in half precision": {k: x.half() if k in ("cos", "sin") else x for k, x in call().items()},
+        "elements apart": call(q=torch.randn(2, 3, 16, 6, device=kernel_device).transpose(2, 3)),
+        "nothing": call(q=torch.empty(2, 3, 0, 16, device=kernel_device)),
+    }  # fmt: skip
+    with torch.no_grad():
+        for name, given in calls.items():
+            for found, right in zip(norm_and_rotate(**given), by_torch(**given), strict=True):
+                torch.testing.assert_close(found, right, msg=name)
+    given = call()
+    sum(x.sum() for x in norm_and_rotate(**given)).backward()
+    assert given["q_norm"].weight.grad is not None
+    assert not kernel_calls
+
+
+def test_compiled(device) -> None:
+    call = drawn(device, torch.float32)
+    compiled = torch.compile(norm_and_rotate, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for found, right in zip(compiled(*call), by_torch(*call), strict=True):
+            torch.testing.assert_close(found, right)

@@ -1,0 +1,22 @@
+"""Which norms a kernel of ours may compute in their stead."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def is_plain_norm(norm: nn.Module, *dtypes: torch.dtype) -> bool:
+    """Whether it is RMSNorm with a weight, of these dtypes, and nothing around it."""
+    return (
+        type(norm) is nn.RMSNorm
+        and norm.weight is not None
+        and norm.eps is not None
+        and not is_hooked(norm)
+        and all(norm.weight.dtype == dtype for dtype in dtypes)
+    )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks see, or change, what goes in or comes out of its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
