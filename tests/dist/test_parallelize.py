@@ -174,6 +174,25 @@ def test_transformers_generate(group, rank_device, strategy: str) -> None:
         assert torch.equal(parallel.generate(tokens, **options), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_transformers_cache_by_either_name(group, rank_device, name: str) -> None:
+    from transformers import DynamicCache
+
+    from tests.models.hf_models import reference
+
+    dense = reference("qwen3").to(rank_device)
+    layer = parallelize(dense, group, "all_reduce").model.layers[0].self_attn
+    x = torch.randn(2, 5, dense.config.hidden_size).to(rank_device)
+    angles = dense.model.rotary_emb(x, torch.arange(5, device=rank_device)[None])
+    whole, _ = layer(x, angles)
+    cache = DynamicCache(config=dense.config)
+    for part in (slice(0, 3), slice(3, 5)):
+        turns = tuple(y[:, part] for y in angles)
+        out, _ = layer(x[:, part], turns, **{name: cache})
+        assert_near(out, whole[:, part])
+
+
 def greedy(model: Transformer, cache: ShardedKVCache, tokens: Tensor, steps: int = 10) -> Tensor:
     written = []
     for _ in range(steps):

@@ -127,7 +127,7 @@ def test_attention_with_a_mask(group, rank_device, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_product_without_gradients(group, rank_device, strategy: str) -> None:
-    """Projections of one input lie side by side until something moves them, biases too; parameters stay apart."""
+    """Projections of one input lie side by side, biases too, and again where they are moved; parameters stay apart."""
     ours = config(mlp_bias=True, attention_bias=True)
     mlp = TPMLP.from_module(dense_mlp(ours, "ours").to(rank_device), group, strategy)
     attention = TPAttention.from_module(dense_attention(ours, "ours").to(rank_device), group, strategy)  # fmt: skip
@@ -152,13 +152,22 @@ def test_one_product_without_gradients(group, rank_device, strategy: str) -> Non
             assert not as_one(linears)[0].is_inference()  # of whichever mode found it
             linears[1].weight += 1  # as an optimiser would
             assert torch.equal(as_one(linears)[0][len(linears[0].weight)], linears[1].weight[0])
+            expected = layer._columns(x, linears)[0]
             loaded = copy.deepcopy(layer)
             assert loaded._as_one is not as_one
             loaded.load_state_dict(layer.state_dict())
-            for moved in (loaded, layer.double()):
+            linears = [getattr(loaded, name) for name in projections]
+            assert loaded._as_one(linears) is None  # copies are laid where they were
+            assert len(loaded._columns(x, linears)) == len(linears)
+            values = {name: x.double() for name, x in layer.state_dict().items()}
+            for moved in (layer.double(), layer.to("meta").to_empty(device=rank_device)):
+                moved.load_state_dict(values)
                 linears = [getattr(moved, name) for name in projections]
-                assert moved._as_one(linears) is None
-                assert len(moved._columns(x.to(linears[0].weight.dtype), linears)) == len(linears)
+                (found,) = moved._columns(x.double(), linears)
+                torch.testing.assert_close(found.float(), expected)
+                assert moved._as_one(linears) is not None
+            shared = copy.deepcopy(loaded).share_memory().parameters()
+            assert all(parameter.is_shared() for parameter in shared)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

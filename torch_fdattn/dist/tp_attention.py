@@ -18,7 +18,6 @@ from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import TokenRows, TPLayer
 from torch_fdattn.dist.tp_weights import (
     expect_linear,
-    lay_side_by_side,
     sliced_linear,
     sum_gradient,
     sum_kv_gradient,
@@ -76,6 +75,8 @@ class TPAttention(TPLayer):
         heads, kv_heads: how many of them this rank holds.
     """
 
+    PROJECTIONS = "q_proj", "k_proj", "v_proj"
+
     def __init__(
         self, module: nn.Module, group_name: str, strategy: str, allreduce_method: str,
         tokens: TokenRows | None, linear_strategy: str,
@@ -100,7 +101,7 @@ class TPAttention(TPLayer):
         self.q_proj = sliced_linear(module.q_proj, rows=q)
         self.k_proj = sliced_linear(module.k_proj, rows=kv)
         self.v_proj = sliced_linear(module.v_proj, rows=kv)
-        lay_side_by_side(self.q_proj, self.k_proj, self.v_proj)
+        self._lay_side_by_side()
         self.o_proj = sliced_linear(module.o_proj, columns=q)
         self.q_norm = copy.deepcopy(getattr(module, "q_norm", nn.Identity()))
         self.k_norm = copy.deepcopy(getattr(module, "k_norm", nn.Identity()))
@@ -178,14 +179,16 @@ class TransformersTPAttention(TPAttention):
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None, past_key_values=None, **kwargs,
+        attention_mask: Tensor | None = None, cache=None, past_key_values=None, **kwargs,
     ) -> tuple[Tensor, None]:  # fmt: skip
         _check_mask(attention_mask)
         # transformers repeats the angles for both halves of a head: (B, T, D) -> (B, 1, T, D / 2).
         cos, sin = (x[:, None, :, : self.head_dim // 2] for x in position_embeddings)
         q, k, v = self._qkv(hidden_states, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer)
+        if cache is None:
+            cache = past_key_values  # its name before transformers 5.24
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
         if attention_mask is None:
             out, _ = attention(q, k, v, causal=True, scale=self.scale)
         else:

@@ -83,6 +83,9 @@ def check_mlp(module: nn.Module) -> None:
 class TPLayer(nn.Module):
     """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
 
+    #: The names of the layers in: one product where they lie side by side.
+    PROJECTIONS: tuple[str, ...] = ()
+
     def __init__(
         self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None,
         linear_strategy: str,
@@ -101,7 +104,12 @@ class TPLayer(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         self._as_one = AsOne()  # which would keep the memory that the parameters leave
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self._lay_side_by_side()
+        return self
+
+    def _lay_side_by_side(self) -> None:
+        lay_side_by_side(*(getattr(self, name) for name in self.PROJECTIONS))
 
     @property
     def form(self) -> str:
@@ -187,6 +195,8 @@ class TPMLP(TPLayer):
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
     """
 
+    PROJECTIONS = "gate_proj", "up_proj"
+
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
@@ -214,7 +224,6 @@ class TPMLP(TPLayer):
         start = sum(shares[:rank])
         inner = slice(start, start + shares[rank])
         gate, up = (sliced_linear(x, rows=inner) for x in (module.gate_proj, module.up_proj))
-        lay_side_by_side(gate, up)
         layer = cls(
             gate,
             up,
@@ -226,6 +235,7 @@ class TPMLP(TPLayer):
             linear_strategy,
         )
         layer._largest = 2 * shares[0], shares[0]
+        layer._lay_side_by_side()
         return layer
 
     def forward(self, x: Tensor) -> Tensor:

@@ -43,13 +43,16 @@ def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) 
 def lay_side_by_side(*linears: nn.Linear) -> None:
     """Moves the layers' parameters to where one product of their common input can take all (`AsOne`).
 
-    The parameters stay what they are, with their hooks and names. What moves them again (`to`, `to_empty`, copies)
-    undoes it, which costs speed alone.
+    The parameters stay what they are, with their hooks and names. Those that processes share stay where they are.
     """
     for name in ("weight", "bias"):
         parameters = [getattr(linear, name) for linear in linears]
         kinds = {None if x is None else (x.dtype, x.device, x.shape[1:]) for x in parameters}
-        if len(kinds) > 1 or None in kinds or parameters[0].is_meta:
+        if len(kinds) > 1 or None in kinds or _joined(parameters) is not None:
+            continue
+        if parameters[0].is_meta or any(
+            x.device.type == "cpu" and x.is_shared() for x in parameters
+        ):
             continue
         whole = torch.cat([x.detach() for x in parameters])
         for parameter, part in zip(
