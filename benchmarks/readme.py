@@ -65,23 +65,25 @@ def section(folder: Path = RESULTS_DIR) -> str:
 
 
 def _distributed_section(paths: list[Path]) -> str:
-    """One table of all runs over ranks: each is a file of few lines."""
-    found = [(path, Results.load(path)) for path in paths]
-    machines = sorted(
-        {
-            "{count} × {gpu}, torch {torch}, triton {triton}, commit {commit}".format(**run.meta)
-            for _, run in found
-        }
-    )
-    rows = [*HEAD, *(line for _, run in found for line in lines_of(run))]
+    """A table for each machine and commit of all its runs over ranks, each of which is a file of few lines."""
+    lines: dict[str, list[str]] = {}
+    for path in paths:
+        run = Results.load(path)
+        machine = "{count} × {gpu}, torch {torch}, triton {triton}, commit {commit}".format(
+            **run.meta
+        )
+        lines.setdefault(machine, []).extend(lines_of(run))
     links = ", ".join(f"[`{path.name}`](benchmarks/results/{path.name})" for path in paths)
-    notes = [
+    parts = [
+        "### Over several GPUs",
         "torch: eager PyTorch with NCCL on the same weights, activations replicated, one all-reduce a "
         "layer; for ring attention torch's context_parallel, or one device where that is not measured. "
         "Ours: decode steps in a CUDA graph, all else eager.",
-        *(f"- {machine}" for machine in machines),
     ]
-    return "\n".join(["### Over several GPUs", "", *notes, "", *rows, "", f"From {links}.", ""])
+    for machine in sorted(lines):
+        if lines[machine]:
+            parts += [f"{machine}:", "\n".join([*HEAD, *lines[machine]])]
+    return "\n\n".join([*parts, f"From {links}.\n"])
 
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:
