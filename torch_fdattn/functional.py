@@ -85,7 +85,7 @@ def attention(
     key = None
     if unseen and (window is None or type(window) is tuple):
         numbers = causal, window, scale, kv_block, kv_stride, softcap
-        key = attention_op.key_of(q, k, v, options, *numbers)
+        key = attention_op.key_of("attention", q, k, v, *options, *numbers)
         found = key and attention_op.attend_again(key, q, k, v, options)
         if found is not None:
             return found

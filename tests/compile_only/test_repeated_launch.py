@@ -18,6 +18,9 @@ from torch_fdattn import checks
 from torch_fdattn.ops import direct_launch, library, repeated_launch
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
+from torch_fdattn.ops.attention import backward as attention_backward
+from torch_fdattn.ops.attention import forward as attention_forward
+from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
@@ -29,6 +32,7 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.repeated_call import metadata, repeat
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.scores import Scores
+from torch_fdattn.ops.varlen_attention import op as varlen_op
 
 TILE = TileConfig(32, 32, 4, 1)
 
@@ -295,15 +299,84 @@ def test_a_call_of_one_launch(driver: Driver, through_triton: list, monkeypatch)
     assert not skips(outs, lses)
 
 
-def test_calls_that_are_no_one_launch(driver: Driver, through_triton: list) -> None:
-    """Two launches, or one with other tensors than were named: always run."""
+def test_calls_that_are_not_what_was_named(driver: Driver, through_triton: list) -> None:
+    """A launch with a tensor that was not named, or where two are one: always run."""
     outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
     out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
     merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
     for _ in range(6):
-        repeat(("twice",), (outs, lses, out, lse), lambda: (merge(), merge()))
-        repeat(("others",), (outs, lses, lse, out), merge)
+        repeat(("others",), (outs, lses, out), merge)
+        repeat(("one twice",), (outs, lses, out, lse, lse), merge)
+        repeat(("none",), (outs, lses, out, lse), lambda: runs.append(None))
     assert len(runs) == 18
+
+
+def test_a_call_of_two_launches(driver: Driver, through_triton: list) -> None:
+    """Each is repeated with its own tensors, in whatever order they were named."""
+    runs = []
+
+    def call() -> tuple[bool, list[int]]:
+        parts = [(torch.zeros(n, 2, 4, 5, 32), torch.zeros(n, 2, 4, 5)) for n in (3, 2)]
+        outs, lses = [torch.zeros(2, 4, 5, 32) for _ in parts], [torch.zeros(2, 4, 5) for _ in parts]  # fmt: skip
+        taken = [(*part, out, lse) for part, out, lse in zip(parts, outs, lses, strict=True)]
+
+        def run() -> None:
+            runs.append(None)
+            for tensors in taken:
+                launch_merge(*tensors)
+
+        before = len(runs)
+        repeat(("two",), (*lses, *outs, *parts[1], *parts[0]), run)
+        expected = [[x.data_ptr() for x in tensors] for tensors in taken]
+        found = [values[:4] for _, values in driver.calls[-2:]]
+        assert len(runs) == 1 or len(driver.calls) < 2 or found == expected
+        return len(runs) == before
+
+    assert [call() for _ in range(5)] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_known_calls_of_attention(
+    way: str, packed: bool, driver: Driver, through_triton: list, monkeypatch
+) -> None:
+    """Past its checks a raw op hands the driver what it does with them."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(library, "use_triton", lambda *_: True)
+    monkeypatch.setattr(attention_op.dispatch, "choose", lambda *_: "triton")
+    for module in (attention_forward, attention_backward):
+        monkeypatch.setattr(module, "device_capability", lambda _: (9, 0))
+    op = varlen_op if packed else attention_op
+    checked = mock.Mock(wraps=op.check_inputs if op is attention_op else op._checked)
+    monkeypatch.setattr(op, "check_inputs" if op is attention_op else "_checked", checked)
+
+    def call() -> None:
+        shape, of_keys = ((96, 4, 32), (96, 2, 32)) if packed else ((2, 4, 96, 32), (2, 2, 96, 32))
+        of_lse = (4, 96) if packed else shape[:3]
+        q, k, v = draw(shape), draw(of_keys), draw(of_keys)
+        lens = draw(2, dtype=torch.int32)
+        slopes, seed = draw(4, dtype=torch.float32), draw(2, dtype=torch.int64)
+        where = (draw(3, dtype=torch.int32), None) if packed else ()
+        rest = lens, None, None, -1, 0, 0, 0, 0.5, None, 0.0, slopes, None, None, 0.25, seed
+        if way == "forward":
+            op._forward(q, k, v, *where, *((None,) if packed else ()), *rest)
+        else:
+            state = draw(shape), draw(of_lse, dtype=torch.float32), q, k, v, draw(shape)
+            op._backward(*state, draw(of_lse, dtype=torch.float32), *where, *rest)
+
+    CALLS["attention"] = call
+    pool, launched = Pool(), {"forward": 1, "backward": 3}[way]
+    for times in (1, 2, 3, 3, 3):  # how often it was checked: twice by Triton, once to learn
+        call_with(pool, "attention")
+        assert checked.call_count == times
+    assert len(driver.calls) == 3 * launched
+    assert driver.calls[:launched] == driver.calls[launched : 2 * launched]
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_op.tuning.state, "active", True)
+        patch.setattr(attention_op.tuning, "chosen", lambda op, config, *_: config)
+        call_with(pool, "attention")
+    assert checked.call_count == 4
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:

@@ -1,13 +1,15 @@
-"""Calls that are one launch, past their checks and choices where their like was made before.
+"""Calls that are launches alone, past their checks and choices where their like was made before.
 
-Checks, tiles and grids of a call follow from what is known without its tensors' values. What has come to one direct
-launch (`repeated_launch.py`) of the given tensors is that launch wherever the same is known again. Imports no triton.
+Checks, tiles and grids of a call follow from what is known without its tensors' values. What has come to direct
+launches (`repeated_launch.py`) of the given tensors is these launches wherever the same is known again: such a call may
+do nothing else to memory. Imports no triton.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,15 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops.library import launches
 
-_known: dict[tuple, Callable] = {}
+
+class Step(NamedTuple):
+    """A `DirectLaunch`, and which of a call's tensors it takes, by their places; None: all in order."""
+
+    launch: Callable
+    places: tuple[int, ...] | None
+
+
+_known: dict[tuple, tuple[Step, ...]] = {}
 #: Calls that are known at most; then all are forgotten.
 MOST = 8192
 _watching = threading.local()
@@ -26,8 +36,8 @@ def metadata(*tensors: Tensor | None) -> tuple:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-def find(key: tuple) -> Callable | None:
-    """The launch that such a call was, for `again`; it need not be checked then.
+def find(key: tuple) -> tuple[Step, ...] | None:
+    """The launches that such a call was, for `again`; it need not be checked then.
 
     key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings.
     """
@@ -38,37 +48,52 @@ def find(key: tuple) -> Callable | None:
 
 
 def again(
-    launch: Callable | None, tensors: Sequence[Tensor | None], counter: str | None = None
+    steps: tuple[Step, ...] | None, tensors: Sequence[Tensor | None], counter: str | None = None
 ) -> bool:
     """Launches what `find` found; False: there is nothing, or it is not for these tensors: run the call (`learn`).
 
     Args:
-        tensors: that the kernel takes, in its order, outputs too; None is left out.
+        tensors: all that kernels take, outputs and scratch memory too; None is left out.
         counter: of `library.launches`, which the call itself counts.
     """
-    if launch is None:
+    if steps is None:
         return False
     addresses = [x.data_ptr() for x in tensors if x is not None]
-    if not launch.takes(addresses):
+    first = steps[0].launch
+    if not first.takes(addresses):
         return False
     if counter is not None:
         launches[counter] += 1
-    launch(torch._C._cuda_getCurrentRawStream(launch.device_index), addresses)
+    stream = torch._C._cuda_getCurrentRawStream(first.device_index)
+    for launch, places in steps:
+        launch(stream, addresses if places is None else [addresses[i] for i in places])
     return True
 
 
 def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:
-    """`run()`, remembered where it was one direct launch with these tensors; as `find` and `again` have them."""
+    """`run()`, remembered where it was direct launches of these tensors; as `find` and `again` have them."""
     _watching.seen = seen = []
     try:
         run()
     finally:
         _watching.seen = None
     addresses = [x.data_ptr() for x in tensors if x is not None]
-    if len(seen) == 1 and seen[0][0] is not None and seen[0][1] == addresses:
+    steps = tuple([_step(launch, taken, addresses) for launch, taken in seen])
+    if steps and None not in steps:
         if len(_known) >= MOST:
             forget()
-        _known[key] = seen[0][0]
+        _known[key] = steps
+
+
+def _step(launch: Callable | None, taken: list[int], addresses: list[int]) -> Step | None:
+    """None where one does not know which tensor is meant, or that it is one of the call's."""
+    if launch is None:
+        return None
+    if taken == addresses:
+        return Step(launch, None)
+    if len(set(addresses)) < len(addresses) or not set(taken) <= set(addresses):
+        return None
+    return Step(launch, tuple([addresses.index(address) for address in taken]))
 
 
 def repeat(

@@ -64,12 +64,12 @@ def launch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
     wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
-    packed: Packed | None = None,
+    packed: Packed | None = None, rows: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
     `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
-    by `packed.by_heads`, and lse and dlse (H, T).
+    by `packed.by_heads`, and lse and dlse (H, T). rows: `empty_rows`, scratch memory.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
@@ -92,9 +92,8 @@ def launch_backward(
         op, row_blocks = "varlen_attention_backward", partial(packed.blocks, q_len)
         kv_blocks = partial(packed.blocks, kv_capacity)
     launches[f"{op}/triton"] += 1
-    padded_len = row_blocks(PADDING.value) * PADDING.value
-    lse2 = torch.empty((batch, heads, padded_len), dtype=torch.float32, device=q.device)
-    delta = torch.empty_like(lse2)
+    lse2, delta = rows or empty_rows(q, packed)
+    padded_len = lse2.shape[2]
     slope_rows = None if wanted.alibi_slopes is None else torch.empty_like(lse2)
     sizes = (
         q_len,
@@ -183,6 +182,15 @@ def launch_backward(
         if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
             lse, q_len = lse2 * LN2.value, padded_len
         wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
+
+
+def empty_rows(q: Tensor, packed: Packed | None = None) -> tuple[Tensor, Tensor]:
+    """(lse2, delta), which the sweeps read, by heads and in whole tiles; unwritten."""
+    batch, heads, q_len = q.shape[:3]
+    blocks = cdiv(q_len, PADDING.value) if packed is None else packed.blocks(q_len, PADDING.value)
+    shape = batch, heads, blocks * PADDING.value
+    lse2 = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return lse2, torch.empty_like(lse2)
 
 
 def _sum_by_sequence(rows: Tensor, packed: Packed, tokens: int) -> Tensor:

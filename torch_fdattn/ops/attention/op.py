@@ -13,7 +13,8 @@ what modifies the scores, where they are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ SCORES_SCHEMA = (
     "float dropout_p=0.0, Tensor? dropout_seed=None"
 )
 _MASKS, _SCORES = len(Mask._fields), len(Scores._fields)
+#: Where the results' dtype stands in what follows the tensors in a raw op's arguments.
+DTYPE_AT = _MASKS + 1
 
 
 def check_inputs(
@@ -118,13 +121,32 @@ def call_of(rest: tuple) -> Call:
     return Call(mask, rest[_MASKS], rest[_MASKS + 1], Scores(*scores[:_SCORES]), dropout)
 
 
+def tensors_of(rest: tuple) -> list[Tensor]:
+    """Those that follow k and v in a raw op's arguments, in the order in which kernels take them."""
+    return [x for x in rest if isinstance(x, Tensor)]
+
+
 def _forward(q, k, v, *rest):
+    key = key_of("attention_forward", q, k, v, *rest)
+    if known := key and find(key):
+        state = empty_state(q, v, rest[DTYPE_AT])
+        if again(known, (q, k, v, *state, *tensors_of(rest)), "attention_forward/triton"):
+            return state
     mask, scale, out_dtype, scores, dropout = call_of(rest)
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
-    out, lse = empty_state(q, v, out_dtype)
-    _attend_into(out, lse, q, k, v, mask, scale, scores, dropout)
-    return out, lse
+    state = empty_state(q, v, out_dtype)
+    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, dropout)
+    learn_or_run(key, (q, k, v, *state, *tensors_of(rest)), run)
+    return state
+
+
+def learn_or_run(key: tuple | None, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:  # fmt: skip
+    """`learn` where the call has a key."""
+    if key is None:
+        run()
+    else:
+        learn(key, tensors, run)
 
 
 def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT) -> None:
@@ -137,15 +159,12 @@ def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOU
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
 
 
-def key_of(q, k, v, tensors: tuple[Tensor | None, ...], *options) -> tuple | None:
-    """By what `repeated_call` knows a call that nobody sees, without dropout; None: not by that.
-
-    tensors: those of the mask and of the scores.
-    """
+def key_of(name: str, q: Tensor, *others) -> tuple | None:
+    """By what `repeated_call` knows a call with these tensors and options; None: not by that."""
     # What else decides a launch: tiles that are not the table's, and torch's setting of tf32.
     if not q.is_cuda or tuning.state.active or q.dtype == torch.float32:
         return None
-    return "attention", *metadata(q, k, v, *tensors), *options
+    return name, *metadata(q), *[metadata(x)[0] if isinstance(x, Tensor) else x for x in others]
 
 
 def attend_again(key: tuple, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
@@ -164,14 +183,8 @@ def attend_eagerly(
     """The raw forward's kernel where nobody sees the op; mask is clamped."""
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
     state = empty_state(q, v)
-
-    def run() -> None:
-        _attend_into(*state, q, k, v, mask, scale, scores)
-
-    if key is None:
-        run()
-    else:
-        learn(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
+    run = partial(_attend_into, *state, q, k, v, mask, scale, scores)
+    learn_or_run(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
     return state
 
 
@@ -206,21 +219,26 @@ def _check_backward(dout, dlse, q, k, v, out, lse, call: Call):
 
 
 def _gradients(
-    dout, dlse, q, k, v, out, lse, rest, wanted: Scores
+    dout, dlse, q, k, v, out, lse, rest, wanted: Scores, key: tuple | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); `wanted` holds the tensors for the other gradients, None where none is wanted."""
+    """(dq, dk, dv); `wanted` holds the tensors for the other gradients, None where none is wanted.
+
+    key: of `key_of`, where no other is.
+    """
     call = call_of(rest)
     call = call._replace(mask=call.mask.clamped)
     _check_backward(dout, dlse, q, k, v, out, lse, call)
     mask, scale, grad_dtype, scores, dropout = call
     targets = empty_gradients(q, k, v, grad_dtype)
     if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
-        from torch_fdattn.ops.attention.backward import launch_backward
+        from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
 
         dlse = dlse.contiguous() if dlse is not None else None
-        launch_backward(
-            dout, dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted, dropout
+        lse, rows = lse.contiguous(), empty_rows(q)
+        run = partial(
+            launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, *targets, scores, wanted, dropout, rows=rows
         )  # fmt: skip
+        learn_or_run(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest)), run)
     else:
         library.launches["attention_backward/reference"] += 1
         *found, of_scores = attention_backward_reference(
@@ -233,7 +251,16 @@ def _gradients(
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *rest):
-    return _gradients(dout, dlse, q, k, v, out, lse, rest, NO_SCORES)
+    state = dout, dlse, q, k, v, out, lse
+    key = key_of("attention_backward", q, *state, *rest)
+    if known := key and find(key):
+        from torch_fdattn.ops.attention.backward import empty_rows
+
+        targets = empty_gradients(q, k, v, rest[DTYPE_AT])
+        tensors = *state, *targets, *empty_rows(q), *tensors_of(rest)
+        if again(known, tensors, "attention_backward/triton"):
+            return targets
+    return _gradients(*state, rest, NO_SCORES, key)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):

@@ -12,6 +12,8 @@ hold (`ops/packed.py`). Keys on pages have no gradient.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.op import (
+    DTYPE_AT,
     GRADIENTS,
     MASK_SCHEMA,
     OPTIONS_SCHEMA,
@@ -32,12 +35,16 @@ from torch_fdattn.ops.attention.op import (
     drawn_seed,
     empty_gradients,
     empty_state,
+    key_of,
+    learn_or_run,
     options_to_mask,
     or_nothing,
+    tensors_of,
     wanted_of,
 )
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.repeated_call import again, find
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
@@ -62,6 +69,12 @@ def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[T
 
 def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
+    key = key_of("varlen_attention_forward", q, k, v, *packed, *rest)
+    given = *packed, *tensors_of(rest)
+    if known := key and find(key):
+        state = _empty_state(q, v, rest[DTYPE_AT])
+        if again(known, (q, k, v, *state, *given), "varlen_attention_forward/triton"):
+            return state
     mask, scale, out_dtype, scores, dropout = _checked(q, k, v, packed, rest)
     out, lse = _empty_state(q, v, out_dtype)
     if not library.use_triton(q):
@@ -73,11 +86,11 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
     else:
         from torch_fdattn.ops.attention.forward import launch_forward
 
-        if page_table is None:
-            k, v = by_heads(k), by_heads(v)
-        launch_forward(
-            by_heads(q), k, v, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
-        )
+        keys = (k, v) if page_table is not None else (by_heads(k), by_heads(v))
+        run = partial(
+            launch_forward, by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
+        )  # fmt: skip
+        learn_or_run(key, (q, k, v, out, lse, *given), run)
     return out, lse
 
 
@@ -101,8 +114,10 @@ def _check_backward(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple) 
     return call
 
 
-def _gradients(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wanted: Scores):
-    """(dq, dk, dv); `wanted` as in attention."""
+def _gradients(
+    dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wanted: Scores, key: tuple | None = None
+):  # fmt: skip
+    """(dq, dk, dv); `wanted` and key as in attention."""
     state = dout, dlse, q, k, v, out, lse
     mask, scale, grad_dtype, scores, dropout = _check_backward(*state, packed, rest)
     targets = empty_gradients(q, k, v, grad_dtype)
@@ -119,18 +134,29 @@ def _gradients(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wante
             if target is not None:
                 target.zero_()
     else:
-        from torch_fdattn.ops.attention.backward import launch_backward
+        from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
 
-        launch_backward(
-            by_heads(dout), None if dlse is None else dlse.contiguous(), *map(by_heads, (q, k, v, out)),
-            lse.contiguous(), mask, scale, *map(by_heads, targets), scores, wanted, dropout, packed=packed,
+        rows = empty_rows(by_heads(q), packed)
+        run = partial(
+            launch_backward, by_heads(dout), None if dlse is None else dlse.contiguous(), *map(by_heads, (q, k, v, out)),
+            lse.contiguous(), mask, scale, *map(by_heads, targets), scores, wanted, dropout, packed=packed, rows=rows,
         )  # fmt: skip
+        learn_or_run(key, (*state, *targets, *rows, *packed, *tensors_of(rest)), run)
     return targets
 
 
 def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
-    return _gradients(dout, dlse, q, k, v, out, lse, packed, rest, NO_SCORES)
+    state = dout, dlse, q, k, v, out, lse
+    key = key_of("varlen_attention_backward", q, *state, *packed, *rest)
+    if known := key and find(key):
+        from torch_fdattn.ops.attention.backward import empty_rows
+
+        targets = empty_gradients(q, k, v, rest[DTYPE_AT])
+        tensors = *state, *targets, *empty_rows(by_heads(q), packed), *packed, *tensors_of(rest)
+        if again(known, tensors, "varlen_attention_backward/triton"):
+            return targets
+    return _gradients(*state, packed, rest, NO_SCORES, key)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
