@@ -88,6 +88,32 @@ def test_the_order_changes_no_bit(kernel_device, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.interpreter
+def test_nothing_comes_between_the_sweeps(kernel_device, monkeypatch):
+    """dQ may start before the kernel ahead of it has ended, and waits for nothing that it writes over."""
+    order, launch, zero = [], backward.launch, torch.Tensor.zero_
+
+    def launched(kernel, *arguments, **options):
+        order.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    def zeroed(x):
+        order.append("zero_")
+        return zero(x)
+
+    monkeypatch.setattr(backward, "launch", launched)
+    q, mask = (
+        torch.randn(shape, device=kernel_device, requires_grad=True)
+        for shape in ((9, 2, 16), (2, 2, 6, 6))
+    )
+    begins = torch.tensor([0, 5, 9], dtype=torch.int32, device=kernel_device)
+    out, _ = torch_fdattn.varlen_attention(q, q, q, begins, begins, attn_mask=mask)
+    monkeypatch.setattr(torch.Tensor, "zero_", zeroed)
+    torch.autograd.grad(out.sum(), (q, mask))
+    assert "zero_" in order
+    assert order[-2:] == ["_dkdv_kernel", "_dq_kernel"]
+
+
 @pytest.mark.gpu
 def test_what_follows_the_backward_waits_for_both_sweeps():
     """One program of dQ, which needs nothing of the many of dK and dV before it."""

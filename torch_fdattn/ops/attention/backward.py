@@ -120,6 +120,15 @@ def launch_backward(
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = kernel_arguments(packed, k)
     with on_device(q):
+        # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
+        dmask = wanted.attn_mask
+        in_dq = None  # where the sweep itself writes it
+        if dmask is not None:
+            whole = masks[-1]
+            if dmask.numel() == whole.numel():
+                in_dq = whole
+            if in_dq is None or packed is not None:  # whose sequences do not fill it
+                dmask.zero_()
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
             launch(
@@ -137,14 +146,6 @@ def launch_backward(
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
-        dmask = wanted.attn_mask
-        in_dq = None  # where the sweep itself writes it
-        if dmask is not None:
-            whole = masks[-1]
-            if dmask.numel() == whole.numel():
-                in_dq = whole
-            if in_dq is None or packed is not None:  # whose sequences do not fill it
-                dmask.zero_()
         if q.numel():
             tile = config.dq
             launch(
