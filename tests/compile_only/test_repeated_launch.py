@@ -4,6 +4,7 @@ import os
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
@@ -304,6 +305,16 @@ def test_calls_that_are_no_one_launch(driver: Driver, through_triton: list) -> N
         repeat(("twice",), (outs, lses, out, lse), lambda: (merge(), merge()))
         repeat(("others",), (outs, lses, lse, out), merge)
     assert len(runs) == 18
+
+
+def test_an_option_without_a_hash(driver: Driver, through_triton: list) -> None:
+    """NumPy's arrays of one number are numbers to the checks: run each time, in silence."""
+    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+    out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
+    for _ in range(5):
+        merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
+        repeat(("merge", np.array(0.5)), (outs, lses, out, lse), merge)
+    assert len(runs) == 5
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:

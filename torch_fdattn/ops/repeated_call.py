@@ -6,6 +6,7 @@ launch (`repeated_launch.py`) of the given tensors is that launch wherever the s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -68,7 +69,10 @@ def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None])
     if len(seen) == 1 and seen[0][0] is not None and seen[0][1] == addresses:
         if len(_known) >= MOST:
             forget()
-        _known[key] = seen[0][0]
+        with contextlib.suppress(
+            TypeError
+        ):  # an option that has no hash: such calls are always run
+            _known[key] = seen[0][0]
 
 
 def repeat(
