@@ -89,7 +89,7 @@ class AsOne:
         where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in parts])
         if where != self._where:
             with torch.inference_mode(False):  # or else it could be used in inference mode alone
-                self._where, self._found = where, _joined_layers(weights, biases)
+                self._found, self._where = _joined_layers(weights, biases), where  # for threads
         return self._found
 
 
