@@ -243,7 +243,7 @@ def plain_float(name: str, value: object) -> float:
 def plain_int(name: str, value: object) -> int:
     """As `plain_float`, of any integer."""
     try:
-        return operator.index(value)
+        return int(operator.index(value))  # of a bool too
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
 

@@ -98,9 +98,10 @@ def attention(
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     checks.expect_bool(causal=causal)
     if unseen:
-        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, kv_block, kv_stride)
-        scores = Scores(float(softcap), alibi_slopes, sinks, attn_mask)
-        scale = float(default_scale(q, scale))
+        strided = checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride)
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, *strided)
+        scores = Scores(checks.plain_float("softcap", softcap), alibi_slopes, sinks, attn_mask)
+        scale = checks.plain_float("scale", default_scale(q, scale))
         return attention_op.attend_eagerly(key, q, k, v, mask, scale, scores)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,

@@ -4,6 +4,7 @@ import os
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
@@ -365,7 +366,7 @@ def test_known_calls_of_attention(
             state = draw(shape), draw(of_lse, dtype=torch.float32), q, k, v, draw(shape)
             op._backward(*state, draw(of_lse, dtype=torch.float32), *where, *rest)
 
-    CALLS["attention"] = call
+    monkeypatch.setitem(CALLS, "attention", call)
     pool, launched = Pool(), {"forward": 1, "backward": 3}[way]
     for times in (1, 2, 3, 3, 3):  # how often it was checked: twice by Triton, once to learn
         call_with(pool, "attention")
@@ -377,6 +378,16 @@ def test_known_calls_of_attention(
         patch.setattr(attention_op.tuning, "chosen", lambda op, config, *_: config)
         call_with(pool, "attention")
     assert checked.call_count == 4
+
+
+def test_an_option_without_a_hash(driver: Driver, through_triton: list) -> None:
+    """NumPy's arrays of one number are numbers to the checks: run each time, in silence."""
+    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+    out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
+    for _ in range(5):
+        merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
+        repeat(("merge", np.array(0.5)), (outs, lses, out, lse), merge)
+    assert len(runs) == 5
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank_part
@@ -168,6 +169,19 @@ def test_one_product_without_gradients(group, rank_device, strategy: str) -> Non
                 assert moved._as_one(linears) is not None
             shared = copy.deepcopy(loaded).share_memory().parameters()
             assert all(parameter.is_shared() for parameter in shared)
+
+
+def test_what_is_no_plain_parameter_moves_as_it_is(group, rank_device, mesh) -> None:
+    """DTensors, as FSDP makes them of a layer's parameters, and layers without weights."""
+    layer = TPMLP.from_module(dense_mlp(config(), "ours").to(rank_device), group, "all_reduce")
+    whole = layer.gate_proj.weight.detach().clone()
+    for linear in (layer.gate_proj, layer.up_proj):
+        linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Shard(0)]))
+    layer.double()
+    assert type(layer.gate_proj.weight) is DTensor
+    assert torch.equal(layer.gate_proj.weight.to_local(), whole.double())
+    layer.gate_proj = nn.Identity()
+    layer.float()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

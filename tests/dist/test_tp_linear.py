@@ -241,6 +241,9 @@ class TestBadInput:
             (dict(method="three_shot"), ValueError, "method must be one of .*two_shot.* got 'three_shot'"),
             (dict(method="two_shot_multimem"), NotImplementedError, "needs NVLink multicast"),
             (dict(strategy="none"), ValueError, "strategy must be one of"),
+            (dict(largest="6"), TypeError, "largest must be an int or None, got str"),
+            (dict(largest=6.0), TypeError, "largest must be an int or None, got float"),
+            (dict(largest=-6), ValueError, "largest must not be negative, got -6"),
             (dict(weight=[torch.ones(4, 6)]), TypeError, "weight must be a torch.Tensor, got list"),
             (dict(bias=[None]), TypeError, "bias must be a torch.Tensor, got list"),
             (dict(bias=torch.ones(3)), ValueError, r"bias must have shape \(4,\) like weight's rows"),
@@ -257,6 +260,7 @@ class TestBadInput:
             (dict(x=None), "x must be a torch.Tensor, got NoneType"),
             (dict(weight=[torch.ones(4, 6)]), "weight must be a torch.Tensor, got list"),
             (dict(rows=torch.tensor([1, 1])), "rows must be a list of integers, got Tensor"),
+            (dict(largest=[6]), "largest must be an int or None, got list"),
         ],
     )
     def test_matmul_reduce_scatter(self, group, options, message) -> None:

@@ -98,8 +98,8 @@ FAULTS = (
     ),
     Fault(
         "accumulator not rescaled", f"{_KERNELS}/attend.py",
-        "tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)",
-        "tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)", ATTENTION,
+        "add_dot(acc * alpha[:, None], p.to(v.dtype), v, PRECISION)",
+        "add_dot(acc, p.to(v.dtype), v, PRECISION)", ATTENTION,
     ),
     Fault(
         "lse in log2 units", f"{_KERNELS}/online_softmax.py",

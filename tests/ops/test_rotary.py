@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from torch_fdattn.ops import rotary_kernel
 from torch_fdattn.ops.rotary import norm_and_rotate, rotate
@@ -94,6 +95,40 @@ def test_where_torch_does_it(kernel_device, kernel_calls) -> None:
     given = call()
     sum(x.sum() for x in norm_and_rotate(**given)).backward()
     assert given["q_norm"].weight.grad is not None
+    assert not kernel_calls
+
+
+@pytest.mark.interpreter
+@torch.no_grad()
+def test_norms_that_others_see(kernel_device, kernel_calls) -> None:
+    """Hooks of all modules, and a forward of the module's own, as accelerate hangs it there."""
+    given, seen = drawn(kernel_device, torch.float32), []
+    expected = by_torch(*given)
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        handle = register(lambda *_: seen.append(1))
+        norm_and_rotate(*given)
+        handle.remove()
+    assert len(seen) == 4
+    plain = given[3].forward
+    given[3].forward = lambda x: 2 * plain(x)
+    torch.testing.assert_close(norm_and_rotate(*given)[1], 2 * expected[1])
+    assert not kernel_calls
+
+
+@pytest.mark.interpreter
+@torch.no_grad()
+def test_what_only_torch_can_refuse(kernel_device, kernel_calls) -> None:
+    """Tensors of several devices, and weights of other sizes than a head's: torch's error, no kernel."""
+    q, k, q_norm, k_norm, cos, sin = drawn(kernel_device, torch.float32)
+    long, elsewhere = (
+        nn.RMSNorm(n, 1e-3, device=d) for n, d in ((32, kernel_device), (16, "meta"))
+    )
+    for wrong in (
+        (q, k, q_norm, k_norm, cos.to("meta"), sin.to("meta")), (q, k.to("meta"), q_norm, k_norm, cos, sin),
+        (q, k, elsewhere, elsewhere, cos, sin), (q, k, long, long, cos, sin),
+    ):  # fmt: skip
+        with pytest.raises((RuntimeError, ValueError)):
+            norm_and_rotate(*wrong)
     assert not kernel_calls
 
 

@@ -58,6 +58,8 @@ def test_where_torch_does_it(kernel_device, kernel_calls) -> None:
     }  # fmt: skip
     for name, (a, b) in pairs.items():
         torch.testing.assert_close(silu_mul(a, b), F.silu(a) * b, msg=name)
+    with pytest.raises(RuntimeError):
+        silu_mul(gate, up.to("meta"))
     assert not kernel_calls
     leaf = pairs["gradients"][0]
     silu_mul(leaf, up).sum().backward()

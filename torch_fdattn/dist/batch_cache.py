@@ -242,6 +242,7 @@ class RaggedStep:
     Args:
         longest: what the longest sequence holds after the step, on the host. Default: all that is reserved,
             of which the step may be a part.
+        full: whether every count is T, which the caller knows: no column is padding, and none is moved.
 
     Attributes:
         lengths: int32 (batch,), the position of the first column; negative where it is padding.

@@ -43,12 +43,15 @@ def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) 
 def lay_side_by_side(*linears: nn.Linear) -> None:
     """Moves the layers' parameters to where one product of their common input can take all (`AsOne`).
 
-    The parameters stay what they are, with their hooks and names. Those that processes share stay where they are.
+    The parameters stay what they are, with their hooks and names. Those that processes share stay where they are, and
+    so does what is no plain parameter: DTensors (FSDP), parametrizations, layers that others took the place of.
     """
     for name in ("weight", "bias"):
-        parameters = [getattr(linear, name) for linear in linears]
-        kinds = {None if x is None else (x.dtype, x.device, x.shape[1:]) for x in parameters}
-        if len(kinds) > 1 or None in kinds or _joined(parameters) is not None:
+        parameters = [getattr(linear, name, None) for linear in linears]
+        if any(type(x) is not nn.Parameter for x in parameters):
+            continue
+        kinds = {(x.dtype, x.device, x.shape[1:]) for x in parameters}
+        if len(kinds) > 1 or _joined(parameters) is not None:
             continue
         if parameters[0].is_meta or any(
             x.device.type == "cpu" and x.is_shared() for x in parameters
@@ -86,7 +89,7 @@ class AsOne:
         where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in parts])
         if where != self._where:
             with torch.inference_mode(False):  # or else it could be used in inference mode alone
-                self._where, self._found = where, _joined_layers(weights, biases)
+                self._found, self._where = _joined_layers(weights, biases), where  # for threads
         return self._found
 
 

@@ -7,6 +7,7 @@ do nothing else to memory. Imports no triton.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -82,7 +83,10 @@ def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None])
     if steps and None not in steps:
         if len(_known) >= MOST:
             forget()
-        _known[key] = steps
+        with contextlib.suppress(
+            TypeError
+        ):  # an option that has no hash: such calls are always run
+            _known[key] = steps
 
 
 def _step(launch: Callable | None, taken: list[int], addresses: list[int]) -> Step | None:

@@ -71,6 +71,8 @@ def _fits(
         (q.is_cuda or INTERPRET)
         and q.dtype in dtypes
         and all(x is None or x.dtype == q.dtype for x in (k, q_weight, k_weight))
+        and all(x is None or x.device == q.device for x in (k, q_weight, k_weight, cos, sin))
+        and all(x is None or x.shape == (dims,) for x in (q_weight, k_weight))
         and cos.dtype == sin.dtype == torch.float32
         and (of_k[0], of_k[1], of_k[3]) == (batch, tokens, dims)
         and (of_cos[0] in (1, batch) and of_cos[1:] == (1, tokens, dims // 2))

@@ -42,6 +42,7 @@ def _fits(gate: Tensor, up: Tensor) -> bool:
         (gate.is_cuda or INTERPRET)
         and gate.shape == up.shape
         and gate.dtype == up.dtype
+        and gate.device == up.device
         and gate.dtype in dtypes
         and gate.numel() > 0
         and _row(gate) is not None

@@ -146,3 +146,15 @@ def test_a_cache_without_room_still_turns_q(device):
     append(given | {"q": expected, "k_cache": given["k_cache"].clone()})
     append(given | {"k_cache": empty, "v_cache": empty.clone()})
     assert torch.equal(given["q"], expected)
+
+
+@PAGED
+@pytest.mark.interpreter
+def test_a_cache_made_in_inference_mode_is_written_to_outside(paged, device):
+    with torch.inference_mode():
+        given = arguments(device, paged=paged)
+    expected = {name: x.clone() for name, x in given.items()}
+    append(expected)
+    append(given)
+    for name in WRITTEN:
+        assert torch.equal(given[name], expected[name])

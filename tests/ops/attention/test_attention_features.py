@@ -3,10 +3,12 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import (
     assert_launched,
@@ -207,6 +209,30 @@ def test_head_dims_above_256(head_dim, v_dim, dtype, device):
     )  # fmt: skip
     lse, results = run(torch_fdattn.attention, case, device)
     expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        dict(kv_block=np.int64(2), kv_stride=np.int32(4), scale=np.float32(0.5), softcap=np.float64(2)),
+        dict(kv_block=np.array(2), kv_stride=np.array(4), scale=np.array(0.5), softcap=np.array(2.0)),
+        dict(kv_block=True, kv_stride=True, scale=True, softcap=True),
+    ],
+    ids=["scalars", "arrays", "bools"],
+)  # fmt: skip
+def test_kernels_are_given_pythons_numbers(numbers, device, monkeypatch):
+    """Triton's launcher refuses NumPy's."""
+    given, attend = [], attention_op._attend_into
+
+    def noted(out, lse, q, k, v, mask, scale, scores, *dropout):
+        given.extend((*mask[3:], scale, scores.softcap))
+        attend(out, lse, q, k, v, mask, scale, scores, *dropout)
+
+    monkeypatch.setattr(attention_op, "_attend_into", noted)
+    q = torch.randn(1, 2, 5, 16, device=device)
+    torch_fdattn.attention(q, q, q, window=(np.int64(3), np.int8(0)), causal=np.bool_(False),
+        q_start=torch.zeros(1, dtype=torch.int32, device=device), **numbers)  # fmt: skip
+    assert [type(x) for x in given] == [int, int, int, int, float, float]
 
 
 @pytest.mark.interpreter

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import torch_fdattn
-from torch_fdattn.ops.attention import configs
+from torch_fdattn.ops.attention import backward, configs
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.tiles import block_coordinates
 from torch_fdattn.testing import make_tensor
@@ -40,9 +40,32 @@ def test_every_block_of_every_head_once(kernel_device, beside):
 
 def test_heads_beside():
     causal, mib = Mask(window_right=0), 1 << 20
-    assert [configs.heads_beside(causal, n, False) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [8 * mib, 4, 1, 1]  # fmt: skip
-    assert configs.heads_beside(Mask(), mib, False) == configs.heads_beside(causal, mib, True) == 1
-    assert configs.heads_beside(Mask(window_left=9, window_right=0), mib, False) == 1
+    assert [configs.heads_beside(causal, 6, n, False) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [6, 4, 1, 1]  # fmt: skip
+    assert configs.heads_beside(causal, 0, 0, False) == 1
+    assert configs.heads_beside(Mask(), 6, mib, False) == configs.heads_beside(causal, 6, mib, True) == 1  # fmt: skip
+    assert configs.heads_beside(Mask(window_left=9, window_right=0), 6, mib, False) == 1
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("queries", [0, 1])
+def test_no_more_heads_beside_each_other_than_there_are(queries, kernel_device, monkeypatch):
+    """Else blocks times heads passes int32: of 512 blocks it was 0, by which a program divided its number."""
+    asked, real = [], backward.launch
+
+    def launch(kernel, programs, *arguments, **options):
+        if "beside" in kernel.arg_names:
+            asked.append((arguments[kernel.arg_names.index("beside")], programs))
+        real(kernel, programs, *arguments, **options)
+
+    monkeypatch.setattr(backward, "launch", launch)
+    q, k, v = (
+        torch.randn(1, 2, n, 16, dtype=torch.float16, device=kernel_device, requires_grad=True)
+        for n in (queries, 20, 20)
+    )
+    out, _ = torch_fdattn.attention(q, k, v, causal=True)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    assert asked
+    assert all(beside <= programs for beside, programs in asked)
 
 
 @pytest.mark.interpreter
@@ -63,6 +86,32 @@ def test_the_order_changes_no_bit(kernel_device, monkeypatch):
     )  # two heads of KV, in sections of four and two
     for a, b in zip(run(), one_by_one, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.interpreter
+def test_nothing_comes_between_the_sweeps(kernel_device, monkeypatch):
+    """dQ may start before the kernel ahead of it has ended, and waits for nothing that it writes over."""
+    order, launch, zero = [], backward.launch, torch.Tensor.zero_
+
+    def launched(kernel, *arguments, **options):
+        order.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    def zeroed(x):
+        order.append("zero_")
+        return zero(x)
+
+    monkeypatch.setattr(backward, "launch", launched)
+    q, mask = (
+        torch.randn(shape, device=kernel_device, requires_grad=True)
+        for shape in ((9, 2, 16), (2, 2, 6, 6))
+    )
+    begins = torch.tensor([0, 5, 9], dtype=torch.int32, device=kernel_device)
+    out, _ = torch_fdattn.varlen_attention(q, q, q, begins, begins, attn_mask=mask)
+    monkeypatch.setattr(torch.Tensor, "zero_", zeroed)
+    torch.autograd.grad(out.sum(), (q, mask))
+    assert "zero_" in order
+    assert order[-2:] == ["_dkdv_kernel", "_dq_kernel"]
 
 
 @pytest.mark.gpu

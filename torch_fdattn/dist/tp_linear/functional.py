@@ -28,6 +28,15 @@ def _expect_rows(rows: object) -> None:
         _expect_list("rows", rows, "integers", (Integral, torch.SymInt))
 
 
+def _expect_largest(largest: object) -> None:
+    if largest is None:
+        return
+    if not isinstance(largest, (Integral, torch.SymInt)):
+        raise TypeError(f"largest must be an int or None, got {type(largest).__name__}")
+    if largest < 0:
+        raise ValueError(f"largest must not be negative, got {largest}")
+
+
 def _expect_linear(x: object, weight: object, bias: object) -> None:
     expect_tensor("x", x)
     expect_tensor("weight", weight)
@@ -83,6 +92,7 @@ def all_gather_matmul(
     if weight_scales is not None:
         _expect_list("weight_scales", weight_scales, "tensors or None", (Tensor, type(None)))
     _expect_rows(rows)
+    _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
@@ -119,6 +129,7 @@ def matmul_reduce_scatter(
         return op.run_scatter(plan, x, weight, bias, group_name, weight_scale)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
+    _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_reduce_scatter(
         x, weight, group_name, bias, rank=rank, world_size=world_size, rows=rows, strategy=strategy,
@@ -161,6 +172,7 @@ def matmul_all_reduce(
     if plan is not None:
         return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
     _expect_linear(x, weight, bias)
+    _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce(
         x, weight, group_name, bias, rank=rank, world_size=world_size, method=method, strategy=strategy,
@@ -200,6 +212,7 @@ def matmul_all_reduce_rms_norm(
     _expect_linear(x, weight, bias)
     expect_tensor("residual", residual)
     expect_tensor("norm_weight", norm_weight)
+    _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.matmul_all_reduce_rms_norm(
         x, weight, group_name, residual, norm_weight, eps, bias, rank=rank, world_size=world_size, method=method,

@@ -52,7 +52,9 @@ def append_eagerly(*arguments) -> None:
         key = "append_kv", *metadata(*call)
         repeat(key, call, lambda: _run(call), "append_kv/triton")
     else:
-        _run(call)
+        # As where the op is dispatched: the reference may write to inference tensors in any mode.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            _run(call)
 
 
 library.define_raw(

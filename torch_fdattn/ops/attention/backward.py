@@ -119,6 +119,15 @@ def launch_backward(
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = kernel_arguments(packed, k)
     with on_device(q):
+        # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
+        dmask = wanted.attn_mask
+        in_dq = None  # where the sweep itself writes it
+        if dmask is not None:
+            whole = masks[-1]
+            if dmask.numel() == whole.numel():
+                in_dq = whole
+            if in_dq is None or packed is not None:  # whose sequences do not fill it
+                dmask.zero_()
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
             launch(
@@ -131,19 +140,11 @@ def launch_backward(
                 _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
                 q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
-                heads_beside(mask, q_len * row_bytes * (heads // kv_heads), packed is not None),
+                heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
-        dmask = wanted.attn_mask
-        in_dq = None  # where the sweep itself writes it
-        if dmask is not None:
-            whole = masks[-1]
-            if dmask.numel() == whole.numel():
-                in_dq = whole
-            if in_dq is None or packed is not None:  # whose sequences do not fill it
-                dmask.zero_()
         if q.numel():
             tile = config.dq
             launch(
@@ -151,7 +152,7 @@ def launch_backward(
                 q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
                 None if in_dq is None else in_dq.stride(), options,
-                heads_beside(mask, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
+                heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=found_in,
             )  # fmt: skip

@@ -187,15 +187,16 @@ def _fp32_tile(head_dim: int) -> TileConfig:
 _BESIDE_BYTES = 8 << 20
 
 
-def heads_beside(mask: Mask, head_bytes: int, packed: bool) -> int:
-    """How many heads, each of which reads head_bytes again and again, run side by side (`tiles.block_coordinates`).
+def heads_beside(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
+    """How many of all heads, each of which reads head_bytes again and again, run side by side
+    (`tiles.block_coordinates`, whose int32 has no room for more than there are).
 
     More than one pays where the first blocks are the longest, which those of packed sequences are not. Swept on one
     H100 (README.md): 8 MiB won over 4 and 16, all heads at once lost up to a tenth.
     """
     if packed or mask.window_right < 0 or mask.window_left >= 0:
         return 1
-    return max(1, _BESIDE_BYTES // max(1, head_bytes))
+    return max(1, min(heads, _BESIDE_BYTES // max(1, head_bytes)))
 
 
 @functools.cache

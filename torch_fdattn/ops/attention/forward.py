@@ -203,9 +203,8 @@ def launch_forward(
     mask = contiguous_mask(mask)
     block_d, block_dv = tile_dims(k, v)
     group = heads // k.shape[1]
-    beside = heads_beside(
-        mask, kv_capacity * (head_dim + v_dim) * k.element_size() // group, packed is not None
-    )
+    head_bytes = kv_capacity * (head_dim + v_dim) * k.element_size() // group
+    beside = heads_beside(mask, heads * batch, head_bytes, packed is not None)
     with on_device(q):
         launch(
             _attention_forward_kernel, row_blocks * heads * batch,
