@@ -33,6 +33,8 @@ ATTENTION = Tests(
     "attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True
 )
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
+ORDER = Tests("order of programs", (f"{_OPS}/attention/test_order.py",), interpret=True)
+KNOWN = Tests("known calls", ("tests/compile_only/test_repeated_launch.py",))
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
@@ -81,6 +83,18 @@ FAULTS = (
         "interior reaches into the border", f"{_KERNELS}/tiles.py",
         "full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)",
         "full_end = tl.maximum(tl.cdiv(full_end, BLOCK_N) * BLOCK_N, full_begin)", ATTENTION,
+    ),
+    Fault(
+        "the last heads' programs counted as if they were as many as the others'", f"{_KERNELS}/tiles.py",
+        "beside = tl.minimum(beside, tl.num_programs(0) // blocks - first)", "beside = beside + 0 * first", ORDER,
+    ),
+    Fault(
+        "a known call's launches given all tensors in order", f"{_KERNELS}/repeated_call.py",
+        "addresses if places is None else [addresses[i] for i in places]", "addresses[: len(places or addresses)]", KNOWN,
+    ),
+    Fault(
+        "a known call by other tiles", f"{_KERNELS}/attention/op.py",
+        "if not q.is_cuda or tuning.state.active or q.dtype", "if not q.is_cuda or q.dtype", KNOWN,
     ),
     Fault(
         "striped positions without the rest", f"{_KERNELS}/tiles.py",
