@@ -37,7 +37,6 @@ import time
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.dependent_launch import await_previous  # noqa: F401
 from torch_fdattn.ops.library import INTERPRET
 
 try:

@@ -83,9 +83,7 @@ def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None])
     if steps and None not in steps:
         if len(_known) >= MOST:
             forget()
-        with contextlib.suppress(
-            TypeError
-        ):  # an option that has no hash: such calls are always run
+        with contextlib.suppress(TypeError):  # of an option without a hash: always run
             _known[key] = steps
 
 

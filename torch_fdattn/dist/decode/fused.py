@@ -33,7 +33,6 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
-    await_previous,
     leave_epoch,
     may_send,
     payload,
@@ -41,6 +40,7 @@ from torch_fdattn.dist.signals import (
     receive,
     word,
 )
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch

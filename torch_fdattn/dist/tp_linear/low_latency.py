@@ -26,7 +26,6 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
-    await_previous,
     leave_epoch,
     may_send,
     packed,
@@ -37,6 +36,7 @@ from torch_fdattn.dist.signals import (
     word,
 )
 from torch_fdattn.dist.tp_linear import push_tiles, push_values
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch

@@ -25,12 +25,12 @@ from torch_fdattn.dist.signals import (
     as_words,
     at_rank,
     await_flags,
-    await_previous,
     leave_epoch,
     may_send,
     raise_flags,
     read_epoch,
 )
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 

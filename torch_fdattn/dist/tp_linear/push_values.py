@@ -31,7 +31,6 @@ from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.signals import (
     LOOKS,
     TICKETS,
-    await_previous,
     look_at_clock,
     may_send,
     next_epoch,
@@ -40,6 +39,7 @@ from torch_fdattn.dist.signals import (
     start_clock,
 )
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_launch import launch

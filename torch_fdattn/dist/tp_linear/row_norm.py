@@ -20,7 +20,6 @@ from torch import Tensor
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import await_previous
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.push_values import (
     as_words,
@@ -33,6 +32,7 @@ from torch_fdattn.dist.tp_linear.push_values import (
     third_of,
     words_at,
 )
+from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
