@@ -164,6 +164,8 @@ def attend(q, k, v, *, scaled=lambda s: s / 4.0, mask=None, soften=None, finish=
 
 HANDWRITTEN = {
     "plain": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+    "special": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
+    "special, fp32": lambda q, k, v: torch.special.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
     "divided by a square root": lambda q, k, v: attend(
         q, k, v, scaled=lambda s: s / math.sqrt(q.size(-1))
     ),

@@ -45,6 +45,7 @@ _FUNCTIONS: dict[object, str] = {
     for module in (torch, F, operator)
     if hasattr(module, name)
 }
+_FUNCTIONS[torch.special.softmax] = "softmax"
 for _name in ("scaled_dot_product_attention", "_safe_softmax"):
     _aten = getattr(torch.ops.aten, _name)
     _FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = _name
