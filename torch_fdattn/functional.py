@@ -86,7 +86,7 @@ def attention(
     if unseen and (window is None or type(window) is tuple):
         numbers = causal, window, scale, kv_block, kv_stride, softcap
         key = attention_op.key_of("attention", q, k, v, *options, *numbers)
-        found = key and attention_op.attend_again(key, q, k, v, options)
+        found = attention_op.attend_again(key, q, k, v, options)
         if found is not None:
             return found
     left, right = window_bounds(window)

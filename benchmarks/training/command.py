@@ -4,9 +4,10 @@
 
 `fdattn` and `sdpa` differ in rounding alone, but a training amplifies the last bit of its first step. What that
 amounts to is measured: torch's own attention once more (its backwards on GPUs add up in any order), by its other
-backends, `sdpa/math` and `sdpa/efficient`, and from weights that were nudged by a rounding. The largest gap between two of these is called noise (a gap is the mean
-over steps of the losses' distance), and ours to all of them, in the mean, is to be within it. One training more or
-less decides that: `--seeds 3` compares in three, and says what two seeds differ by, which is another noise.
+backends, `sdpa/math` and `sdpa/efficient`, and from weights that were nudged by a rounding. The largest gap between
+two of these is called noise (a gap is the mean over steps of the losses' distance), and ours to all of them, in the
+mean, is to be within it. One training more or less decides that: `--seeds 3` compares in three, and says what two
+seeds differ by, which is another noise.
 """
 
 from __future__ import annotations

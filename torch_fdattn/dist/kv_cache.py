@@ -161,9 +161,8 @@ class ShardedKVCache(SharedKVCache):
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """This rank's K and V of a layer, (batch, kv_heads, local capacity, head_dim), not copied."""
-        if (
-            torch.compiler.is_compiling()
-        ):  # a graph is given the storage, not views of it that overlap
+        # A graph is given the storage, not views of it that overlap.
+        if torch.compiler.is_compiling():
             return self._k[layer], self._v[layer]
         return self._layers[layer]
 

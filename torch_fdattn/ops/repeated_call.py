@@ -37,13 +37,14 @@ def metadata(*tensors: Tensor | None) -> tuple:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-def find(key: tuple) -> tuple[Step, ...] | None:
+def find(key: tuple | None) -> tuple[Step, ...] | None:
     """The launches that such a call was, for `again`; it need not be checked then.
 
-    key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings.
+    key: all that decides what the call does: who asks, `metadata` of all tensors, options, settings. None: a call
+    that is not to be known.
     """
     try:
-        return None if checks.CHECK_VALUES else _known.get(key)
+        return None if checks.CHECK_VALUES else _known.get(key)  # None is no key
     except TypeError:  # an option that has no hash: what it should be is the checks' to say
         return None
 
@@ -71,8 +72,11 @@ def again(
     return True
 
 
-def learn(key: tuple, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:
+def learn(key: tuple | None, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:
     """`run()`, remembered where it was direct launches of these tensors; as `find` and `again` have them."""
+    if key is None:
+        run()
+        return
     _watching.seen = seen = []
     try:
         run()

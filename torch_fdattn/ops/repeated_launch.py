@@ -4,7 +4,7 @@ Triton binds and specialises every argument of every launch: 20 to 40 µs of hos
 kernel. Two launches of one kernel that differ in nothing but their tensors' addresses, all multiples of 16, run the
 same machine code with the same numbers: the first two go through Triton, which compiles, and from the third on the
 compiled kernel is handed its addresses directly (`direct_launch.py`). Lengths that never come again pay for the look
-alone. Whole calls of one launch: `repeated_call.py`.
+alone. Whole calls that are nothing but launches: `repeated_call.py`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def norm_and_rotate(
     """
     weights = _norms(q_norm, k_norm, q, k, cos, sin)
     key = weights and ("norm_and_rotate", *metadata(q, k, cos, sin, *weights[:2]), weights[2])
-    known = key and find(key)
+    known = find(key)
     if key is None or not (known or _fits(q, k, *weights[:2], cos, sin)):
         q, k = q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -115,7 +115,7 @@ def launch_backward(
     masks = [*broadcast_mask(scores, q, k, packed), *broadcast_mask(wanted, q, k, packed)]
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
     options = kernel_options(scores, q, k, dropout, packed)
-    pdl = can_start_early(device_capability(q.device))
+    pdl = k.numel() > 0 and can_start_early(device_capability(q.device))  # of dQ, behind dK and dV
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = kernel_arguments(packed, k)
     with on_device(q):

@@ -13,7 +13,7 @@ what modifies the scores, where they are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def tensors_of(rest: tuple) -> list[Tensor]:
 
 def _forward(q, k, v, *rest):
     key = key_of("attention_forward", q, k, v, *rest)
-    if known := key and find(key):
+    if known := find(key):
         state = empty_state(q, v, rest[DTYPE_AT])
         if again(known, (q, k, v, *state, *tensors_of(rest)), "attention_forward/triton"):
             return state
@@ -137,16 +137,8 @@ def _forward(q, k, v, *rest):
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     state = empty_state(q, v, out_dtype)
     run = partial(_attend_into, *state, q, k, v, mask, scale, scores, dropout)
-    learn_or_run(key, (q, k, v, *state, *tensors_of(rest)), run)
+    learn(key, (q, k, v, *state, *tensors_of(rest)), run)
     return state
-
-
-def learn_or_run(key: tuple | None, tensors: Sequence[Tensor | None], run: Callable[[], None]) -> None:  # fmt: skip
-    """`learn` where the call has a key."""
-    if key is None:
-        run()
-    else:
-        learn(key, tensors, run)
 
 
 def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT) -> None:
@@ -167,7 +159,7 @@ def key_of(name: str, q: Tensor, *others) -> tuple | None:
     return name, *metadata(q), *[metadata(x)[0] if isinstance(x, Tensor) else x for x in others]
 
 
-def attend_again(key: tuple, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
+def attend_again(key: tuple | None, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
     """The raw forward of a call that is known; None: run it."""
     known = find(key)
     if known is None:
@@ -184,7 +176,7 @@ def attend_eagerly(
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
     state = empty_state(q, v)
     run = partial(_attend_into, *state, q, k, v, mask, scale, scores)
-    learn_or_run(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
+    learn(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
     return state
 
 
@@ -238,7 +230,7 @@ def _gradients(
         run = partial(
             launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, *targets, scores, wanted, dropout, rows=rows
         )  # fmt: skip
-        learn_or_run(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest)), run)
+        learn(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest)), run)
     else:
         library.launches["attention_backward/reference"] += 1
         *found, of_scores = attention_backward_reference(
@@ -253,7 +245,7 @@ def _gradients(
 def _backward(dout, dlse, q, k, v, out, lse, *rest):
     state = dout, dlse, q, k, v, out, lse
     key = key_of("attention_backward", q, *state, *rest)
-    if known := key and find(key):
+    if known := find(key):
         from torch_fdattn.ops.attention.backward import empty_rows
 
         targets = empty_gradients(q, k, v, rest[DTYPE_AT])

@@ -36,7 +36,6 @@ from torch_fdattn.ops.attention.op import (
     empty_gradients,
     empty_state,
     key_of,
-    learn_or_run,
     options_to_mask,
     or_nothing,
     tensors_of,
@@ -44,7 +43,7 @@ from torch_fdattn.ops.attention.op import (
 )
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.repeated_call import again, find
+from torch_fdattn.ops.repeated_call import again, find, learn
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
@@ -71,7 +70,7 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
     key = key_of("varlen_attention_forward", q, k, v, *packed, *rest)
     given = *packed, *tensors_of(rest)
-    if known := key and find(key):
+    if known := find(key):
         state = _empty_state(q, v, rest[DTYPE_AT])
         if again(known, (q, k, v, *state, *given), "varlen_attention_forward/triton"):
             return state
@@ -90,7 +89,7 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
         run = partial(
             launch_forward, by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
         )  # fmt: skip
-        learn_or_run(key, (q, k, v, out, lse, *given), run)
+        learn(key, (q, k, v, out, lse, *given), run)
     return out, lse
 
 
@@ -141,7 +140,7 @@ def _gradients(
             launch_backward, by_heads(dout), None if dlse is None else dlse.contiguous(), *map(by_heads, (q, k, v, out)),
             lse.contiguous(), mask, scale, *map(by_heads, targets), scores, wanted, dropout, packed=packed, rows=rows,
         )  # fmt: skip
-        learn_or_run(key, (*state, *targets, *rows, *packed, *tensors_of(rest)), run)
+        learn(key, (*state, *targets, *rows, *packed, *tensors_of(rest)), run)
     return targets
 
 
@@ -149,7 +148,7 @@ def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
     state = dout, dlse, q, k, v, out, lse
     key = key_of("varlen_attention_backward", q, *state, *packed, *rest)
-    if known := key and find(key):
+    if known := find(key):
         from torch_fdattn.ops.attention.backward import empty_rows
 
         targets = empty_gradients(q, k, v, rest[DTYPE_AT])
