@@ -16,7 +16,7 @@ from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
 from torch_fdattn import checks
-from torch_fdattn.ops import direct_launch, library, repeated_launch
+from torch_fdattn.ops import direct_launch, library, repeated_call, repeated_launch
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention import backward as attention_backward
@@ -336,18 +336,39 @@ def test_a_call_of_two_launches(driver: Driver, through_triton: list) -> None:
     assert [call() for _ in range(5)] == [False, False, False, True, True]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_known_calls_of_attention(
-    way: str, packed: bool, driver: Driver, through_triton: list, monkeypatch
-) -> None:
-    """Past its checks a raw op hands the driver what it does with them."""
+@pytest.fixture
+def on_a_gpu(driver: Driver, through_triton: list, monkeypatch):
+    """Raw ops take tensors for a GPU's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(library, "use_triton", lambda *_: True)
     monkeypatch.setattr(attention_op.dispatch, "choose", lambda *_: "triton")
     for module in (attention_forward, attention_backward):
         monkeypatch.setattr(module, "device_capability", lambda _: (9, 0))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("strided", ["lse", "dlse"])
+def test_copies_are_no_tensors_of_the_call(strided: str, packed: bool, on_a_gpu) -> None:
+    """What a kernel takes in place of a strided tensor is not there when the call comes again."""
+    op, lead = (varlen_op, ()) if packed else (attention_op, (2,))
+    lens, where = draw(2, dtype=torch.int32), (draw(3, dtype=torch.int32), None) if packed else ()
+    q = draw((96, 4, 32) if packed else (2, 4, 96, 32))
+    rows = {"lse": draw((*lead, 4, 96), dtype=torch.float32), "dlse": draw((*lead, 4, 96), dtype=torch.float32)}  # fmt: skip
+    rows[strided] = rows[strided].mT.contiguous().mT
+    given = q, rows["dlse"], q.clone(), q.clone(), q.clone(), q.clone(), rows["lse"], *where
+    rest = lens, None, None, -1, 0, 0, 0, 0.5, None
+    for _ in range(4):
+        op._backward(*given, *rest)
+    assert not repeated_call._known
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_known_calls_of_attention(
+    way: str, packed: bool, driver: Driver, on_a_gpu, monkeypatch
+) -> None:
+    """Past its checks a raw op hands the driver what it does with them."""
     op = varlen_op if packed else attention_op
     checked = mock.Mock(wraps=op.check_inputs if op is attention_op else op._checked)
     monkeypatch.setattr(op, "check_inputs" if op is attention_op else "_checked", checked)

@@ -225,10 +225,12 @@ def _gradients(
     if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
 
-        dlse = dlse.contiguous() if dlse is not None else None
-        lse, rows = lse.contiguous(), empty_rows(q)
+        rows = empty_rows(q)
+        # Copies have names of their own: what is learnt of a call is by the tensors that it is given.
+        dense_dlse = None if dlse is None else dlse.contiguous()
         run = partial(
-            launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, *targets, scores, wanted, dropout, rows=rows
+            launch_backward, dout, dense_dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted,
+            dropout, rows=rows,
         )  # fmt: skip
         learn(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest)), run)
     else:
