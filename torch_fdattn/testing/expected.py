@@ -18,8 +18,10 @@ from torch_fdattn.testing.varlen_cases import VarlenCase
 #: few elements that are not zero: the largest of 64 errors says little about the next 64. Where the output itself
 #: has so few, all its rows may see one key; there torch's derivative of the softmax cancels without a rounding, and
 #: that of a streaming backward, which subtracts the saved output, cannot: what rounding it costs this case counts too.
+#: Of single numbers, more: one in some hundred draws is beyond twice the largest of eight.
 SAMPLES = 8
-FEW = 512
+SAMPLES_OF_NUMBERS = 32
+FEW, NUMBERS = 512, 8
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,19 @@ def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]
     everything = case.dtype == torch.float32
     found: dict[str, Tensor] = {}
 
-    def takes_samples(name: str, x: Tensor) -> bool:
-        return name != "lse" and (everything or name in sums or is_few(x))
+    def takes(sample: int, name: str, x: Tensor) -> bool:
+        if name == "lse" or not (everything or name in sums or is_few(x)):
+            return sample == 0
+        return sample < (SAMPLES_OF_NUMBERS if 0 < x.numel() < NUMBERS else SAMPLES)
 
     def is_few(x: Tensor) -> bool:
         return 0 < x.count_nonzero() < FEW
 
-    for sample in range(SAMPLES):
-        drawn = replace(case, seed=case.seed + 1_000_000 * sample)
+    for sample in range(SAMPLES_OF_NUMBERS):
+        if sample and not any(takes(sample, name, x) for name, x in found.items()):
+            break
+        others, nearer = sample % SAMPLES, sample // SAMPLES  # dropout's seeds end at 8 million
+        drawn = replace(case, seed=case.seed + 1_000_000 * others + 10_000 * nearer)
         exact = {name: x.detach() for name, x in run(drawn, torch.float64, WAYS[0]).items()}
         found = found or exact
         runs = [(case.dtype, way) for way in ways]
@@ -126,10 +133,8 @@ def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]
             runs.append((torch.float64, case.dtype))
         for dtype, way in runs:
             for name, x in run(drawn, dtype, way).items():
-                if sample == 0 or takes_samples(name, found[name]):
+                if takes(sample, name, found[name]):
                     errors.setdefault(name, []).append(x.detach().double() - exact[name])
-        if not any(takes_samples(name, x) for name, x in found.items()):
-            break
     exact = found
     lse = exact.pop("lse")
     values = {name: (x, errors[name]) for name, x in exact.items()}
