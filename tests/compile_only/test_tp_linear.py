@@ -44,7 +44,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def ranks(early: bool = True):
+def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
     """Modules that believe to be rank 1 of four, their channels on the meta device."""
     words, memory = meta(8, dtype=torch.int64), meta(1 << 28, dtype=torch.uint8)
     channel = types.SimpleNamespace(
@@ -69,6 +69,7 @@ def ranks(early: bool = True):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
             if hasattr(module, "INTERPRET"):
                 stack.enter_context(mock.patch.object(module, "INTERPRET", False))
+        stack.enter_context(mock.patch.object(gemm, "device_capability", return_value=capability))
         for module in (fused_gather, fused_scatter):
             stack.enter_context(mock.patch.object(module, "programs", return_value=132))
         stack.enter_context(
@@ -84,6 +85,7 @@ def check(launches, arch: str, stack: dict[str, int] = STACK) -> None:
     assert launches
     for launch in launches:
         found = resources_of(launch, ARCHS[arch])
+        print(found)
         assert found.spills <= stack.get(found.kernel, 0), found
         assert not found.undefined, found
         assert found.shared <= ARCHS[arch].shared_limit, found
@@ -98,14 +100,18 @@ def text_of(launches, kernel: str, arch: str) -> str:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-def test_all_gather(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_all_gather(rows: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     x, weight = meta(rows // WORLD, 5120, dtype=dtype), meta(12800, 5120, dtype=dtype)
     for strategy in (copy_engine, fused_gather):
-        with ranks(), recorded() as launches:
+        with ranks(capability=capability), recorded() as launches:
             strategy.all_gather_matmul(x, [weight], "0", [rows // WORLD] * WORLD, False)
         check(launches, "sm_90")
     text = text_of(launches, "gather_gemm", "sm_90")
-    assert "cp.async.cg.shared.global [" in text
+    described = capability >= (9, 0) and dtype == torch.bfloat16
+    assert ("cp.async.bulk.tensor" in text) == described
+    assert ("fence.proxy.async.global" in text) == described
+    assert ("cp.async.cg.shared.global [" in text) != described
     assert "cp.async.ca" not in text
     assert dtype != torch.bfloat16 or "wgmma" in text
 
@@ -117,14 +123,22 @@ def test_all_gather(rows: int, dtype: torch.dtype) -> None:
         pytest.param(128, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_reduce_scatter(rows: int, biased: bool) -> None:
+@pytest.mark.parametrize(
+    ("capability", "by_rows"),
+    [((9, 0), True), pytest.param((9, 0), False, marks=pytest.mark.slow), ((8, 0), True)],
+)
+def test_reduce_scatter(
+    rows: int, biased: bool, capability: tuple[int, int], by_rows: bool
+) -> None:
     x, weight, bias = meta(rows, 6400), meta(5120, 6400), meta(5120) if biased else None
+    weight = weight if by_rows else weight.t().contiguous().t()
     for strategy in (copy_engine, fused_scatter):
-        with ranks(), recorded() as launches:
+        with ranks(capability=capability), recorded() as launches:
             strategy.matmul_reduce_scatter(x, weight, "0", [rows // WORLD] * WORLD, bias)
         check(launches, "sm_90", STACK_BIASED if biased else STACK)
     text = text_of(launches, "gemm_scatter", "sm_90")
     assert "st.global.v4" in text
+    assert ("cp.async.bulk.tensor" in text) == (capability >= (9, 0))
 
 
 def test_one_number() -> None:

@@ -42,7 +42,8 @@ def launch(
 
     Args:
         kernel: of `triton.jit`.
-        arguments: the first a tensor, or a tuple of them; all are on the current device.
+        arguments: the first a tensor, or a tuple of them; all are on the current device. Tensor descriptors among
+            them are Triton's to launch.
         also: further arguments by name, tensors in the order of the kernel's parameters.
         options: numbers, flags and strings alone.
     """
@@ -58,7 +59,10 @@ def launch(
     _sign(arguments, addresses, key)
     _sign(also.values(), addresses, key)
     same = tuple(key)
-    found = _known.get(same, _NEVER)
+    try:
+        found = _known.get(same, _NEVER)
+    except TypeError:  # of a tensor descriptor, which has no hash: it is made anew for every launch
+        found = False
     direct = aligned(addresses) and torch._C._cuda_getDevice() == index and not somebody_watches()
     if direct and type(found) is DirectLaunch:
         found(torch._C._cuda_getCurrentRawStream(index), addresses)

@@ -20,44 +20,68 @@ from torch import Tensor
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.signals import as_words, await_flag, read_epoch
 from torch_fdattn.dist.tp_linear.copy_engine import gathering, keep_rows, send_rows
-from torch_fdattn.dist.tp_linear.gemm import grouped, product, tile_for
+from torch_fdattn.dist.tp_linear.gemm import (
+    grouped,
+    operands,
+    order_descriptors,
+    tile_for,
+    tile_product,
+)
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch
 
 
+@triton.jit
+def _one_tile(
+    y_ptr, x, first, tile, w, m, n, k, m_tiles, n_tiles, w_strides, LAYOUT: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of y (m, n) = x[first : first + m] (m, k) @ w (n, k).T."""
+    tile_m, tile_n = grouped(tile, m_tiles, n_tiles, GROUP)
+    acc = tile_product(
+        None, x, first, tile_m * BLOCK_M, m, w, tile_n * BLOCK_N, n, k, k, w_strides, LAYOUT, EVEN_K, BLOCK_M, BLOCK_N,
+        BLOCK_K, STAGES, PRECISION,
+    )  # fmt: skip
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * n + columns[None, :]
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["limit_ns", "rank", "m"])
 def _gather_gemm_kernel(
-    x_ptr, gathered_ptr, w_ptr, y_ptr, w_strides, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, m, n, k,
-    WORLD: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    y_ptr, x, gathered, w, w_strides, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, m, n, k,
+    WORLD: tl.constexpr, LAYOUT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x (m, k), gathered (WORLD, m, k) of which the own is not there, w (n, k) -> y (WORLD, m, n)."""
     epoch = read_epoch(state_ptr)
     arrived = as_words(tl.load(addresses_ptr + rank))
     m_tiles, n_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    tiles = m_tiles * n_tiles
+    tiles, count = m_tiles * n_tiles, tl.num_programs(0)
+    for tile in range(tl.program_id(0), tiles, count):
+        _one_tile(
+            y_ptr + (tl.cast(rank, tl.int64) * m) * n, x, 0, tile, w, m, n, k, m_tiles, n_tiles, w_strides, LAYOUT, EVEN_K,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, PRECISION,
+        )  # fmt: skip
+    own = tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), count)  # of this program
     seen = 0
-    for tile in range(tl.program_id(0), tiles * WORLD, tl.num_programs(0)):
+    for tile in range(tl.program_id(0) + own * count, tiles * WORLD, count):
         step = tile // tiles
         source = (rank + step) % WORLD
         if step > seen:
             await_flag(arrived + source, source, epoch, state_ptr, fault_ptr, limit_ns)
+            if LAYOUT is not None:
+                order_descriptors()
             seen = step
-        tile_m, tile_n = grouped(tile % tiles, m_tiles, n_tiles, GROUP)
-        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        theirs = gathered_ptr + source.to(tl.int64) * m * k
-        acc = product(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.where(step == 0, x_ptr, theirs), w_ptr, rows, columns, m, n, 0, k, k, w_strides[0], w_strides[1],
-            EVEN_K, BLOCK_K, STAGES, PRECISION,
+        _one_tile(
+            y_ptr + (tl.cast(source, tl.int64) * m) * n, gathered, source * m, tile % tiles, w, m, n, k, m_tiles, n_tiles,
+            w_strides, LAYOUT, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP, PRECISION,
         )  # fmt: skip
-        y_ptrs = (
-            y_ptr + (source.to(tl.int64) * m + rows.to(tl.int64))[:, None] * n + columns[None, :]
-        )
-        inside = (rows < m)[:, None] & (columns < n)[None, :]
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def programs(tiles: int, device: torch.device) -> int:
@@ -82,15 +106,16 @@ def all_gather_matmul(
         send_rows(copies, x, rows)
         for weight, y in zip(weights, ys, strict=True):
             n = weight.shape[0]
-            tile = tile_for(m, n, x.dtype)
+            tile = tile_for(m, n, world, x.dtype)
             tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
             if not tiles:
                 continue
             with on_device(x):
+                given = operands((x, gathered), weight, tile)
                 launch(
                     _gather_gemm_kernel, programs(tiles, x.device),
-                    x, gathered, weight, y, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
-                    k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
+                    y, *given.xs, given.weight, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
+                    given.layout, k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
                     num_warps=tile.warps,
                 )  # fmt: skip
         if keep:
