@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import tempfile
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import triton
 
 from benchmarks.resources.compiled import compile_launch, resources_of
 from benchmarks.resources.launches import recorded
@@ -85,7 +89,6 @@ def check(launches, arch: str, stack: dict[str, int] = STACK) -> None:
     assert launches
     for launch in launches:
         found = resources_of(launch, ARCHS[arch])
-        print(found)
         assert found.spills <= stack.get(found.kernel, 0), found
         assert not found.undefined, found
         assert found.shared <= ARCHS[arch].shared_limit, found
@@ -94,6 +97,16 @@ def check(launches, arch: str, stack: dict[str, int] = STACK) -> None:
 def text_of(launches, kernel: str, arch: str) -> str:
     (launch,) = (x for x in launches if kernel in x.kernel.__name__)
     return compile_launch(launch, ARCHS[arch]).asm["ptx"]
+
+
+def serialised(text: str) -> bool:
+    """Whether ptxas makes each wgmma wait for the one before (its note C7515)."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(text)
+        command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        return "C7515" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @pytest.mark.parametrize("rows", [4096, pytest.param(128, marks=pytest.mark.slow)])
@@ -113,6 +126,7 @@ def test_all_gather(rows: int, dtype: torch.dtype, capability: tuple[int, int]) 
     assert ("fence.proxy.async.global" in text) == described
     assert ("cp.async.cg.shared.global [" in text) != described
     assert "cp.async.ca" not in text
+    assert not serialised(text)
     assert dtype != torch.bfloat16 or "wgmma" in text
 
 
@@ -139,6 +153,27 @@ def test_reduce_scatter(
     text = text_of(launches, "gemm_scatter", "sm_90")
     assert "st.global.v4" in text
     assert ("cp.async.bulk.tensor" in text) == (capability >= (9, 0))
+    assert not serialised(text)
+
+
+def test_operands() -> None:
+    """Descriptors where the device takes them; the rest by pointers."""
+    tile = gemm.Tile(128, 128, 64, 4, 4)
+
+    def layout(x, weight, capability=(9, 0)) -> str | None:
+        with ranks(capability=capability):
+            return gemm.operands((x,), weight, tile).layout
+
+    x, weight = meta(256, 64), meta(512, 64)
+    assert layout(x, weight) == "rows"
+    assert layout(x, weight.t().contiguous().t()) == "columns"
+    assert layout(x, weight, (8, 9)) is None
+    assert layout(x, weight, (0, 0)) is None
+    assert layout(x.float(), weight.float()) is None
+    assert layout(meta(256, 60), meta(512, 60)) is None  # rows of 120 bytes
+    assert layout(x, meta(512, 128)[:, ::2]) is None
+    assert layout(x[:0], weight) is None
+    assert layout(meta(256, 68)[:, 4:], weight) is None
 
 
 def test_one_number() -> None:
@@ -214,7 +249,7 @@ def test_all_reduce_and_norm(columns: int) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
 def test_other_targets(arch: str) -> None:
     x, weight = meta(1024, 5120), meta(2560, 5120)
-    with ranks(early=arch != "sm_80"), recorded() as launches:
+    with ranks(arch != "sm_80", ARCHS[arch].capability), recorded() as launches:
         fused_gather.all_gather_matmul(x, [weight], "0", [1024] * WORLD, False)
         fused_scatter.matmul_reduce_scatter(x, weight, "0", [256] * WORLD)
         gemm_epilogue.matmul_all_reduce(x[:16], weight, "0")

@@ -106,7 +106,7 @@ def all_gather_matmul(
         send_rows(copies, x, rows)
         for weight, y in zip(weights, ys, strict=True):
             n = weight.shape[0]
-            tile = tile_for(m, n, world, x.dtype)
+            tile = tile_for(m, n, world, x)
             tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
             if not tiles:
                 continue

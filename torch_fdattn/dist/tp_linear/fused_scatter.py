@@ -157,7 +157,7 @@ def matmul_reduce_scatter(
     y = x.new_empty(m, n)
     if not y.numel():
         return y
-    tile = tile_for(m, n, world, x.dtype)
+    tile = tile_for(m, n, world, x)
     given = operands((x,), weight, tile)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     nbytes = cdiv(world * tiles, 32) * 256 + world * m * n * x.element_size()

@@ -40,14 +40,19 @@ class Tile(NamedTuple):
     group: int = 8
 
 
-def tile_for(rows: int, columns: int, ranks: int, dtype: torch.dtype) -> Tile:
-    """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, ranks must agree on them."""
+def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
+    """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, ranks must agree on them.
+
+    like: of the product's dtype and device.
+    """
     if INTERPRET:
         return Tile(16, 16, 32, 4, 1, 2)
-    if dtype.itemsize > 2:
+    if like.dtype.itemsize > 2:
         return Tile(64, 64, 32, 4, 3)
     if rows <= 64:
         return Tile(64, 128, 64, 4, 4)
+    if device_capability(like.device) < _DESCRIPTORS:  # which have half the shared memory
+        return Tile(128, 128, 64, 8, 3)
     wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
 
     def waves(tile: Tile) -> int:
