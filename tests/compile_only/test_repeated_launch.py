@@ -7,7 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
@@ -399,6 +402,26 @@ def test_known_calls_of_attention(
         patch.setattr(attention_op.tuning, "chosen", lambda op, config, *_: config)
         call_with(pool, "attention")
     assert checked.call_count == 4
+
+
+@triton.jit
+def _copy_kernel(y_ptr, x, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at[:, None] * BLOCK + at[None, :], x.load([0, 0]))
+
+
+def test_descriptors_are_tritons_to_launch(driver: Driver, through_triton: list) -> None:
+    """They have no hash; what else has none is no argument of a kernel."""
+    x, y = torch.zeros(64, 64).half(), torch.zeros(64, 64).half()
+    for _ in range(4):
+        described = TensorDescriptor(x, [64, 64], [64, 1], [64, 64])
+        copy = lambda: repeated_launch.launch(_copy_kernel, 1, y, described, 64)  # noqa: B023, E731
+        repeat(("copy",), (x, y), copy)
+    assert len(through_triton) == 4
+    assert not driver.calls
+    assert not repeated_call._known
+    with pytest.raises(TypeError, match="unhashable"):
+        repeated_launch.launch(_copy_kernel, 1, y, np.zeros(2), 64)
 
 
 def test_an_option_without_a_hash(driver: Driver, through_triton: list) -> None:

@@ -132,6 +132,28 @@ def test_matmul_reduce_scatter(
         assert torch.equal(y, matmul_reduce_scatter(*ours, group, strategy=strategy))
 
 
+@pytest.mark.parametrize("late", ["first", "last"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_comes_late(group, rank_device, strategy: str, late: str) -> None:
+    """What it has not sent yet is waited for."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = draw(world * 4, 32, device=rank_device)
+    weight = draw(world, 16, 32, device=rank_device)[rank]
+    for step in range(3):  # what was sent in a call before is other data
+        x = x + 1
+        if rank == (0 if late == "first" else world - 1):
+            time.sleep(0.3)
+        (y,) = all_gather_matmul(x[of_rank(4)], [weight], group, strategy=strategy)
+        torch.testing.assert_close(y, x @ weight.t(), rtol=1e-4, atol=1e-4, msg=f"gather {step}")
+        mine = x * (rank + 1)
+        if rank == (0 if late == "first" else world - 1):
+            time.sleep(0.3)
+        z = matmul_reduce_scatter(mine, weight[:, :32], group, strategy=strategy)
+        whole = mine @ weight.t()
+        dist.all_reduce(whole)
+        torch.testing.assert_close(z, whole[of_rank(4)], rtol=1e-4, atol=1e-4, msg=f"scatter {step}")  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [1, 5, 21])
 @pytest.mark.parametrize("method", METHODS)
 def test_matmul_all_reduce(group, rank_device, method: str, rows: int) -> None:

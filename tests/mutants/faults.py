@@ -67,6 +67,9 @@ FUSED_PARTS = Tests(
     "parts merged by the exchange", ("tests/dist/test_fused_parts.py",), interpret=True, ranks=2
 )
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
+MATMULS = Tests(
+    "tensor-parallel matmuls", ("tests/dist/test_tp_one_sided.py",), interpret=True, ranks=2
+)
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
@@ -315,6 +318,26 @@ FAULTS = (
         "fake outputs contiguous", f"{_KERNELS}/attention/op.py",
         "dropout)\n    return empty_state(q, v, out_dtype)", "dropout)\n    return empty_state(q.contiguous(), v, out_dtype)",
         FRAMEWORK,
+    ),
+    Fault(
+        "a late rank's tiles taken before they came", "torch_fdattn/dist/tp_linear/fused_scatter.py",
+        "came &= await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)",
+        "came &= True", MATMULS,
+    ),
+    Fault(
+        "a late rank's rows taken before they came", "torch_fdattn/dist/tp_linear/fused_gather.py",
+        "            await_flag(arrived + source, source, epoch, state_ptr, fault_ptr, limit_ns)\n",
+        "", MATMULS,
+    ),
+    Fault(
+        "the last tile's flag forgotten", "torch_fdattn/dist/tp_linear/fused_scatter.py",
+        "    if waiting >= 0:\n        _raise(",
+        "    if waiting >= tiles:\n        _raise(", MATMULS,
+    ),
+    Fault(
+        "copies learnt for the tensors that were given", f"{_KERNELS}/attention/op.py",
+        "        run = partial(\n            launch_backward, dout, dense_dlse,",
+        "        dlse = dense_dlse\n        run = partial(\n            launch_backward, dout, dense_dlse,", KNOWN,
     ),
     Fault(
         "ranks deal blocks to a neighbour", "torch_fdattn/dist/sharding.py",

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops import repeated_call
 from torch_fdattn.ops.direct_launch import (
@@ -61,8 +62,10 @@ def launch(
     same = tuple(key)
     try:
         found = _known.get(same, _NEVER)
-    except TypeError:  # of a tensor descriptor, which has no hash: it is made anew for every launch
-        found = False
+    except TypeError:
+        if not any(type(x) is TensorDescriptor for x in arguments):
+            raise
+        found = False  # descriptors have no hash, and are made anew for every launch
     direct = aligned(addresses) and torch._C._cuda_getDevice() == index and not somebody_watches()
     if direct and type(found) is DirectLaunch:
         found(torch._C._cuda_getCurrentRawStream(index), addresses)

@@ -70,6 +70,8 @@ def _find_obstacle(group, device: torch.device) -> str | None:
             return f"rank {rank}: {theirs['obstacle']}"
     if len({x["host"] for x in everywhere}) > 1:
         return "the group's ranks are on several hosts"
+    if len({x["kind"] for x in everywhere}) > 1:  # tiles that travel follow from it
+        return "the group's GPUs are of several compute capabilities"
     unreachable = [_cannot_reach(device, [x["device"] for x in everywhere])] * group.size()
     dist.all_gather_object(unreachable, unreachable[group.rank()], group=group)
     for rank, reason in enumerate(unreachable):
@@ -91,8 +93,11 @@ def _about_this_rank(device: torch.device) -> dict:
         reason = f"no memory of {device.type} devices is shared"
     elif not library.INTERPRET:
         reason = "CPU tensors go through the kernels with TRITON_INTERPRET=1 alone"
-    name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "device": name, "obstacle": reason}
+    name, kind = "", None
+    if device.type == "cuda":
+        name = str(torch.cuda.get_device_properties(device).uuid)
+        kind = torch.cuda.get_device_capability(device)
+    return {"host": _host(), "device": name, "kind": kind, "obstacle": reason}
 
 
 def _cannot_reach(device: torch.device, uuids: list[str]) -> str | None:
