@@ -40,7 +40,11 @@ def add_command(names) -> None:
         ("--target", None, "of sm_80, sm_90, sm_100, gfx942, gfx950 (default: all)"),
         ("--dtype", ("bf16",), "of bf16, fp16, fp32"),
         ("--mask", ("causal",), "of full, causal, window, padded, sharded, all"),
-        ("--scores", ("",), "attention's options: of softcap, alibi, sinks, mask, bias, scores"),
+        (
+            "--scores",
+            ("",),
+            "attention's options: of softcap, alibi, sinks, mask, row, bias, scores",
+        ),
         ("--cache", ("same",), "decode's and append's: of same, e4m3, e5m2, int8, each -paged too"),
         ("--tile", (None,), "instead of the configured one, as 128x64w8s3; attention and decode"),
     ):

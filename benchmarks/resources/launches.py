@@ -25,6 +25,7 @@ from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import Scores
 
 from ..runner import DTYPES
@@ -57,6 +58,7 @@ SCORES = {
     "alibi": Scores(alibi_slopes=torch.empty(32, device="meta")),
     "sinks": Scores(sinks=torch.empty(32, device="meta")),
     "mask": Scores(attn_mask=torch.empty(2, 1, 4096, 4096, dtype=torch.bool, device="meta")),
+    "row": Scores(attn_mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta")),
     "bias": Scores(attn_mask=torch.empty(32, 4096, 4096, dtype=torch.bfloat16, device="meta")),
     "own bias": Scores(
         attn_mask=torch.empty(2, 32, 4096, 4096, dtype=torch.bfloat16, device="meta")
@@ -205,10 +207,11 @@ def _attention(case: Case) -> None:
     dropout = Dropout(case.dropout_p, meta(2, dtype=torch.int64))
     v, out = (meta(*x.shape[:3], v_dim, dtype=dtype) for x in (k, q))
     lse, widest = meta(*q.shape[:-1]), max(dim, v_dim)
+    ranges = None if packed else empty_ranges(scores.attn_mask, q, k)
     if case.op.endswith("forward"):
         borders = has_borders(mask, k.shape[2])
         config = case.tile or forward_config(widest, dtype, capability, borders, scores, dropout)
-        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed)
+        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed, ranges)
         return
     config = backward_config(widest, dtype, capability, scores, dropout)
     if case.tile:
@@ -218,7 +221,7 @@ def _attention(case: Case) -> None:
     launch_backward(
         out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
         torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, dropout, config,
-        packed,
+        packed, ranges=ranges,
     )  # fmt: skip
 
 

@@ -94,10 +94,12 @@ def score_cases():
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, scores="scores")
         yield Case(op, "sm_90", "bf16", dim, scores="bias")
+        yield Case(op, "sm_90", "bf16", dim, "full", scores="row")
         yield Case(op, "sm_90", "bf16", dim, scores="own bias")
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="scores")
         yield Case(op, arch, "bf16", 128, "all", scores="mask")
+        yield Case(op, arch, "bf16", 128, scores="row")
         yield Case(op, arch, "fp16", 192, v_dim=128)
         yield Case(op, arch, "bf16", 512)
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):

@@ -23,18 +23,31 @@ def attend_range(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0, whole=None,
 ):  # fmt: skip
     """The running state after the key range `bounds` of `ops/tiles.py`: its borders, then its interior.
+
+    whole: a number, not 0 where the explicit mask hides nothing of the interior, and is not read there.
 
     In this order: with the interior first, ptxas serialises the wgmma of both loops (its remark C7515),
     which cost 20 % of the rate on Hopper. A range known to have no BORDERS is compiled without them:
     their loop costs registers even where it has no step.
     """
-    for interior in tl.static_range(0 if BORDERS else 1, 2):
+    for interior in tl.static_range(0 if BORDERS else 1, 2 if whole is None else 3):
+        within, given = bounds, options
+        if whole is not None and interior > 0:
+            read_from = tl.where(whole != 0, bounds[2], bounds[1])
+            if interior == 1:
+                within = (bounds[0], bounds[1], read_from, bounds[3])
+                given = (  # in place: triton 3.6 has no function return None within a tuple
+                    options[0], options[1], options[2], options[3], options[4], None, None, options[7], options[8],
+                    options[9], None, None,
+                )  # fmt: skip
+            else:
+                within = (bounds[0], read_from, bounds[2], bounds[3])
         acc, row_max, row_sum = attend_tiles(
-            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys,
-            options, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
+            acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, within, queries, keys,
+            given, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
             EVEN_D, PRECISION, pages, PAGE,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -155,6 +155,17 @@ def key_range(
 
 
 @triton.jit
+def shown_range(bounds, first, end, BLOCK_N: tl.constexpr):
+    """What is left of `key_range` where a mask's row hides the keys before `first` and from `end` on."""
+    begin, full_begin, full_end, last = bounds
+    last = tl.minimum(last, end)
+    begin = tl.minimum(tl.maximum(begin, first // BLOCK_N * BLOCK_N), last)
+    full_begin = tl.minimum(tl.maximum(full_begin, tl.cdiv(first, BLOCK_N) * BLOCK_N), last)
+    full_end = tl.maximum(tl.minimum(full_end, end // BLOCK_N * BLOCK_N), full_begin)
+    return begin, full_begin, full_end, last
+
+
+@triton.jit
 def query_range(
     first, last, whole, q_start, q_len, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,

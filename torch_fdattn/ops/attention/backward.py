@@ -57,6 +57,7 @@ from torch_fdattn.ops.online_softmax import LN2
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.repeated_launch import launch
+from torch_fdattn.ops.row_ranges_kernel import find_ranges
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 
 
@@ -64,12 +65,13 @@ def launch_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
     wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
-    packed: Packed | None = None, rows: tuple[Tensor, Tensor] | None = None,
+    packed: Packed | None = None, rows: tuple[Tensor, Tensor] | None = None, ranges: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
     `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
-    by `packed.by_heads`, and lse and dlse (H, T). rows: `empty_rows`, scratch memory.
+    by `packed.by_heads`, and lse and dlse (H, T). rows: `empty_rows`, ranges: `empty_ranges`, scratch
+    memory.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
@@ -82,7 +84,7 @@ def launch_backward(
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)
             again = partial(
                 launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout,
-                packed=packed,
+                packed=packed, ranges=ranges,
             )  # fmt: skip
             config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
     mask = contiguous_mask(mask)
@@ -119,6 +121,9 @@ def launch_backward(
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = kernel_arguments(packed, k)
     with on_device(q):
+        if ranges is not None:
+            find_ranges(ranges, scores, q, k)
+            found_in, borders = {"ranges_ptr": ranges}, True
         # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
         dmask = wanted.attn_mask
         in_dq = None  # where the sweep itself writes it
@@ -132,7 +137,7 @@ def launch_backward(
             block_m = 64 if v_dim <= 256 else 16
             launch(
                 _row_terms_kernel, padded_len // block_m * heads * batch,
-                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=found_in,
+                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=kernel_arguments(packed, k),
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv

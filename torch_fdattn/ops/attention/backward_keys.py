@@ -123,7 +123,7 @@ def _dkdv_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
-    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     first_row = 0
@@ -178,6 +178,10 @@ def _dkdv_kernel(
     )  # fmt: skip
     dk_ptr += batch64 * dk_strides[0] + kv_head64 * dk_strides[1]
     dv_ptr += batch64 * dv_strides[0] + kv_head64 * dv_strides[1]
+    if ranges_ptr is not None:  # no key of it that the mask shows
+        ranges_ptr += batch * 3
+        if (first_key + BLOCK_N <= tl.load(ranges_ptr)) | (first_key >= tl.load(ranges_ptr + 1)):
+            end = begin
     if (first_key >= kv_len) | (begin >= end):  # no valid key, or no query that sees one
         no_dk, no_dv = (
             tl.zeros([BLOCK_N, BLOCK_D], tl.float32),

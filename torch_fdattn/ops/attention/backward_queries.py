@@ -23,6 +23,7 @@ from torch_fdattn.ops.tiles import (
     block_coordinates,
     key_range,
     sequence_bounds,
+    shown_range,
     tile_offsets,
     visible,
 )
@@ -89,7 +90,7 @@ def _dq_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
-    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
+    sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     # Programs fill the processors that dK and dV leave idle at their end, of which they need nothing; the last one
@@ -149,6 +150,9 @@ def _dq_kernel(
 
     last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
     bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    if ranges_ptr is not None:
+        ranges_ptr += batch * 3
+        bounds = shown_range(bounds, tl.load(ranges_ptr), tl.load(ranges_ptr + 1), BLOCK_N)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dslopes = tl.zeros([BLOCK_M], tl.float32)
     dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]

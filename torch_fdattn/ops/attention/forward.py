@@ -46,6 +46,7 @@ from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.repeated_launch import launch
+from torch_fdattn.ops.row_ranges_kernel import find_ranges
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import (
@@ -53,6 +54,7 @@ from torch_fdattn.ops.tiles import (
     key_range,
     keys_before,
     sequence_bounds,
+    shown_range,
 )
 
 
@@ -79,7 +81,7 @@ def _attention_forward_kernel(
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, page_table_ptr=None, table_stride=None, table_step=None, page_count=None,
-    PAGE: tl.constexpr = 0,
+    PAGE: tl.constexpr = 0, ranges_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
     PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
@@ -123,6 +125,11 @@ def _attention_forward_kernel(
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
     bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    whole = None
+    if ranges_ptr is not None:
+        ranges_ptr += batch * 3
+        bounds = shown_range(bounds, tl.load(ranges_ptr), tl.load(ranges_ptr + 1), BLOCK_N)
+        whole = tl.load(ranges_ptr + 2)
     pages = None
     if PAGE > 0:
         oldest = 0
@@ -142,7 +149,7 @@ def _attention_forward_kernel(
         (block * BLOCK_M, q_len, q_start), keys,
         score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
         HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
-        pages, PAGE,
+        pages, PAGE, whole,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
     if score_options[7] is not None:
@@ -172,9 +179,11 @@ def has_borders(mask: Mask, kv_len: int) -> bool:
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
-    config: TileConfig | None = None, packed: Packed | None = None,
+    config: TileConfig | None = None, packed: Packed | None = None, ranges: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous).
+
+    ranges: `empty_ranges`, scratch memory.
 
     Of packed sequences, q and out, k and v are by `packed.by_heads`, or k and v pages, and lse is (H, T).
     """
@@ -191,8 +200,8 @@ def launch_forward(
         if tuning.state.active:
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)
             again = partial(
-                launch_forward, q, k, v, mask, scale, out, lse, scores, dropout, packed=packed
-            )
+                launch_forward, q, k, v, mask, scale, out, lse, scores, dropout, packed=packed, ranges=ranges,
+            )  # fmt: skip
             config = tuning.chosen("forward", config, call, (out, lse), again)
     op, row_blocks = "attention_forward", cdiv(q_len, config.block_m)
     if packed is not None:
@@ -206,15 +215,17 @@ def launch_forward(
     head_bytes = kv_capacity * (head_dim + v_dim) * k.element_size() // group
     beside = heads_beside(mask, heads * batch, head_bytes, packed is not None)
     with on_device(q):
+        if ranges is not None:
+            find_ranges(ranges, scores, q, k)
         launch(
             _attention_forward_kernel, row_blocks * heads * batch,
             q, k, v, out, lse, *mask[:3],
             q.stride(), k.stride(), v.stride(), out.stride(),
             kernel_options(scores, q, k, dropout, packed), beside,
             q_len, kv_capacity, *mask_numbers(mask), scale, heads, group, head_dim, v_dim,
-            **mask_flags(mask), BORDERS=borders, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
+            **mask_flags(mask), BORDERS=borders or ranges is not None, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
             PRECISION=dot_precision(q.dtype),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
             BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,
-            also=kernel_arguments(packed, k),
+            also=kernel_arguments(packed, k) if ranges is None else {"ranges_ptr": ranges},
         )  # fmt: skip

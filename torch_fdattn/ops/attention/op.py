@@ -33,6 +33,7 @@ from torch_fdattn.ops.attention.reference import (
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.repeated_call import again, find, learn, metadata
+from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: The tail of every raw op's schema, in the order of `positions.Mask` and then scale.
@@ -126,26 +127,35 @@ def tensors_of(rest: tuple) -> list[Tensor]:
     return [x for x in rest if isinstance(x, Tensor)]
 
 
+def mask_of(rest: tuple) -> Tensor | None:
+    """The explicit mask among them."""
+    at = _MASKS + 1 + _SCORES
+    return rest[at] if len(rest) > at else None
+
+
 def _forward(q, k, v, *rest):
     key = key_of("attention_forward", q, k, v, *rest)
     if known := find(key):
-        state = empty_state(q, v, rest[DTYPE_AT])
-        if again(known, (q, k, v, *state, *tensors_of(rest)), "attention_forward/triton"):
+        state, ranges = empty_state(q, v, rest[DTYPE_AT]), empty_ranges(mask_of(rest), q, k)
+        if again(known, (q, k, v, *state, *tensors_of(rest), ranges), "attention_forward/triton"):
             return state
     mask, scale, out_dtype, scores, dropout = call_of(rest)
     mask = mask.clamped
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
     state = empty_state(q, v, out_dtype)
-    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, dropout)
-    learn(key, (q, k, v, *state, *tensors_of(rest)), run)
+    ranges = empty_ranges(scores.attn_mask, q, k)
+    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, dropout, ranges)
+    learn(key, (q, k, v, *state, *tensors_of(rest), ranges), run)
     return state
 
 
-def _attend_into(out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT) -> None:
+def _attend_into(
+    out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT, ranges=None
+) -> None:
     if dispatch.choose("forward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.forward import launch_forward
 
-        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout)
+        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, ranges=ranges)
     else:
         library.launches["attention_forward/reference"] += 1
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
@@ -160,12 +170,12 @@ def key_of(name: str, q: Tensor, *others) -> tuple | None:
 
 
 def attend_again(key: tuple | None, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
-    """The raw forward of a call that is known; None: run it."""
+    """The raw forward of a call that is known; None: run it. tensors: mask and scores, the explicit mask the last."""
     known = find(key)
     if known is None:
         return None
-    state = empty_state(q, v)
-    done = again(known, (q, k, v, *state, *tensors), "attention_forward/triton")
+    state, ranges = empty_state(q, v), empty_ranges(tensors[-1], q, k)
+    done = again(known, (q, k, v, *state, *tensors, ranges), "attention_forward/triton")
     return state if done else None
 
 
@@ -175,8 +185,9 @@ def attend_eagerly(
     """The raw forward's kernel where nobody sees the op; mask is clamped."""
     check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
     state = empty_state(q, v)
-    run = partial(_attend_into, *state, q, k, v, mask, scale, scores)
-    learn(key, (q, k, v, *state, *mask[:3], *scores[1:]), run)
+    ranges = empty_ranges(scores.attn_mask, q, k)
+    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, ranges=ranges)
+    learn(key, (q, k, v, *state, *mask[:3], *scores[1:], ranges), run)
     return state
 
 
@@ -225,14 +236,14 @@ def _gradients(
     if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
         from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
 
-        rows = empty_rows(q)
+        rows, ranges = empty_rows(q), empty_ranges(scores.attn_mask, q, k)
         # Copies have names of their own: what is learnt of a call is by the tensors that it is given.
         dense_dlse = None if dlse is None else dlse.contiguous()
         run = partial(
             launch_backward, dout, dense_dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted,
-            dropout, rows=rows,
+            dropout, rows=rows, ranges=ranges,
         )  # fmt: skip
-        learn(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest)), run)
+        learn(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest), ranges), run)
     else:
         library.launches["attention_backward/reference"] += 1
         *found, of_scores = attention_backward_reference(
@@ -251,7 +262,8 @@ def _backward(dout, dlse, q, k, v, out, lse, *rest):
         from torch_fdattn.ops.attention.backward import empty_rows
 
         targets = empty_gradients(q, k, v, rest[DTYPE_AT])
-        tensors = *state, *targets, *empty_rows(q), *tensors_of(rest)
+        ranges = empty_ranges(mask_of(rest), q, k)
+        tensors = *state, *targets, *empty_rows(q), *tensors_of(rest), ranges
         if again(known, tensors, "attention_backward/triton"):
             return targets
     return _gradients(*state, rest, NO_SCORES, key)
