@@ -183,7 +183,7 @@ def launch_backward(
         rows = slope_rows[:, :, :q_len]
         if packed is not None:
             rows = _sum_by_sequence(slope_rows, packed, q_len)
-        wanted.alibi_slopes.copy_(rows.sum(over))
+        wanted.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # which cancels
     if wanted.sinks is not None:
         if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
             lse, q_len = lse2 * LN2.value, padded_len

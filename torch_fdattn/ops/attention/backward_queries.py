@@ -45,6 +45,10 @@ def _dq_tiles(
     kt_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
     d_v = tl.arange(0, dout.shape[1])
     EVEN_DV: tl.constexpr = v_dim == dout.shape[1]
+    # The saved lse is rounded: a row's weights are all too large or too small by up to 4e-7, and so is its slope's
+    # gradient, of which the sum over rows cancels most. What they sum to, 1 where no sink has a part, tells by how much.
+    NORMALISES: tl.constexpr = SLOPES and q.dtype == tl.float32 and options[3] is None
+    weights = tl.zeros_like(dslopes)
     vt_offsets = tile_offsets(n[None, :], d_v[:, None], v_strides, WIDE)
     for step in tl.range(0, tl.maximum(bounds[3] - bounds[0], 1), BLOCK_N):
         start = bounds[0] + step
@@ -68,6 +72,8 @@ def _dq_tiles(
             kept = kept_tile(options, head, q_pos, index, start, keys, STRIPED)
             dp = tl.where(kept, dp, 0.0) * options[9]
         ds = p * (dp - delta[:, None])
+        if NORMALISES:
+            weights += tl.sum(p, 1)
         if SLOPES:
             # The select keeps the product from becoming part of an FMA with another thread's: threads that hold the
             # same row would round differently, and which of them writes last is chance.
@@ -77,6 +83,8 @@ def _dq_tiles(
             store_mask_tile(dmask, start, ds, queries[0], WIDE)
         ds = (ds * cap_slope).to(kt.dtype)
         dq = add_dot(dq, ds, tl.trans(kt), PRECISION)
+    if NORMALISES:
+        dslopes /= tl.where(weights > 0, weights, 1.0)
     return dq, dslopes
 
 
