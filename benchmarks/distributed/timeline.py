@@ -5,6 +5,7 @@ What overlaps stands above each other. On a CPU the rows are threads and show op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,10 @@ KINDS = {
     "wait": ("_start_kernel", "_await_kernel", "_finish_kernel"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "matmul", "linear"),
 }
+#: About 30 ms.
+_QUEUEING_CYCLES = 50_000_000
+#: The kernel of `torch.cuda._sleep`.
+_SLEEP = "spin_kernel"
 _COLOURS = {"matmul": "C0", "copy": "C1", "communication": "C2", "wait": "C3", "other": "0.7"}
 
 
@@ -44,7 +49,11 @@ class Span(NamedTuple):
 
 
 def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
-    """What one call runs on this rank; all ranks make it together, once before it is watched."""
+    """What one call runs on this rank; all ranks make it together, once before it is watched.
+
+    On a GPU the call is queued behind a kernel that does nothing for as long as the slowest host may take: a profiler
+    slows the host down, and starts on each rank at another time, which is not what is to be seen.
+    """
     on_gpu = ranks.device.type == "cuda"
     activities = torch.profiler.ProfilerActivity
     call()
@@ -52,6 +61,10 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
     with torch.profiler.profile(
         activities=[activities.CUDA if on_gpu else activities.CPU]
     ) as profile:
+        if on_gpu:
+            call()  # the first launches under a profiler take milliseconds each
+            meet(ranks)
+            torch.cuda._sleep(_QUEUEING_CYCLES)
         call()
         if on_gpu:
             torch.cuda.synchronize()
@@ -60,13 +73,15 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
 
 
 def spans(events: Sequence, on_gpu: bool) -> list[Span]:
-    """The device's events, or, on a CPU, those that no other contains."""
+    """The device's events after the last `_SLEEP`, or, on a CPU, those that no other contains."""
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
         (event.name, event.device_resource_id if on_gpu else event.thread, event.time_range)
         for event in events
         if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
     ]
+    woken = max((time.end for name, _, time in found if _SLEEP in name), default=-math.inf)
+    found = [event for event in found if event[2].start >= woken]
     if not found:
         return []
     begin = min(time.start for _, _, time in found)

@@ -210,14 +210,16 @@ class TestLookup:
         assert self.find(SCATTER, 20, features=4000) is None
 
 
-def test_spans_are_the_device_s_and_begin_at_zero() -> None:
-    def event(name, device, start, end, row=7, parent=None):
-        time = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
-        return SimpleNamespace(
-            name=name, device_type=device, device_resource_id=row, thread=row, time_range=time,
-            cpu_parent=parent,
-        )  # fmt: skip
+def event(name, device, start, end, row=7, parent=None):
+    """Of a profile, as `spans` reads it."""
+    time = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, device_type=device, device_resource_id=row, thread=row, time_range=time,
+        cpu_parent=parent,
+    )  # fmt: skip
 
+
+def test_spans_are_the_device_s_and_begin_at_zero() -> None:
     events = [
         event("aten::mm", DeviceType.CPU, 0, 9),
         event("aten::inner", DeviceType.CPU, 1, 2, parent=object()),
@@ -249,3 +251,16 @@ def run_forms(kind: str, folder: str) -> None:
 
 if __name__ == "__main__":
     run_forms(*sys.argv[1:])
+
+
+def test_spans_begin_behind_the_kernel_that_calls_are_queued_behind() -> None:
+    sleep = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    events = [
+        event("nvjet of the first call", DeviceType.CUDA, 0, 900),
+        event(sleep, DeviceType.CUDA, 1000, 31000),
+        event("nvjet", DeviceType.CUDA, 31002, 31040),
+        event("ncclDevKernel_AllReduce", DeviceType.CUDA, 31041, 31050, row=9),
+    ]
+    found = spans(events, on_gpu=True)
+    assert [(span.row, span.start, span.duration) for span in found] == [(7, 0, 38), (9, 39, 9)]
+    assert spans(events[:2], on_gpu=True) == []
