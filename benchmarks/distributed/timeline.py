@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from .clock import meet
@@ -65,6 +66,10 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
             call()  # the first launches under a profiler take milliseconds each
             meet(ranks)
             torch.cuda._sleep(_QUEUEING_CYCLES)
+            dist.all_reduce(
+                torch.zeros(1, device=ranks.device), group=ranks.group
+            )  # wakes all at once
+            torch.cuda._sleep(1)
         call()
         if on_gpu:
             torch.cuda.synchronize()
@@ -81,6 +86,10 @@ def spans(events: Sequence, on_gpu: bool) -> list[Span]:
         if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
     ]
     woken = max((time.end for name, _, time in found if _SLEEP in name), default=-math.inf)
+    if on_gpu and found and woken < 0:
+        raise ValueError(
+            f"no {_SLEEP} among {len(found)} events: the kernel of torch.cuda._sleep has another name"
+        )
     found = [event for event in found if event[2].start >= woken]
     if not found:
         return []

@@ -225,6 +225,7 @@ def test_spans_are_the_device_s_and_begin_at_zero() -> None:
         event("aten::inner", DeviceType.CPU, 1, 2, parent=object()),
         event("Memcpy PtoP (Device -> Device)", DeviceType.CUDA, 12, 30, row=20),
         event("nvjet_tst_128", DeviceType.CUDA, 10, 40),
+        event("spin_kernel", DeviceType.CUDA, 3, 9),
     ]
     found = spans(events, on_gpu=True)
     assert found == [Span("nvjet_tst_128", 7, 0, 30), Span(events[2].name, 20, 2, 18)]
@@ -264,3 +265,5 @@ def test_spans_begin_behind_the_kernel_that_calls_are_queued_behind() -> None:
     found = spans(events, on_gpu=True)
     assert [(span.row, span.start, span.duration) for span in found] == [(7, 0, 38), (9, 39, 9)]
     assert spans(events[:2], on_gpu=True) == []
+    with pytest.raises(ValueError, match="no spin_kernel among 1 events"):
+        spans(events[:1], on_gpu=True)

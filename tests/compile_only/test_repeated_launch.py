@@ -19,7 +19,7 @@ from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
 from torch_fdattn import checks
-from torch_fdattn.ops import direct_launch, library, repeated_call, repeated_launch
+from torch_fdattn.ops import direct_launch, library, repeated_call, repeated_launch, row_ranges
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention import backward as attention_backward
@@ -366,10 +366,10 @@ def test_copies_are_no_tensors_of_the_call(strided: str, packed: bool, on_a_gpu)
     assert not repeated_call._known
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "row"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_known_calls_of_attention(
-    way: str, packed: bool, driver: Driver, on_a_gpu, monkeypatch
+    way: str, packed: bool, row: bool, driver: Driver, on_a_gpu, monkeypatch
 ) -> None:
     """Past its checks a raw op hands the driver what it does with them."""
     op = varlen_op if packed else attention_op
@@ -383,7 +383,8 @@ def test_known_calls_of_attention(
         lens = draw(2, dtype=torch.int32)
         slopes, seed = draw(4, dtype=torch.float32), draw(2, dtype=torch.int64)
         where = (draw(3, dtype=torch.int32), None) if packed else ()
-        rest = lens, None, None, -1, 0, 0, 0, 0.5, None, 0.0, slopes, None, None, 0.25, seed
+        mask = draw((2, 1, 1, 96), dtype=torch.bool) if row else None
+        rest = lens, None, None, -1, 0, 0, 0, 0.5, None, 0.0, slopes, None, mask, 0.25, seed
         if way == "forward":
             op._forward(q, k, v, *where, *((None,) if packed else ()), *rest)
         else:
@@ -391,7 +392,8 @@ def test_known_calls_of_attention(
             op._backward(*state, draw(of_lse, dtype=torch.float32), *where, *rest)
 
     monkeypatch.setitem(CALLS, "attention", call)
-    pool, launched = Pool(), {"forward": 1, "backward": 3}[way]
+    monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
+    pool, launched = Pool(), {"forward": 1, "backward": 3}[way] + row
     for times in (1, 2, 3, 3, 3):  # how often it was checked: twice by Triton, once to learn
         call_with(pool, "attention")
         assert checked.call_count == times

@@ -32,6 +32,7 @@ _OPS = "tests/ops"
 ATTENTION = Tests(
     "attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True
 )
+ROWS = Tests("rows of masks", (f"{_OPS}/attention/test_row_ranges.py",), interpret=True)
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 ORDER = Tests("order of programs", (f"{_OPS}/attention/test_order.py",), interpret=True)
 KNOWN = Tests("known calls", ("tests/compile_only/test_repeated_launch.py",))
@@ -183,6 +184,22 @@ FAULTS = (
     Fault(
         "a mask's gradient from one head", f"{_KERNELS}/attention/backward_mask.py",
         "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
+    ),
+    Fault(
+        "padding's first whole tile is its first", f"{_KERNELS}/tiles.py",
+        "tl.cdiv(first, BLOCK_N) * BLOCK_N), last)", "first // BLOCK_N * BLOCK_N), last)", ROWS,
+    ),
+    Fault(
+        "padding's last key is left out", f"{_KERNELS}/row_ranges_kernel.py",
+        "tl.where(seen, index + 1, 0)", "tl.where(seen, index, 0)", ROWS,
+    ),
+    Fault(
+        "rows with holes are not read within", f"{_KERNELS}/row_ranges_kernel.py",
+        "(last - begin == tl.sum(count, 0)).to(tl.int32)", "(last >= begin).to(tl.int32)", ROWS,
+    ),
+    Fault(
+        "a shard's weights are taken for all", f"{_KERNELS}/attention/backward_queries.py",
+        "tl.where(tl.abs(weights - 1.0) <= explained, weights, 1.0)", "weights", ATTENTION,
     ),
     Fault(
         "a mask's gradient of packed sequences from the first alone", f"{_KERNELS}/attention/backward_mask.py",

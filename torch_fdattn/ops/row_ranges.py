@@ -17,6 +17,6 @@ def empty_ranges(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Unwritten (B, 3) int32 for a boolean mask with one row a sequence; None: there is no such mask."""
     if mask is None or mask.dtype != torch.bool or k.shape[2] < LEAST_KEYS or not q.numel():
         return None
-    if any(size > 1 for size in mask.shape[-3:-1]):
+    if any(size > 1 and step for size, step in zip(mask.shape[-3:-1], mask.stride()[-3:-1], strict=True)):  # fmt: skip
         return None
     return torch.empty(q.shape[0], 3, dtype=torch.int32, device=q.device)

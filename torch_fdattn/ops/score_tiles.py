@@ -141,7 +141,8 @@ def head_options(options, scale, batch64, head64):
 def add_sinks(out, lse, sinks):
     """(out (M, D), lse (M,)) after the rows' sinks joined the softmax, all in natural units."""
     high = finite_max(tl.maximum(lse, sinks))
-    total = tl.exp2((lse - high) * LOG2E) + tl.exp2((sinks - high) * LOG2E)
-    joined = high + tl.log2(tl.where(total == 0.0, 1.0, total)) * LN2
-    weight = tl.exp2((lse - finite_max(joined)) * LOG2E)
-    return out * weight[:, None], tl.where(total == 0.0, float("-inf"), joined)
+    own = tl.exp2((lse - high) * LOG2E)
+    total = own + tl.exp2((sinks - high) * LOG2E)
+    some = tl.where(total == 0.0, 1.0, total)
+    joined = tl.where(total == 0.0, float("-inf"), high + tl.log2(some) * LN2)
+    return out * (own / some)[:, None], joined  # not by joined, which is rounded

@@ -96,6 +96,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     """(out (B, H, M, D), lse (B, H, M)) after each head's sink joined the softmax."""
     if sinks is None:
         return out, lse
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-    finite = joined.masked_fill(joined == float("-inf"), 0.0)
-    return out * torch.exp(lse - finite)[..., None], joined
+    sinks = sinks.to(lse.dtype)[None, :, None]
+    joined = torch.logaddexp(lse, sinks)
+    # Not exp(lse - joined): joined is rounded.
+    weight = torch.sigmoid(lse - sinks).masked_fill(joined == float("-inf"), 0.0)
+    return out * weight[..., None], joined

@@ -95,6 +95,25 @@ def test_slopes_gradient_is_as_exact_as_torchs(device):
     assert torch.stack(ours).mean() <= torch.stack(torchs).mean()
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shards_of_keys_have_their_own_part_of_slopes_gradients(dtype, device):
+    """Of the lse of all keys, which the weights of a shard do not add up to."""
+    q, k, v = (x.detach() for x in qkv(device, kv_len=64, dtype=dtype))
+    slopes = parameters(device)["alibi_slopes"].requires_grad_()
+    out, lse = torch_fdattn.attention(q, k, v, alibi_slopes=slopes)
+    dout = make_tensor(out.shape, dtype=dtype, device=device)
+    (whole,) = torch.autograd.grad(out, slopes, dout)
+    start, found = torch.full((2,), 59, dtype=torch.int32, device=device), 0
+    for first in (0, 32):
+        shard, where = slice(first, first + 32), torch.full_like(start, first)
+        found += torch.ops.fdattn.attention_backward_all(
+            dout, None, q, k[:, :, shard], v[:, :, shard], out.detach(), lse.detach(), True, False, False,
+            None, start, where, -1, -1, 0, 0, 32**-0.5, None, 0.0, slopes.detach(), None, None,
+        )[3]  # fmt: skip
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_fp64_agrees_with_the_oracle(seed):
     case = dataclasses.replace(draw_features(seed), dtype=torch.float64)

@@ -32,7 +32,7 @@ def expected_range(row: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("layout", ["(B, 1, 1, S)", "(S,)", "every other column"])
+@pytest.mark.parametrize("layout", ["(B, 1, 1, S)", "(S,)", "every other column", "expanded"])
 def test_ranges(layout: str, device, monkeypatch) -> None:
     if device == "cpu" and not INTERPRET:
         pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
@@ -41,6 +41,7 @@ def test_ranges(layout: str, device, monkeypatch) -> None:
     mask = {
         "(B, 1, 1, S)": rows[:, None, None],
         "(S,)": rows[0],
+        "expanded": rows[:, None, None].expand(-1, 4, 5, -1),
         "every other column": rows.repeat_interleave(2, -1)[:, None, None, ::2],
     }[layout]
     monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
@@ -87,10 +88,13 @@ def test_attention(options: dict, device, monkeypatch) -> None:
 @pytest.mark.interpreter
 def test_a_call_like_one_before_reads_its_own_mask(device, monkeypatch) -> None:
     monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
-    q, k = torch.randn(1, 2, 9, 16, device=device), torch.randn(1, 1, KEYS, 16, device=device)
-    exact = [x.double() for x in (q, k, k)]
+    shapes = (1, 2, 9, 16), (1, 1, KEYS, 16), (1, 1, KEYS, 24)
+    given = [
+        torch.randn(shape, device=device) for shape in shapes
+    ]  # no two the same: such calls are not learnt
+    exact = [x.double() for x in given]
     for name in ("padded at the end", "padded at the beginning", "holes", "everything"):
         mask = ROWS[name].to(device)[None, None, None]
-        out, _ = torch_fdattn.attention(q, k, k, attn_mask=mask)
+        out, _ = torch_fdattn.attention(*given, attn_mask=mask)
         want, _ = attention_oracle(*exact, attn_mask=mask)
         torch.testing.assert_close(out.double(), want, rtol=0, atol=5e-6)

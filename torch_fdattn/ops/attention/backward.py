@@ -176,7 +176,7 @@ def launch_backward(
                     q.stride(), k.stride(), v.stride(), dout.stride(),
                     whole.stride(), options, *sizes, batch if packed is None else packed.sequences, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
                     BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
+                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=kernel_arguments(packed, k),
                 )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2

@@ -30,6 +30,18 @@ from torch_fdattn.ops.tiles import (
 
 
 @triton.jit
+def without_rounding_of_lse(sums, weights, lse2):
+    """Sums of rows that are linear in their weights, for weights that add up to one.
+
+    The saved lse is rounded, and all weights of a row are too large or too small by as much. That moves a slope's
+    gradient, of which the sum over rows cancels most, by more than everything else. What is further from one than
+    rounding explains is no rounding: the lse is that of more keys (`reference.py`), and those weights are right.
+    """
+    explained = tl.minimum(tl.abs(lse2) * 2.4e-7 + 1e-6, 1e-4)
+    return sums / tl.where(tl.abs(weights - 1.0) <= explained, weights, 1.0)
+
+
+@triton.jit
 def _dq_tiles(
     dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, dmask, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
@@ -45,9 +57,7 @@ def _dq_tiles(
     kt_offsets = tile_offsets(n[None, :], d[:, None], k_strides, WIDE)
     d_v = tl.arange(0, dout.shape[1])
     EVEN_DV: tl.constexpr = v_dim == dout.shape[1]
-    # The saved lse is rounded: a row's weights are all too large or too small by up to 4e-7, and so is its slope's
-    # gradient, of which the sum over rows cancels most. What they sum to, 1 where no sink has a part, tells by how much.
-    NORMALISES: tl.constexpr = SLOPES and q.dtype == tl.float32 and options[3] is None
+    NORMALISES: tl.constexpr = SLOPES and q.dtype == tl.float32
     weights = tl.zeros_like(dslopes)
     vt_offsets = tile_offsets(n[None, :], d_v[:, None], v_strides, WIDE)
     for step in tl.range(0, tl.maximum(bounds[3] - bounds[0], 1), BLOCK_N):
@@ -84,7 +94,10 @@ def _dq_tiles(
         ds = (ds * cap_slope).to(kt.dtype)
         dq = add_dot(dq, ds, tl.trans(kt), PRECISION)
     if NORMALISES:
-        dslopes /= tl.where(weights > 0, weights, 1.0)
+        if options[3] is not None:
+            sink = tl.load(options[3] + head[4] * options[4]).to(tl.float32)
+            weights += tl.exp2(sink * LOG2E - lse2)
+        dslopes = without_rounding_of_lse(dslopes, weights, lse2)
     return dq, dslopes
 
 

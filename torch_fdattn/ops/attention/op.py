@@ -262,8 +262,8 @@ def _backward(dout, dlse, q, k, v, out, lse, *rest):
         from torch_fdattn.ops.attention.backward import empty_rows
 
         targets = empty_gradients(q, k, v, rest[DTYPE_AT])
-        ranges = empty_ranges(mask_of(rest), q, k)
-        tensors = *state, *targets, *empty_rows(q), *tensors_of(rest), ranges
+        rows, ranges = empty_rows(q), empty_ranges(mask_of(rest), q, k)
+        tensors = *state, *targets, *rows, *tensors_of(rest), ranges
         if again(known, tensors, "attention_backward/triton"):
             return targets
     return _gradients(*state, rest, NO_SCORES, key)
