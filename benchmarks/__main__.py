@@ -68,13 +68,16 @@ def _parser() -> argparse.ArgumentParser:
             "--vs",
             default=_PEERS[name],
             metavar="A,B",
-            help="peers of cudnn, fa2, flex, fa3, flashinfer, eager; or all, none (default: %(default)s)",
+            help="peers of cudnn, fa2, flex, fa3, fa4, flashinfer, eager; or all, none (default: %(default)s)",
         )
         command.add_argument(
             "--cases", metavar="TEXT", help="comma-separated parts of names or labels"
         )
         if name == "attention":
             command.add_argument("--passes", default="forward,backward", metavar="A,B")
+            command.add_argument(
+                "--backward", dest="passes", action="store_const", const="backward", help="--passes backward"
+            )  # fmt: skip
             command.add_argument(
                 "--features",
                 action="store_true",

@@ -16,6 +16,7 @@ from .base import Attention, DecodeCall, Implementation, first
 from .eager import Eager
 from .fdattn import BatchInvariant, Fdattn, FullCache
 from .flash_attention_3 import FlashAttention3
+from .flash_attention_4 import FlashAttention4
 from .flashinfer import FlashInfer
 from .flex import Flex
 from .sdpa import Sdpa
@@ -32,6 +33,7 @@ PEERS: dict[str, Implementation] = {
         Sdpa("fa2", SDPBackend.FLASH_ATTENTION),
         Flex(),
         FlashAttention3(),
+        FlashAttention4(),
         FlashInfer(),
         Eager(),
     )

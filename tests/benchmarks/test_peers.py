@@ -6,17 +6,19 @@ formula: what is tested is our conversion to their layouts, page lists and scale
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.cases import DECODE_CASES, SWEEPS
 from benchmarks.decode_inputs import Layouts
 from benchmarks.peers import PEERS, first
 from benchmarks.peers.flashinfer import page_lists
-from benchmarks.shapes import DecodeCase
+from benchmarks.shapes import AttentionCase, DecodeCase
 
 CPU = torch.device("cpu")
 CASES = {
@@ -194,7 +196,26 @@ def test_page_lists() -> None:
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 6], [*range(6)], [2, 2])
 
 
-@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_flash_attention_4_is_called_in_its_own_memory(monkeypatch) -> None:
+    def flash_attn_func(q, k, v, causal):  # as its package has it: (B, S, H, D) -> (out, lse)
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal
+        )
+        return out.transpose(1, 2), None
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        module.flash_attn_func = flash_attn_func
+        monkeypatch.setitem(sys.modules, name, module)
+    case, peer = AttentionCase("a", 2, 3, 3, 5, 8, True), PEERS["fa4"]
+    assert peer.available(CPU) == "needs a CUDA device"
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    torch.testing.assert_close(peer.attention(case, CPU)(q, k, v), expected)
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4", "flashinfer"])
 def test_a_peer_that_is_not_installed_says_so(name: str) -> None:
     assert PEERS[name].available(CPU).endswith("is not installed") or (
         PEERS[name].available(CPU) == "needs a CUDA device"
