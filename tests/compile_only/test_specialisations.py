@@ -13,7 +13,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from benchmarks.resources.launches import recorded
 from benchmarks.resources.targets import ARCHS
-from torch_fdattn.ops.attention.configs import forward_config
+from torch_fdattn.ops.attention.backward import launch_backward
+from torch_fdattn.ops.attention.configs import backward_config, forward_config
 from torch_fdattn.ops.attention.forward import launch_forward
 from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode
 from torch_fdattn.ops.packed import Packed, by_heads
@@ -91,3 +92,30 @@ def test_known_rows_are_the_compilers():
         (meta(64, 3, 2, 128).permute(1, 2, 0, 3), 0), (meta(3, 2, 64, 136)[..., :128], 0),
     ):  # fmt: skip
         assert known_row(cache) == row
+
+
+def test_attention():
+    """Lengths, batches, heads and slices of any width, forward and backward: few kernels each."""
+    found, backend = {}, make_backend(ARCH.target)
+    forward, backward = (
+        config(128, torch.bfloat16, ARCH.capability) for config in (forward_config, backward_config)
+    )
+    calls = [
+        *((meta(2, 4, n, 128), meta(2, 2, n, 128)) for n in (*range(1, 130), 1000, 4096)),
+        *((meta(512, b, 4, 128).permute(1, 2, 0, 3), meta(512, b, 2, 128).permute(1, 2, 0, 3)) for b in range(1, 40)),
+        *((meta(2, 512, h, 128).transpose(1, 2),) * 2 for h in range(1, 40)),
+        *((meta(2, 4, 512, w)[..., :128], meta(2, 2, 512, w + 5)[..., :128]) for w in range(129, 400, 7)),
+    ]  # fmt: skip
+    for q, k in calls:
+        out, lse = torch.empty_like(q), meta(*q.shape[:3], dtype=torch.float32)
+        grads, mask = [torch.empty_like(x) for x in (q, k, k)], Mask(window_right=0)
+        with recorded() as launches:
+            launch_forward(q, k, k, mask, 0.1, out, lse, config=forward)
+            launch_backward(out, None, q, k, k, out, lse, mask, 0.1, *grads, config=backward)
+        for launch in launches:
+            kernel = launch.kernel
+            binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+            _, specialization, options = binder(*launch.args, **launch.kwargs)
+            found.setdefault(kernel.__name__, set()).add(str((specialization, options)))
+    assert len(found) == 4
+    assert sum(map(len, found.values())) <= 64

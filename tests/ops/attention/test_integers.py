@@ -1,0 +1,71 @@
+"""Inputs by which every result is exact, whatever the tiles: equal scores over sixteen keys, balanced whole values."""
+
+import pytest
+import torch
+
+import torch_fdattn
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.testing import assert_launched, expected_path
+
+QUERIES, KEYS, SEEN, MEAN = 70, 80, 16, 3
+#: Head dims and features that have tiles of their own in `configs.py`.
+HEAD_DIMS = (16, 64, 80, 128, 256, 512)
+FEATURES = ("full", "causal", "mask", "bias", "padding", "softcap, ALiBi", "sinks")
+
+
+def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, torch.Tensor]:
+    """(what is asked for, which keys each query sees: sixteen of whole pairs, or all)."""
+    pairs, row = torch.arange(KEYS) // 2, torch.arange(QUERIES)[:, None]
+    some = (pairs - row) % 5 == 0  # eight pairs a query
+    lens = torch.tensor([SEEN, SEEN], dtype=torch.int32, device=device)
+    first = (torch.arange(KEYS) < SEEN).expand(QUERIES, -1)
+    match feature:
+        case "causal":  # of queries behind all keys
+            start = torch.full((2,), KEYS, dtype=torch.int32, device=device)
+            return dict(kv_lens=lens, q_start=start, causal=True), first
+        case "mask":
+            return dict(attn_mask=some.to(device)), some
+        case "bias":
+            hidden = torch.zeros(QUERIES, KEYS, dtype=dtype).masked_fill(~some, float("-inf"))
+            return dict(attn_mask=hidden.to(device).requires_grad_()), some
+        case "padding":
+            return dict(attn_mask=first[:1].expand(2, 1, 1, KEYS).contiguous().to(device)), first
+        case "softcap, ALiBi":
+            slopes = torch.zeros(4, device=device)
+            return dict(kv_lens=lens, softcap=2.0, alibi_slopes=slopes), first
+        case "sinks":  # of no weight
+            sinks = torch.full((4,), float("-inf"), device=device)
+            return dict(attn_mask=some.to(device), sinks=sinks), some
+    return dict(kv_lens=lens), first
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "head_dim",
+    [pytest.param(x, marks=pytest.mark.slow if INTERPRET and x > 64 else ()) for x in HEAD_DIMS],
+)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_integers_are_exact(dtype, feature, head_dim, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter has no bfloat16")
+    options, seen = options_of(feature, device, dtype)
+    half = torch.randint(-2, 3, (2, 2, KEYS // 2, head_dim))
+    values = MEAN + torch.stack([half, -half], 3).flatten(2, 3)  # each pair's mean is MEAN
+    values[..., 16:] = MEAN
+    q = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = torch.randint(-4, 5, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    v = values.to(device, dtype).requires_grad_()
+    paths = [expected_path(f"attention_{x}", device, dtype) for x in ("forward", "backward")]
+    with assert_launched(*paths):
+        out, lse = torch_fdattn.attention(q, k, v, scale=1.0, **options)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert (out == MEAN).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, SEEN).log())
+    seen = seen.to(device).double()
+    rows = seen.sum(0)[None, None, :, None] * 2 / SEEN  # two query heads a KV head
+    assert torch.equal(dv, rows.expand(dv.shape).to(dtype))
+    assert (dk == 0).all()  # dS times q, which is zero
+    ds = (v.detach().double() - MEAN).sum(-1) / SEEN
+    keys = (ds[..., None] * k.detach().double()).repeat_interleave(2, 1)
+    assert torch.equal(dq, (seen @ keys).to(dtype))
