@@ -256,7 +256,7 @@ FAULTS = (
     ),
     Fault(
         "a sink in every part", f"{_KERNELS}/score_tiles.py",
-        "return out * weight[:, None], tl.where(", "return out, tl.where(", DECODE,
+        "return out * (own / some)[:, None], joined", "return out, joined", DECODE,
     ),
     Fault(
         "the bias before the cap", f"{_KERNELS}/score_tiles.py",
