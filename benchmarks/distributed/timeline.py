@@ -66,9 +66,8 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
             call()  # the first launches under a profiler take milliseconds each
             meet(ranks)
             torch.cuda._sleep(_QUEUEING_CYCLES)
-            dist.all_reduce(
-                torch.zeros(1, device=ranks.device), group=ranks.group
-            )  # wakes all at once
+            together = torch.zeros(1, device=ranks.device)
+            dist.all_reduce(together, group=ranks.group)  # all wake at once
             torch.cuda._sleep(1)
         call()
         if on_gpu:

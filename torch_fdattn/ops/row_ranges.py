@@ -13,10 +13,16 @@ from torch_fdattn.ops.library import INTERPRET
 LEAST_KEYS = 1 if INTERPRET else 512
 
 
-def empty_ranges(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Unwritten (B, 3) int32 for a boolean mask with one row a sequence; None: there is no such mask."""
+def has_ranges(mask: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    """Whether the kernels look for them: a boolean mask with one row a sequence, over keys enough."""
     if mask is None or mask.dtype != torch.bool or k.shape[2] < LEAST_KEYS or not q.numel():
-        return None
-    if any(size > 1 and step for size, step in zip(mask.shape[-3:-1], mask.stride()[-3:-1], strict=True)):  # fmt: skip
+        return False
+    of_heads_and_queries = zip(mask.shape[-3:-1], mask.stride()[-3:-1], strict=True)
+    return not any(size > 1 and step for size, step in of_heads_and_queries)
+
+
+def empty_ranges(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Unwritten (B, 3) int32, or None where they have none."""
+    if not has_ranges(mask, q, k):
         return None
     return torch.empty(q.shape[0], 3, dtype=torch.int32, device=q.device)

@@ -70,8 +70,7 @@ def launch_backward(
     """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
     `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
-    by `packed.by_heads`, and lse and dlse (H, T). rows: `empty_rows`, ranges: `empty_ranges`, scratch
-    memory.
+    by `packed.by_heads`, and lse and dlse (H, T). Scratch memory: rows (`empty_rows`) and ranges (`empty_ranges`).
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
@@ -119,11 +118,11 @@ def launch_backward(
     options = kernel_options(scores, q, k, dropout, packed)
     pdl = k.numel() > 0 and can_start_early(device_capability(q.device))  # of dQ, behind dK and dV
     row_bytes = (head_dim + v_dim) * q.element_size()
-    found_in = kernel_arguments(packed, k)
+    found_in = in_sweeps = kernel_arguments(packed, k)
     with on_device(q):
         if ranges is not None:
             find_ranges(ranges, scores, q, k)
-            found_in, borders = {"ranges_ptr": ranges}, True
+            in_sweeps, borders = {"ranges_ptr": ranges}, True
         # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
         dmask = wanted.attn_mask
         in_dq = None  # where the sweep itself writes it
@@ -137,7 +136,7 @@ def launch_backward(
             block_m = 64 if v_dim <= 256 else 16
             launch(
                 _row_terms_kernel, padded_len // block_m * heads * batch,
-                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=kernel_arguments(packed, k),
+                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=found_in,
             )  # fmt: skip
         if k.numel():
             tile = config.dkdv
@@ -148,7 +147,7 @@ def launch_backward(
                 heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, also=in_sweeps,
             )  # fmt: skip
         if q.numel():
             tile = config.dq
@@ -159,7 +158,7 @@ def launch_backward(
                 None if in_dq is None else in_dq.stride(), options,
                 heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=found_in,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
             )  # fmt: skip
         if dmask is not None and in_dq is None:
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
@@ -176,14 +175,14 @@ def launch_backward(
                     q.stride(), k.stride(), v.stride(), dout.stride(),
                     whole.stride(), options, *sizes, batch if packed is None else packed.sequences, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
                     BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=kernel_arguments(packed, k),
+                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
                 )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
         rows = slope_rows[:, :, :q_len]
         if packed is not None:
             rows = _sum_by_sequence(slope_rows, packed, q_len)
-        wanted.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # which cancels
+        wanted.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # rows cancel
     if wanted.sinks is not None:
         if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
             lse, q_len = lse2 * LN2.value, padded_len

@@ -26,7 +26,7 @@ from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.remembered import Memory
 from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.row_ranges import empty_ranges
+from torch_fdattn.ops.row_ranges import has_ranges
 from torch_fdattn.ops.scores import Scores
 from torch_fdattn.sources import hash_of
 
@@ -155,7 +155,7 @@ class Call(NamedTuple):
             "softcap" * (scores.softcap > 0), "alibi" * (scores.alibi_slopes is not None),
             "sinks" * (scores.sinks is not None), "dropout" * (self.dropout.p > 0),
             "" if scores.attn_mask is None else f"mask:{str(scores.attn_mask.dtype).removeprefix('torch.')}",
-            "row" * (self.packed is None and empty_ranges(scores.attn_mask, self.q, self.k) is not None),
+            "row" * (self.packed is None and has_ranges(scores.attn_mask, self.q, self.k)),
             *self._sizes(),
         ]  # fmt: skip
         return " ".join(word for word in words if word)
