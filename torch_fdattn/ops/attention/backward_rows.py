@@ -56,7 +56,9 @@ def _row_terms_kernel(
     )
     out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptrs, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
+    # The selection rounds the products. Without it, where a thread holds one element of a row, its own product goes
+    # unrounded into the sum's first addition (FMA), and the threads of a row differ in the sum's last bit.
+    delta = tl.sum(tl.where(inside, out * dout, 0.0), 1)
     row_offset = (batch64 * heads + head) * q_len
     if PACKED:
         row_offset = head.to(tl.int64) * tokens + first_token
