@@ -40,6 +40,7 @@ def recomputed(q, k, v, seed=None):
 def captured(q, k, v, seed=None):
     """A graph of a whole step, and what its replays write."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles
         step(q, k, v, seed)
     torch.cuda.current_stream().wait_stream(stream)
