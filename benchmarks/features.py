@@ -2,7 +2,8 @@
 
 `Featured` turns an implementation into one that is given the case's feature: ours through its keywords,
 FlexAttention through score and mask functions, `sdpa` through scaled_dot_product_attention with what the
-feature amounts to written out as one additive or boolean mask (dropout through its own argument).
+feature amounts to written out as one additive or boolean mask (dropout through its own argument), and `sdpa-mask`
+the same where `sdpa` needs no mask, being told that it is causal.
 
     plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout,
     varlen (documents packed one after the other, each attending to itself)
@@ -25,6 +26,8 @@ from .runner import DTYPES, generator
 from .shapes import AttentionCase
 
 DROPOUT, SOFTCAP = 0.1, 30.0
+#: Features for which causal SDPA needs no mask, and its dropout there.
+NO_MASK = {"plain": 0.0, "dropout": DROPOUT}
 #: Keys that a written-out sink adds: SDPA wants masks whose rows are multiples of 16 bytes.
 SINK_KEYS = 8
 #: Where varlen's documents end, in parts of the whole.
@@ -96,15 +99,20 @@ class Featured(Implementation):
 class Sdpa(Implementation):
     """scaled_dot_product_attention, its backend chosen by torch."""
 
-    name = "sdpa"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def available(self, device: torch.device) -> str | None:
         return None
 
 
 def chosen(names: str) -> tuple[Implementation, ...]:
-    """Ours and the comma-separated peers of flex, sdpa; `all` and `none` are understood."""
-    peers = {"flex": Featured(Flex(), with_flex), "sdpa": Featured(Sdpa(), with_sdpa)}
+    """Ours and the comma-separated peers of flex, sdpa, sdpa-mask; `all` and `none` are understood."""
+    peers = {
+        "flex": Featured(Flex(), with_flex),
+        "sdpa": Featured(Sdpa("sdpa"), with_sdpa),
+        "sdpa-mask": Featured(Sdpa("sdpa-mask"), with_sdpa_and_mask),
+    }
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     wanted = {"all": list(peers), "none": []}.get(names.strip(), wanted)
     unknown = [name for name in wanted if name not in peers]
@@ -184,20 +192,12 @@ def with_sdpa(case: AttentionCase, extras: Extras) -> Attention:
     gqa = case.heads != case.kv_heads
     if case.feature == "softcap":
         raise NotImplementedError("sdpa has no softcap")
-    if case.feature in ("plain", "dropout"):
-        dropout = DROPOUT if case.feature == "dropout" else 0.0
+    if case.feature in NO_MASK:
         return functools.partial(
-            F.scaled_dot_product_attention, is_causal=True, enable_gqa=gqa, dropout_p=dropout
-        )
+            F.scaled_dot_product_attention, is_causal=True, enable_gqa=gqa, dropout_p=NO_MASK[case.feature]
+        )  # fmt: skip
     if extras.sinks is None:
-
-        def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # Of a trained bias the mask is a new sum in each call.
-            mask = written if not extras.trained else added(case, extras, q.dtype)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
-
-        written = None if extras.trained else added(case, extras, DTYPES[case.dtype])
-        return masked
+        return masked_sdpa(case, extras, 0.0)
 
     sink = torch.full((case.heads, case.seq_len, SINK_KEYS), float("-inf"), device=extras.device)
     sink[..., 0] = extras.sinks[:, None]
@@ -210,6 +210,24 @@ def with_sdpa(case: AttentionCase, extras: Extras) -> Attention:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
     return beside_a_sink
+
+
+def with_sdpa_and_mask(case: AttentionCase, extras: Extras) -> Attention:
+    if case.feature not in NO_MASK:
+        raise NotImplementedError("sdpa itself has a mask here")
+    return masked_sdpa(case, extras, NO_MASK[case.feature])
+
+
+def masked_sdpa(case: AttentionCase, extras: Extras, dropout_p: float) -> Attention:
+    """Everything but dropout written out as one mask, once, or in each call where a bias is trained."""
+    gqa = case.heads != case.kv_heads
+    written = None if extras.trained else added(case, extras, DTYPES[case.dtype])
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = written if not extras.trained else added(case, extras, q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa, dropout_p=dropout_p)  # fmt: skip
+
+    return call
 
 
 def added(case: AttentionCase, extras: Extras, dtype: torch.dtype) -> Tensor:

@@ -210,10 +210,12 @@ def _attention(case: Case) -> None:
     ranges = None if packed else empty_ranges(scores.attn_mask, q, k)
     if case.op.endswith("forward"):
         borders = has_borders(mask, k.shape[2])
-        config = case.tile or forward_config(widest, dtype, capability, borders, scores, dropout)
+        config = case.tile or forward_config(
+            widest, dtype, capability, borders, scores, dropout, mask
+        )
         launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed, ranges)
         return
-    config = backward_config(widest, dtype, capability, scores, dropout)
+    config = backward_config(widest, dtype, capability, scores, dropout, mask)
     if case.tile:
         config = BackwardConfig(case.tile, case.tile)
     trained = [x if x is not None and x.is_floating_point() else None for x in scores[1:]]

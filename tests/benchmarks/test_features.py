@@ -13,18 +13,22 @@ from .test_results import META
 
 TINY = select(FEATURE_CASES, "tiny", tiny_only=True)
 #: (feature, implementation) for which there is no form.
-WITHOUT = {("softcap", "sdpa")}
+WITHOUT = {("softcap", "sdpa"): "no softcap"} | {
+    (case.feature, "sdpa-mask"): "has a mask" for case in TINY if case.feature not in ("plain", "dropout")
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.feature)
 def test_every_feature(case) -> None:
     recorder = Recorder(Results(META | {"gpu": "cpu"}), None)
-    run = Run(Timer(torch.device("cpu")), recorder, features.chosen("sdpa"), 1, Budget(None))
+    run = Run(
+        Timer(torch.device("cpu")), recorder, features.chosen("sdpa,sdpa-mask"), 1, Budget(None)
+    )
     attention.measure(run, [case], attention.PASSES)
-    for impl in ("fdattn", "sdpa"):
+    for impl in ("fdattn", "sdpa", "sdpa-mask"):
         found = {row.metric: row.value for row in recorder.results.rows if row.impl == impl}
-        if (case.feature, impl) in WITHOUT:
-            assert "no softcap" in found["error"]
+        if reason := WITHOUT.get((case.feature, impl)):
+            assert reason in found["error"]
             continue
         assert "error" not in found, found
         assert {"fwd_us", "bwd_us"} <= set(found)
@@ -40,5 +44,7 @@ def test_a_bias_is_trained_where_it_is_asked_for() -> None:
 
 
 def test_wrong_peers_are_named() -> None:
-    with pytest.raises(ValueError, match=r"--vs must name peers of \['flex', 'sdpa'\], got fa2"):
+    with pytest.raises(
+        ValueError, match=r"--vs must name peers of \['flex', 'sdpa', 'sdpa-mask'\], got fa2"
+    ):
         features.chosen("fa2")

@@ -102,6 +102,9 @@ def score_cases():
         yield Case(op, arch, "bf16", 128, scores="row")
         yield Case(op, arch, "fp16", 192, v_dim=128)
         yield Case(op, arch, "bf16", 512)
+    for op, scores in itertools.product(CONFIGS, ("", "softcap", "scores", "sinks")):
+        yield Case(op, "sm_90", "bf16", 64, "window", scores=scores)
+        yield Case(op, "sm_90", "bf16", 128, "window", scores=scores)
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, dropout_p=0.1)
     for arch, op in itertools.product(ARCHS, CONFIGS):
@@ -127,6 +130,7 @@ def varlen_cases():
         yield Case("varlen_forward", arch, "fp16", 96, "window", cache="same-paged", v_dim=64)
         yield Case("varlen_backward", arch, "bf16", 128, "all", scores="scores")
         yield Case("varlen_forward", arch, "bf16", 128, cache="same-paged", scores="bias")
+        yield Case("varlen_backward", arch, "bf16", 128, "window", scores="sinks")
         yield Case("varlen_backward", arch, "bf16", 128, scores="bias")
         yield Case("varlen_backward", arch, "bf16", 64, scores="own bias", dropout_p=0.1)
         for op in ("varlen_forward", "varlen_backward"):

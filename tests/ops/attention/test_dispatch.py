@@ -27,14 +27,17 @@ README = Path(dispatch.__file__).with_name("README.md")
 _MARKED = re.compile(r"(<!-- dispatch -->\n).*?(<!-- end of dispatch -->)", re.DOTALL)
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "AMD": (0, 0)}
 ANY = torch.empty(1)
-#: How calls differ in their tiles: (borders, scores, dropout) by name.
+SHORT = Mask(window_left=2047, window_right=0)
+#: How calls differ in their tiles: (borders, scores, dropout, mask) by name.
 KINDS = {
-    "full": (False, NO_SCORES, NO_DROPOUT),
-    "masked": (True, NO_SCORES, NO_DROPOUT),
-    "softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT),
-    "sinks": (True, Scores(sinks=ANY), NO_DROPOUT),
-    "explicit mask": (True, Scores(attn_mask=ANY), NO_DROPOUT),
-    "dropout": (True, NO_SCORES, Dropout(0.1, ANY)),
+    "full": (False, NO_SCORES, NO_DROPOUT, Mask()),
+    "masked": (True, NO_SCORES, NO_DROPOUT, Mask(window_right=0)),
+    "softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, Mask()),
+    "sinks": (True, Scores(sinks=ANY), NO_DROPOUT, Mask()),
+    "window ≤ 2048": (True, NO_SCORES, NO_DROPOUT, SHORT),
+    "window ≤ 2048 with softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, SHORT),
+    "explicit mask": (True, Scores(attn_mask=ANY), NO_DROPOUT, Mask()),
+    "dropout": (True, NO_SCORES, Dropout(0.1, ANY), Mask()),
 }
 
 
@@ -60,9 +63,9 @@ def tile_rows() -> str:
     for hardware, capability in CAPABILITIES.items():
         for dtype, dim in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256, 512)):
             by_tiles: dict[tuple[object, ...], list[str]] = {}
-            for kind, (borders, scores, dropout) in KINDS.items():
-                forward = configs.forward_config(dim, dtype, capability, borders, scores, dropout)
-                backward = configs.backward_config(dim, dtype, capability, scores, dropout)
+            for kind, (borders, *modified) in KINDS.items():
+                forward = configs.forward_config(dim, dtype, capability, borders, *modified)
+                backward = configs.backward_config(dim, dtype, capability, *modified)
                 tiles = (forward, backward.dkdv, backward.dq)
                 by_tiles.setdefault(tiles, []).append(kind)
             for tiles, kinds in by_tiles.items():

@@ -77,8 +77,8 @@ def launch_backward(
     v_dim = v.shape[3]
     if config is None:
         config = backward_config(
-            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout
-        )
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout, mask,
+        )  # fmt: skip
         if tuning.state.active:
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)
             again = partial(

@@ -63,18 +63,22 @@ _LIMITS = {"block_m": (16, 128), "block_n": (16, 128), "num_warps": (1, 16), "nu
 #: Every tile's sides divide it: rows in whole blocks of it need no border for their end.
 WHOLE_TILES = 128
 
+#: Keys that a query sees at most in what counts as a short window.
+_SHORT_WINDOW = 2048
+_NO_MASK = Mask()
+
 # Small tiles let small shapes span several of them; the interpreter has no other wish.
 _INTERPRETED = TileConfig(16, 16, 1, 1)
 
 
 def forward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True,
-    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
+    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, mask: Mask = _NO_MASK,
 ) -> TileConfig:  # fmt: skip
     """The forward's tile for a device of this compute capability and the larger head dim of K and V.
 
     Without `borders`, no tile is masked; `scores` are what modifies them; dropout's bits take the registers of
-    an explicit mask.
+    an explicit mask; the `mask` of positions may be a short window.
     """
     if INTERPRET:
         return _INTERPRETED
@@ -91,6 +95,8 @@ def forward_config(
     if dropout.p or (masked and capability[0] != 9):
         return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)  # spills nothing; not measured
     if capability[0] == 9:
+        if head_dim <= 128 and is_short_window(mask):
+            return TileConfig(64, 64, 4, 3)
         # Swept on one H100 (README.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
         # 16k causal. At hd128 the wider key tile wins 1 to 2 % where nothing is masked, else it loses 2 %.
         if not borders and 64 < head_dim <= 128:
@@ -106,7 +112,7 @@ def forward_config(
 
 def backward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT,
+    dropout: Dropout = NO_DROPOUT, mask: Mask = _NO_MASK,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles, as `forward_config`."""
     if INTERPRET:
@@ -137,13 +143,17 @@ def backward_config(
         # Swept on one H100 (README.md). At hd128 three stages win 16 % over two in the dK/dV sweep where nothing
         # is masked; at hd256 only narrow key tiles leave the dQ sweep its registers, and a third stage wins 30 %.
         # Softcap and ALiBi spill up to 150 bytes a thread in dK/dV, and yet win 40 % over tiles that do not.
+        short = is_short_window(mask)
         if head_dim <= 64:
-            rows = (
-                64 if scores.changes_tiles else 128
-            )  # not measured: 280 to 660 bytes of spills less
+            # With softcap or ALiBi not measured: 280 to 660 bytes of spills less.
+            rows = 64 if short or scores.changes_tiles else 128
             return BackwardConfig(TileConfig(64, 64, 4, 3), TileConfig(rows, 64, 4, 3))
         if head_dim <= 128:
-            return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
+            if not short:
+                return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
+            # 64 x 64 spills up to 232 bytes a thread in dQ with softcap and ALiBi.
+            dq = TileConfig(64, 32, 4, 3) if scores.changes_tiles else TileConfig(64, 64, 4, 2)
+            return BackwardConfig(TileConfig(32, 64, 4, 3), dq)
         return BackwardConfig(TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 3))
     if head_dim <= 128:
         # With options 64 keys spilled 208 bytes a thread at hd128 on sm_80. Not measured.
@@ -181,6 +191,16 @@ def _fp32_tile(head_dim: int) -> TileConfig:
     these tiles spill nothing but a few bytes in the hd256 dK/dV sweep.
     """
     return TileConfig(32, 32 if head_dim <= 64 else 16, 8, 1)
+
+
+def is_short_window(mask: Mask) -> bool:
+    """Whether a program has so few tiles that what it does before and after them counts.
+
+    Such programs are made small enough for two to share a processor, of which one computes while the other loads its
+    first tiles or stores its results (README.md).
+    """
+    sides = mask.window_left, mask.window_right
+    return min(sides) >= 0 and sum(sides) < _SHORT_WINDOW
 
 
 #: What programs that run side by side should find in the L2, of which an H100 has 50 MB.

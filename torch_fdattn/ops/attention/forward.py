@@ -195,8 +195,8 @@ def launch_forward(
     borders = packed is not None or has_borders(mask, kv_capacity)
     if config is None:
         config = forward_config(
-            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout
-        )
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout, mask,
+        )  # fmt: skip
         if tuning.state.active:
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)
             again = partial(
