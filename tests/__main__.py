@@ -131,7 +131,6 @@ def layers(kind: str) -> list[Layer]:
                 "signals",
                 "fused_parts",
                 "tp_one_sided",
-                "fetched_scatter",
                 "tp_failures",
                 "row_norm",
                 "float8_weights",

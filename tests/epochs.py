@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 
 from torch_fdattn.dist.channel import Channel
-from torch_fdattn.dist.tp_linear.copies import CHUNKS
 
 #: Purposes whose data is copied to fixed addresses, for which "free" flags say that nobody reads them (`copies.py`).
-_COPIED = (
-    "copy_engine/all_gather",
-    "copy_engine/reduce_scatter",
-    "copy_engine/fetched_scatter",
-    "fused/all_gather",
-)
+_COPIED = ("copy_engine/all_gather", "copy_engine/reduce_scatter", "fused/all_gather")
 
 
 def start_at(epoch: int, purpose: str, channel: Channel) -> None:
@@ -22,5 +16,4 @@ def start_at(epoch: int, purpose: str, channel: Channel) -> None:
     channel.state[0] = epoch
     if purpose in _COPIED:
         raised = (epoch * -7046029254386353131 + 2**63) % 2**64 - 2**63  # `signals.flag`
-        first = CHUNKS.value * channel.world
-        channel.memory.local.view(torch.int64)[first : first + channel.world] = raised
+        channel.memory.local.view(torch.int64)[channel.world : 2 * channel.world] = raised

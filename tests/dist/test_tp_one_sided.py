@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 import time
@@ -404,12 +405,19 @@ def test_epochs_wrap(group, rank_device) -> None:
     set_epochs(1)
 
 
-def test_what_is_copied(group, rank_device, monkeypatch) -> None:
-    """Chunks and, behind each, eight bytes that say so."""
+def test_the_drivers_own_copies(group, rank_device, monkeypatch) -> None:
+    """What a GPU's copies are told, done by memmove on the CPU."""
     if rank_device.type == "cuda":
         pytest.skip("of memory that CPU processes share")
-    moved, copy = [], Copies._copy
-    monkeypatch.setattr(Copies, "_copy", lambda *a: moved.append(a[3]) or copy(*a))
+    moved = []
+
+    class Driver:
+        def cuMemcpyAsync(self, target, source, nbytes, stream):
+            moved.append((nbytes, stream))
+            ctypes.memmove(target, source, nbytes)
+            return 0
+
+    monkeypatch.setattr(Copies, "send", lambda self, *chunk: self._send_by(Driver(), 77, *chunk))
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [3 + r for r in range(world)]
     x, weight = draw(sum(rows), 16, device=rank_device), draw(6, 16, device=rank_device)
@@ -421,7 +429,7 @@ def test_what_is_copied(group, rank_device, monkeypatch) -> None:
     size = x.element_size()
     sent = [own.numel() * size, 8] * (world - 1)
     sent += [n for i in range(1, world) for n in (rows[(rank + i) % world] * 6 * size, 8)]
-    assert moved == sent
+    assert moved == [(n, 77) for n in sent]
 
 
 def test_wrong_calls(group, rank_device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.soak.loop import Group
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from torch_fdattn.dist.tp_linear import fetched_scatter, low_latency
+from torch_fdattn.dist.tp_linear import low_latency
 
 GATHER, SCATTER, ALL_REDUCE = "gather", "scatter", "all_reduce"
 #: torch's own all-reduces, whose workspaces are of one stream, are not ours to soak.
@@ -55,7 +55,6 @@ class Linear:
         self.group, self.device = group, device
         # Values and tiles, of sizes that are small on CPUs; `gemm_epilogue` has words.
         low_latency.VALUES_BYTES = 256 if device.type == "cpu" else 1 << 15
-        fetched_scatter.LEAST_ROWS = 5 if device.type == "cpu" else 32
         self.problems = [
             self._problem(i, random.Random(f"{seed} {i}"))
             for i in range(16 if device.type == "cuda" else 6)

@@ -3,12 +3,11 @@
 A call's copies go to addresses that the host knows, so that a captured graph copies to the same place at every
 replay: there is one buffer, not one of odd and one of even epochs (`signals.py`), and it must be seen to be free.
 
-    start     waits until every rank is done with what this one gave it in the call before ("free"), and writes this
+    start     waits until every rank is done with what this one sent it in the call before ("free"), and writes this
               call's flag to a word of this rank's own memory, the stamp
     send      copies a chunk to a rank, and after it, in the same stream, the stamp: the chunk "arrived". No kernel, so
               it goes on while a kernel fills the device and waits for it
-    tell      the stamp alone: the chunk lies ready in this rank's own memory, for the other one to `fetch`
-    await_    waits for a rank's chunk, the first or the second one
+    await_    waits for a rank's chunk
     finish    waits for what nobody has waited for, tells every rank that its chunks were used, and moves the epoch on;
               also after an exception (`until_finished`), or the next call would take this one's chunks for its own
 
@@ -17,13 +16,12 @@ broken channel, and one that found a buffer not free, overwrite what others may 
 first. A reader therefore looks at the flags again when it has read (`finish`), and what was read while a flag
 changed is lost: NaN, and a fault.
 
-Memory: words arrived[CHUNKS, W], free[W], stamp; the data from _DATA bytes on.
+Memory: words arrived[W], free[W], stamp; the data from _DATA bytes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -49,9 +47,7 @@ from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 
 _DATA = 4096
-#: That a rank may give another in one call.
-CHUNKS = tl.constexpr(2)
-_MOST_RANKS = (_DATA // 8 - 1) // (CHUNKS.value + 1)
+_MOST_RANKS = _DATA // 8 // 2 - 1
 #: Elements that the one program of `finish` makes NaN at a time.
 FILL = 1024
 
@@ -75,24 +71,20 @@ def _start_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl
     sources, others = others_of(rank, WORLD, SOURCES)
     here = as_words(tl.load(addresses_ptr + rank))
     used = others & (epoch != 1)  # nobody has used what is fresh
-    free = await_flags(
-        here + CHUNKS * WORLD + sources, used, sources, epoch, state_ptr, fault_ptr, limit_ns
-    )
+    free = await_flags(here + WORLD + sources, used, sources, epoch, state_ptr, fault_ptr, limit_ns)
     sends = may_send(state_ptr, epoch)
     theirs = words_of(addresses_ptr, sources, others)
     none = tl.zeros_like(sources).to(tl.int64)
     lost = others & ((free == 0) | (sends == 0))
-    for chunk in tl.static_range(CHUNKS):
-        tl.atomic_xchg(theirs + chunk * WORLD + rank, none, mask=lost, sem="release", scope="sys")
-    tl.store(here + (CHUNKS + 1) * WORLD, tl.where(sends, flag(epoch), 0))
+    tl.atomic_xchg(theirs + rank, none, mask=lost, sem="release", scope="sys")
+    tl.store(here + 2 * WORLD, tl.where(sends, flag(epoch), 0))
 
 
-@triton.jit(do_not_specialize=["limit_ns", "rank", "peer", "first"])
-def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, first, SOURCES: tl.constexpr):  # fmt: skip
-    """first: the chunk's first word."""
+@triton.jit(do_not_specialize=["limit_ns", "rank", "peer"])
+def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, SOURCES: tl.constexpr):  # fmt: skip
     epoch = read_epoch(state_ptr)
     sources = tl.arange(0, SOURCES)
-    here = as_words(tl.load(addresses_ptr + rank)) + first
+    here = as_words(tl.load(addresses_ptr + rank))
     await_flags(here + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns)
 
 
@@ -113,26 +105,19 @@ def finish(
                 tl.store(outputs[i] + at, lost, mask=at < counts[i])
     sources, others = others_of(rank, WORLD, SOURCES)
     theirs = words_of(addresses_ptr, sources, others)
-    raise_flags(
-        theirs + CHUNKS * WORLD + rank, others & may_send(state_ptr, epoch), next_epoch(epoch)
-    )
+    raise_flags(theirs + WORLD + rank, others & may_send(state_ptr, epoch), next_epoch(epoch))
     tl.store(state_ptr, next_epoch(epoch))
 
 
 @triton.jit(do_not_specialize=["limit_ns", "rank"])
 def _finish_kernel(
     outputs, counts, addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr,
-    GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """GIVEN: chunks that every rank gave every other one."""
     epoch = read_epoch(state_ptr)
     sources, others = others_of(rank, WORLD, SOURCES)
     here = as_words(tl.load(addresses_ptr + rank))
-    kept = 1
-    for chunk in tl.static_range(GIVEN):
-        arrived = here + chunk * WORLD + sources
-        came = await_flags(arrived, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
-        kept &= came.to(tl.int32)
+    kept = await_flags(here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
     finish(outputs, counts, kept, epoch, addresses_ptr, state_ptr, rank, WORLD, SOURCES, BLOCK)
 
 
@@ -155,19 +140,16 @@ class Copies:
     Attributes:
         rank, world: of the group. sources: the next power of two.
         finished: whether a kernel of the caller's has done what `finish` does.
-        given: chunks that every rank gives every other one.
         streams: the one that copies and one that multiplies beside the caller's own; None on CPUs.
     """
 
-    def __init__(
-        self, group_name: str, purpose: str, nbytes: int, device: torch.device, given: int = 1
-    ) -> None:
+    def __init__(self, group_name: str, purpose: str, nbytes: int, device: torch.device) -> None:
         # Two halves as one.
         self._channel = channel(group_name, purpose, -(-(_DATA + nbytes) // 2), device)
         self.rank, self.world = self._channel.rank, self._channel.world
         if self.world > _MOST_RANKS:
             raise NotImplementedError(f"at most {_MOST_RANKS} ranks, got {self.world}")
-        self.sources, self.finished, self.given = power_of_two(self.world), False, given
+        self.sources, self.finished = power_of_two(self.world), False
         self._device = device
         self._channel.enter()
         self._forked = False
@@ -190,6 +172,9 @@ class Copies:
         count = torch.Size(shape).numel()
         data = self._channel.memory.peers[rank][_DATA:].view(dtype)
         return data[at : at + count].view(shape)
+
+    def _word(self, rank: int, index: int) -> Tensor:
+        return self._channel.memory.peers[rank][8 * index : 8 * index + 8].view(torch.int64)
 
     def fork(self) -> None:
         """Lets the streams see what the caller's own has done so far."""
@@ -216,17 +201,11 @@ class Copies:
             self._lane.started.record(self.streams[0])
             self._here.wait_event(self._lane.started)
 
-    def follow(self, stream: torch.cuda.Stream | None, lane: int = 0) -> None:
-        """Lets the copying stream, or the other one, wait for what another, or the caller's, has done so far."""
+    def follow(self, stream: torch.cuda.Stream | None) -> None:
+        """Lets the copying stream wait for what another one, or the caller's, has done so far."""
         if self._device.type == "cuda":
             self._lane.between.record(stream or self._here)
-            self.streams[lane].wait_event(self._lane.between)
-
-    def lead(self) -> None:
-        """Lets the caller's stream wait for what the copying one has done so far."""
-        if self._device.type == "cuda":
-            self._lane.between.record(self.streams[0])
-            self._here.wait_event(self._lane.between)
+            self.streams[0].wait_event(self._lane.between)
 
     def start(self) -> None:
         with on_device(self._channel.state):
@@ -237,39 +216,33 @@ class Copies:
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
-        target = self._base(peer) + _DATA + at * chunk.element_size()
-        self._copy(target, chunk.data_ptr(), chunk.nbytes, self.streams[0])
-        self.tell(peer, 0, self.streams[0])
-
-    def tell(self, peer: int, chunk: int, stream: torch.cuda.Stream | None) -> None:
-        """Says, in this stream, that a chunk is where the peer looks for it."""
-        stamp = self._base(self.rank) + 8 * (CHUNKS.value + 1) * self.world
-        self._copy(self._base(peer) + 8 * (chunk * self.world + self.rank), stamp, 8, stream)
-
-    def fetch(self, target: Tensor, peer: int, at: int) -> None:
-        """Copies from the peer's data, from element `at` on; in the copying stream."""
-        source = self._base(peer) + _DATA + at * target.element_size()
-        self._copy(target.data_ptr(), source, target.nbytes, self.streams[0])
-
-    def _base(self, rank: int) -> int:
-        return self._channel.memory.peers[rank].data_ptr()
-
-    def _copy(
-        self, target: int, source: int, nbytes: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        """By addresses and the driver: views, streams made current and PyTorch's copies take the host 30 µs a chunk."""
-        if not nbytes:
+        driver = loaded() if self._device.type == "cuda" else None
+        if driver is not None:
+            self._send_by(driver, self.streams[0].cuda_stream, chunk, peer, at)
             return
-        if self._device.type == "cpu":
-            ctypes.memmove(target, source, nbytes)
-        else:
-            copy_async(loaded(), target, source, nbytes, stream.cuda_stream, self._device.index)
+        with using(self.streams[0]):
+            if chunk.numel():
+                self.data(peer, chunk.dtype, *chunk.shape, at=at).copy_(chunk, non_blocking=True)
+            self._word(peer, self.rank).copy_(
+                self._word(self.rank, 2 * self.world), non_blocking=True
+            )
 
-    def await_(self, peer: int, chunk: int = 0) -> None:
+    def _send_by(self, driver, stream: int, chunk: Tensor, peer: int, at: int) -> None:
+        """By the driver's own copies: views, streams made current and PyTorch's copies take the host 30 µs a chunk."""
+        here, there = (self._channel.memory.peers[r].data_ptr() for r in (self.rank, peer))
+        where = stream, self._device.index
+        if chunk.numel():
+            target = there + _DATA + at * chunk.element_size()
+            copy_async(
+                driver, target, chunk.data_ptr(), chunk.numel() * chunk.element_size(), *where
+            )
+        copy_async(driver, there + 8 * self.rank, here + 16 * self.world, 8, *where)
+
+    def await_(self, peer: int) -> None:
         with on_device(self._channel.state):
             launch(
                 _await_kernel, 1,
-                *self.device_side, timeout_ns(), self.rank, peer, chunk * self.world, self.sources, num_warps=1,
+                *self.device_side, timeout_ns(), self.rank, peer, self.sources, num_warps=1,
             )  # fmt: skip
 
     @contextlib.contextmanager
@@ -287,7 +260,7 @@ class Copies:
             launch(
                 _finish_kernel, 1,
                 tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
-                self.world, self.sources, self.given, FILL, num_warps=1,
+                self.world, self.sources, FILL, num_warps=1,
             )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import TICKETS, as_words, await_flag, read_epoch
-from torch_fdattn.dist.tp_linear import fetched_scatter
 from torch_fdattn.dist.tp_linear.copies import Copies, finish, using
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.launch import cdiv, on_device
@@ -143,8 +142,6 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """This rank's rows (rows[rank], N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,)."""
     rank, world = rank_and_size(group_name)
-    if fetched_scatter.takes(rows):
-        return fetched_scatter.matmul_reduce_scatter(x, weight, group_name, rows, rank, bias)
     width, first = weight.shape[0], starts(rows)
     nbytes = world * max(rows) * width * x.element_size()
     copies = Copies(group_name, "copy_engine/reduce_scatter", nbytes, x.device)
