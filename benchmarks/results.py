@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 META_KEYS = ("gpu", "count", "torch", "triton", "commit", "command", "date")
 ROW_KEYS = ("case", "impl", "metric", "value", "unit")
 NO_GPU = "none"  # meta.gpu of what was compiled only
+STOPPED = "the run was stopped before this case's end"
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -126,6 +127,15 @@ class Recorder:
     def __init__(self, results: Results, path: Path | None) -> None:
         self.results = results
         self.path = path
+        #: (case, implementation) of what is still to come: what a file says of it if the run is stopped.
+        self._ahead: list[tuple[str, str]] = []
+
+    def expect(self, cases: Iterable[str], impls: Sequence[str]) -> None:
+        """Cases that the run means to measure; `came` takes each back."""
+        self._ahead += [(case, impl) for case in cases for impl in impls]
+
+    def came(self, case: str) -> None:
+        self._ahead = [pair for pair in self._ahead if pair[0] != case]
 
     def add(self, case: str, impl: str, metric: str, value: float) -> None:
         value = float(value)
@@ -160,7 +170,8 @@ class Recorder:
 
     def save(self) -> None:
         if self.path is not None:
-            self.results.save(self.path)
+            missing = [Row(*pair, "not_measured", STOPPED, "text") for pair in self._ahead]
+            Results(self.results.meta, self.results.rows + missing).save(self.path)
 
 
 def describe(failure: BaseException) -> str:

@@ -73,11 +73,13 @@ class Run:
                 for case in cases:
                     self.recorder.error(case.name, impl.name, f"not available: {reason}")
         usable_names = [*floors, *(impl.name for impl in usable)]
+        self.recorder.expect((case.name for case in cases), usable_names)
         stop: str | None = None
         for case in cases:
             if stop is None and self.budget.over:
                 stop = f"budget of {self.budget.seconds:g} s was spent"
             if stop is not None:
+                self.recorder.came(case.name)
                 for name in usable_names:
                     self.recorder.not_measured(case.name, name, stop)
                 continue
@@ -91,6 +93,7 @@ class Run:
                     self.recorder.error(case.name, name, f"case: {describe(failure)}")
             if stop is None:
                 self._release()
+            self.recorder.came(case.name)
             self.recorder.save()
             taken = self.budget.spent - begin
             print(f"{case.name}: {taken:.1f} s", file=sys.stderr, flush=True)

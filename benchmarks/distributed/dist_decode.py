@@ -87,19 +87,22 @@ def _measure(
 ) -> bool:
     holds = True
     chosen = _chosen_ways(options, ranks)
-    for case in cases:
-        holds &= _measure_case(options, case, chosen, ranks, recorder)
+    on_cpu = ranks.device.type == "cpu"
+    named = {f"{case.name} cpu" if on_cpu else case.name: case for case in cases}
+    recorder.expect(named, [way.name for way in chosen])
+    for name, case in named.items():
+        holds &= _measure_case(options, name, case, chosen, ranks, recorder)
+        recorder.came(name)
         recorder.save()
     return holds
 
 
 def _measure_case(
-    options: argparse.Namespace, case: DecodeCase, chosen: list[ways.Way], ranks: Ranks,
+    options: argparse.Namespace, name: str, case: DecodeCase, chosen: list[ways.Way], ranks: Ranks,
     recorder: Recorder,
 ) -> bool:  # fmt: skip
     begin = time.monotonic()
     timed = options.case == "compare"
-    name = f"{case.name} cpu" if ranks.device.type == "cpu" else case.name
     run = CaseRun(case, name, ranks, recorder, timed)
     with contextlib.ExitStack() as stack:
         for way in [*chosen, *([ways.LOCAL_WAY] if timed else [])]:

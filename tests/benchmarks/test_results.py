@@ -41,6 +41,19 @@ def document(*rows: dict[str, object], **meta: object) -> str:
     return json.dumps({"meta": META | meta, "rows": list(rows)})
 
 
+def test_a_run_that_is_stopped_says_what_is_missing(tmp_path: Path) -> None:
+    recorder = Recorder(Results(dict(META)), tmp_path / "run.json")
+    recorder.expect(["first", "second"], ["fdattn", "fa2"])
+    recorder.add("first", "fdattn", "graph_us", 12.0)
+    recorder.came("first")
+    recorder.save()
+    missing = [(row.case, row.impl) for row in Results.load(recorder.path).rows if row.metric == "not_measured"]  # fmt: skip
+    assert missing == [("second", "fdattn"), ("second", "fa2")]
+    recorder.came("second")
+    recorder.save()
+    assert Results.load(recorder.path) == recorder.results
+
+
 def test_round_trip(tmp_path: Path) -> None:
     recorder = Recorder(Results(dict(META)), tmp_path / "new" / "run.json")
     recorder.add_sample(CASE, "fdattn", "graph_us", 12.3456789, 0.0213)
