@@ -84,7 +84,7 @@ def all_gather_matmul(
         plan = plans.find(*op.gather_call(group_name, *given))
         if plan is not None:
             biases = biases or [None] * len(weights)
-            return op.run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
+            return op.run_gather(plan, x_shard, weights, biases, group_name, weight_scales, True)
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -126,7 +126,7 @@ def matmul_reduce_scatter(
     call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
     plan = plans.find(*call)
     if plan is not None:
-        return op.run_scatter(plan, x, weight, bias, group_name, weight_scale)
+        return op.run_scatter(plan, x, weight, bias, group_name, weight_scale, True)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     _expect_largest(largest)
@@ -170,7 +170,7 @@ def matmul_all_reduce(
     call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, largest, weight_scale)
     plan = plans.find(*call)
     if plan is not None:
-        return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
+        return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale, True)
     _expect_linear(x, weight, bias)
     _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)

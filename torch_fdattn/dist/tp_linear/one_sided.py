@@ -217,11 +217,13 @@ def _trained(*tensors: Tensor) -> bool:
 
 def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group_name: str, strategy: str,
-    rows: Sequence[int], rank: int,
+    rows: Sequence[int], rank: int, known: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """As `collective.all_gather_matmul`."""
-    weights = [weight.to(x.dtype) for weight in weights]
-    if _trained(x, *weights):
+    """As `collective.all_gather_matmul`; known: as in `op.run_gather`."""
+    weights = [_cast(weight, x) for weight in weights]
+    if known:
+        ys = gather(x, weights, group_name, strategy, rows, False)
+    elif _trained(x, *weights):
         ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
     else:
         run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul)
@@ -231,10 +233,13 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, strategy: str, rows: Sequence[int], rank: int,
+    known: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_reduce_scatter`."""
-    weight = weight.to(x.dtype)
-    if _trained(x, weight):
+    weight = _cast(weight, x)
+    if known:
+        y = scatter(x, weight, group_name, strategy, rows, rank)
+    elif _trained(x, weight):
         y = _MatmulReduceScatter.apply(group_name, strategy, rows, rank, x, weight)
     else:
         run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter)
@@ -243,11 +248,14 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, scale: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, scale: Tensor | None = None,
+    known: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
-    weight = weight.to(x.dtype) if scale is None else weight
-    if _trained(x, weight):
+    weight = _cast(weight, x) if scale is None else weight
+    if known:
+        y = all_reduce(x, weight, group_name, method, scale=scale)
+    elif _trained(x, weight):
         y = _MatmulAllReduce.apply(
             group_name, method, x, float8.dequantised(weight, scale, x.dtype)
         )
@@ -278,6 +286,10 @@ def matmul_all_reduce_rms_norm(
     """(normed, added), of what it `takes_norm`."""
     run = _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)
     return run(x, weight, group_name, residual, norm_weight, eps, bias)
+
+
+def _cast(weight: Tensor, x: Tensor) -> Tensor:
+    return weight if weight.dtype == x.dtype else weight.to(x.dtype)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -183,15 +183,16 @@ def _hashable(rows):
 
 
 def run_gather(
-    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None
+    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, known: bool = False
 ) -> list[Tensor]:
+    """known: the plan was found, so that nobody watches, casts or differentiates; as in the others."""
     way, rows, rank, world_size = plan
-    x = x.to(compute_dtype(x))
+    x = x if known else x.to(compute_dtype(x))
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
     if way != "collective":
-        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank)
+        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, known)
     return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)
 
 
@@ -231,14 +232,14 @@ def scatter_call(group_name, x, weight, bias, rows, strategy, scale, largest) ->
 
 
 def run_scatter(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
-) -> Tensor:
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
+) -> Tensor:  # fmt: skip
     way, rows, rank, world_size = plan
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
-        x = x.to(compute_dtype(x))
-        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
+        x = x if known else x.to(compute_dtype(x))
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank, known)
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
 
 
@@ -323,12 +324,12 @@ def all_reduce_call(group_name, x, weight, bias, method, strategy, largest, scal
 
 
 def run_all_reduce(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
-) -> Tensor:
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
+) -> Tensor:  # fmt: skip
     way, _, rank, world_size = plan
     if way in one_sided.METHODS:
-        x = x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
+        x = x if known else x.to(compute_dtype(x))
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale, known)
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
     return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
