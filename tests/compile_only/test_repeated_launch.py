@@ -19,7 +19,7 @@ from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
 from torch_fdattn import checks
-from torch_fdattn.dist.tp_linear import push_values
+from torch_fdattn.dist.tp_linear import push_values, row_norm
 from torch_fdattn.ops import direct_launch, library, repeated_call, repeated_launch, row_ranges
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
@@ -340,36 +340,57 @@ def test_a_call_of_two_launches(driver: Driver, through_triton: list) -> None:
     assert [call() for _ in range(5)] == [False, False, False, True, True]
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_exchanges_of_values(op: str, driver: Driver, through_triton: list, monkeypatch) -> None:
-    """From the fourth on the driver is handed what Triton was: of these tensors, and of the channel as it is then."""
-    words, made = 512, []
-    sizes = {"all_reduce": (1, 1), "reduce_scatter": (2, 1), "all_gather": (1, 2)}[op]
+def of_channels(monkeypatch, module) -> list[types.SimpleNamespace]:
+    """The channels that the module's calls get, a new one each."""
+    made = []
 
     def channel(*_) -> types.SimpleNamespace:
         addresses, state, fault = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
-        about = dict(memory=types.SimpleNamespace(addresses=addresses), state=state)
+        about = dict(memory=types.SimpleNamespace(addresses=addresses), state=state, rank=0)
         made.append(types.SimpleNamespace(**about, fault=types.SimpleNamespace(tensor=fault), half_bytes=1 << 16))  # fmt: skip
         return made[-1]
 
-    monkeypatch.setattr(push_values, "channel_for", channel)
-    kept = []
+    monkeypatch.setattr(module, "channel_for", channel)
+    return made
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "norm", "norm, bias"])
+def test_exchanges_of_values(op: str, driver: Driver, through_triton: list, monkeypatch) -> None:
+    """From the fourth on the driver is handed what Triton was: of these tensors, and of the channel as it is then."""
+    module = row_norm if op.startswith("norm") else push_values
+    made, kept, words = of_channels(monkeypatch, module), [], 512
+    monkeypatch.setattr(row_norm, "rank_and_size", lambda _: (0, 2))
+
+    def call(words: int = words) -> list[torch.Tensor]:
+        """Its tensors, in the kernel's order."""
+
+        def draw(rows: int) -> torch.Tensor:
+            kept.append(torch.zeros(rows, 2 * words, dtype=torch.float16))
+            return kept[-1]
+
+        if module is row_norm:
+            x, bias, residual, weight = draw(2), draw(1)[0] if "bias" in op else None, draw(2), draw(1)[0]  # fmt: skip
+            kept.extend(row_norm.sum_norm(x, bias, residual, weight, 1e-6, "0"))
+            return [x, *([] if bias is None else [bias]), residual, weight, *kept[-2:]]
+        sizes = {"all_reduce": (1, 1), "reduce_scatter": (2, 1), "all_gather": (1, 2)}[op]
+        x, y = map(draw, sizes)
+        getattr(push_values, op)(x, y, "0", 0, 2)
+        return [x, y]
+
     for i in range(6):
         if i == 3:
-            monkeypatch.setattr(push_values, "launch", None)
-        x, y = (torch.zeros(size, 2 * words, dtype=torch.float16) for size in sizes)
-        kept += [x, y]
-        getattr(push_values, op)(x, y, "0", 1, 2)
+            monkeypatch.setattr(module, "launch", None)
+        tensors = call()
         where = made[-1]
-        given = x, y, where.memory.addresses, where.state, where.fault.tensor
+        tensors += [where.memory.addresses, where.state, where.fault.tensor]
         assert len(driver.calls) == max(0, i - 1)
         if driver.calls:
             grid, parameters = bound(*through_triton[1])
-            addresses = [tensor.data_ptr() for tensor in given]
-            assert driver.calls[-1] == (grid, [*addresses, *parameters[5:]])
-    # Another number of words, or another rank, is another call.
-    with pytest.raises(TypeError, match="not callable"):
-        getattr(push_values, op)(x, y, "0", 0, 2)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            numbers = parameters[len(addresses) :]
+            assert driver.calls[-1] == (grid, [*addresses, *map(pytest.approx, numbers)])
+    with pytest.raises(TypeError, match="not callable"):  # another number of words is another call
+        call(256)
 
 
 @pytest.fixture

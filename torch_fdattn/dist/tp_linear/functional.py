@@ -208,7 +208,8 @@ def matmul_all_reduce_rms_norm(
     call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, *options)
     plan = plans.find(*call)
     if plan is not None:
-        return op.run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
+        given = x, weight, bias, group_name, residual, norm_weight, eps
+        return op.run_all_reduce_norm(plan, *given, True)
     _expect_linear(x, weight, bias)
     expect_tensor("residual", residual)
     expect_tensor("norm_weight", norm_weight)

@@ -282,9 +282,14 @@ def takes_norm(
 
 def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    known: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added), of what it `takes_norm`."""
-    run = _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)
+    run = (
+        all_reduce_norm
+        if known
+        else _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)
+    )
     return run(x, weight, group_name, residual, norm_weight, eps, bias)
 
 

@@ -26,12 +26,13 @@ from torch_fdattn.ops import library
 
 
 class Plan(NamedTuple):
-    """What a call was found to be: a strategy or method, every rank's rows, this rank."""
+    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it."""
 
     way: str
     rows: Sequence[int]
     rank: int
     world: int
+    with_norm: bool = False
 
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
@@ -186,7 +187,7 @@ def run_gather(
     plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, known: bool = False
 ) -> list[Tensor]:
     """known: the plan was found, so that nobody watches, casts or differentiates; as in the others."""
-    way, rows, rank, world_size = plan
+    way, rows, rank, world_size = plan[:4]
     x = x if known else x.to(compute_dtype(x))
     if scales:
         pairs = zip(weights, scales, strict=True)
@@ -234,7 +235,7 @@ def scatter_call(group_name, x, weight, bias, rows, strategy, scale, largest) ->
 def run_scatter(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
 ) -> Tensor:  # fmt: skip
-    way, rows, rank, world_size = plan
+    way, rows, rank, world_size = plan[:4]
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
@@ -282,8 +283,10 @@ def _matmul_all_reduce_rms_norm(
 ):  # fmt: skip
     options = method, strategy, largest
     plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
-    rows, columns = x.shape[0], weight.shape[0]
-    _expect_normed(residual, norm_weight, rows, columns, x)
+    _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
+    given = x, weight, residual, norm_weight, bias
+    whole = compute_dtype(x) == x.dtype and one_sided.takes_norm(plan.way, plan.world, *given)
+    plan = plan._replace(with_norm=whole)
     plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, *options))
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 
@@ -305,16 +308,14 @@ def norm_call(group_name, x, weight, residual, norm_weight, bias, *options) -> t
 
 
 def run_all_reduce_norm(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    known: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    as_it_is = compute_dtype(x) == x.dtype
-    if as_it_is and one_sided.takes_norm(
-        plan.way, plan.world, x, weight, residual, norm_weight, bias
-    ):
+    if plan.with_norm:
         return one_sided.matmul_all_reduce_rms_norm(
-            x, weight, bias, group_name, residual, norm_weight, eps
+            x, weight, bias, group_name, residual, norm_weight, eps, known
         )
-    added = residual + run_all_reduce(plan, x, weight, bias, group_name)
+    added = residual + run_all_reduce(plan, x, weight, bias, group_name, None, known)
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
@@ -326,7 +327,7 @@ def all_reduce_call(group_name, x, weight, bias, method, strategy, largest, scal
 def run_all_reduce(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
 ) -> Tensor:  # fmt: skip
-    way, _, rank, world_size = plan
+    way, _, rank, world_size = plan[:4]
     if way in one_sided.METHODS:
         x = x if known else x.to(compute_dtype(x))
         return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale, known)

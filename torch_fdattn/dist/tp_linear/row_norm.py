@@ -35,6 +35,7 @@ from torch_fdattn.dist.tp_linear.push_values import (
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.repeated_call import repeat
 from torch_fdattn.ops.repeated_launch import launch
 
 MOST_COLUMNS = 8192
@@ -106,15 +107,23 @@ def sum_norm(
         return normed, added
     where = channel_for(m * words, group_name, "rows", x.device, world)
     launches["tp_linear/row_norm"] += 1
-    early, block = starts_early(x), power_of_two(words)
-    per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
-    warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
-    with on_device(x):
+    x, residual, weight = as_words(x), as_words(residual), as_words(weight)
+    bias = None if bias is None else as_words(bias)
+    third_bytes, limit_ns = third_of(where), timeout_ns()
+    of_channel = where.memory.addresses, where.state, where.fault.tensor
+    tensors = x, bias, residual, weight, normed, added, *of_channel
+
+    def run() -> None:
+        early, block = starts_early(x), power_of_two(words)
+        per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
+        warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
         launch(
             _sum_norm_kernel, m,
-            as_words(x), None if bias is None else as_words(bias), as_words(residual), as_words(weight), normed,
-            added, where.memory.addresses, where.state, where.fault.tensor, third_of(where),
-            timeout_ns(), where.rank, words, eps, world, power_of_two(world), block, triton_dtype(x.dtype), early,
-            num_warps=warps, **({"launch_pdl": True} if early else {}),
+            *tensors, third_bytes, limit_ns, where.rank, words, eps, world, power_of_two(world), block,
+            triton_dtype(x.dtype), early, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
+
+    with on_device(x):
+        about = bias is None, x.dtype, x.device
+        repeat(("row norm", m, words, eps, *about, third_bytes, limit_ns, where.rank, world), tensors, run)  # fmt: skip
     return normed, added
