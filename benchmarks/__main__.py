@@ -170,7 +170,7 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
     if sizes and vs == _PEERS["attention"]:
         vs = "none"  # a sweep compares ours with ours, unless peers are named
     if getattr(options, "features", False):
-        chosen = features.chosen("all" if vs == _PEERS["attention"] else vs)
+        chosen = features.chosen("flex,sdpa" if vs == _PEERS["attention"] else vs)
     else:
         chosen = peers.chosen(vs)
     run = _start(options, words, (chosen[0], *swept_tiles(chosen[0], sizes), *chosen[1:]))

@@ -9,6 +9,7 @@ graph. Both by event timing behind a flushed L2. Errors are of the last sequence
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -77,6 +78,7 @@ class _Measurement:
             return
         inputs, backward = self.inputs(impl), self.backward and impl.differentiable
         with self._timed(impl, backward):
+            gc.collect()  # what another left in cycles must not go while this one's is counted
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             out = attention(*inputs)

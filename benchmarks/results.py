@@ -134,8 +134,11 @@ class Recorder:
         """Cases that the run means to measure; `came` takes each back."""
         self._ahead += [(case, impl) for case in cases for impl in impls]
 
-    def came(self, case: str) -> None:
-        self._ahead = [pair for pair in self._ahead if pair[0] != case]
+    def came(self, case: str, impl: str | None = None) -> None:
+        """impl: this one alone."""
+        self._ahead = [
+            pair for pair in self._ahead if pair[0] != case or impl not in (None, pair[1])
+        ]
 
     def add(self, case: str, impl: str, metric: str, value: float) -> None:
         value = float(value)
@@ -170,7 +173,9 @@ class Recorder:
 
     def save(self) -> None:
         if self.path is not None:
-            missing = [Row(*pair, "not_measured", STOPPED, "text") for pair in self._ahead]
+            said = {(row.case, row.impl) for row in self.results.rows if row.metric in TEXT_METRICS}
+            ahead = [pair for pair in self._ahead if pair not in said]
+            missing = [Row(*pair, "not_measured", STOPPED, "text") for pair in ahead]
             Results(self.results.meta, self.results.rows + missing).save(self.path)
 
 

@@ -74,6 +74,7 @@ class Run:
                     self.recorder.error(case.name, impl.name, f"not available: {reason}")
         usable_names = [*floors, *(impl.name for impl in usable)]
         self.recorder.expect((case.name for case in cases), usable_names)
+        self.recorder.save()
         stop: str | None = None
         for case in cases:
             if stop is None and self.budget.over:

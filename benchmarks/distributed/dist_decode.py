@@ -17,7 +17,7 @@ import torch
 
 from ..cases import DIST_DECODE_CASES, select
 from ..results import Recorder
-from ..shapes import DecodeCase
+from ..shapes import PURE_READ, DecodeCase
 from . import latency, scaling, ways
 from .case_run import CaseRun
 from .processes import Ranks
@@ -89,7 +89,9 @@ def _measure(
     chosen = _chosen_ways(options, ranks)
     on_cpu = ranks.device.type == "cpu"
     named = {f"{case.name} cpu" if on_cpu else case.name: case for case in cases}
-    recorder.expect(named, [way.name for way in chosen])
+    beside = [ways.LOCAL, *([] if on_cpu else [PURE_READ])] if options.case == "compare" else []
+    recorder.expect(named, [*(way.name for way in chosen), *beside])
+    recorder.save()
     for name, case in named.items():
         holds &= _measure_case(options, name, case, chosen, ranks, recorder)
         recorder.came(name)

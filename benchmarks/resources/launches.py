@@ -18,12 +18,13 @@ from torch_fdattn.ops.attention.configs import (
     TileConfig,
     backward_config,
     forward_config,
+    is_short_window,
 )
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
-from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.packed import Packed, by_heads, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import Scores
@@ -208,14 +209,15 @@ def _attention(case: Case) -> None:
     v, out = (meta(*x.shape[:3], v_dim, dtype=dtype) for x in (k, q))
     lse, widest = meta(*q.shape[:-1]), max(dim, v_dim)
     ranges = None if packed else empty_ranges(scores.attn_mask, q, k)
+    short = is_short_window(mask, key_capacity(k, packed))
     if case.op.endswith("forward"):
         borders = has_borders(mask, k.shape[2])
         config = case.tile or forward_config(
-            widest, dtype, capability, borders, scores, dropout, mask
+            widest, dtype, capability, borders, scores, dropout, short
         )
         launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed, ranges)
         return
-    config = backward_config(widest, dtype, capability, scores, dropout, mask)
+    config = backward_config(widest, dtype, capability, scores, dropout, short)
     if case.tile:
         config = BackwardConfig(case.tile, case.tile)
     trained = [x if x is not None and x.is_floating_point() else None for x in scores[1:]]

@@ -49,6 +49,10 @@ def test_a_run_that_is_stopped_says_what_is_missing(tmp_path: Path) -> None:
     recorder.save()
     missing = [(row.case, row.impl) for row in Results.load(recorder.path).rows if row.metric == "not_measured"]  # fmt: skip
     assert missing == [("second", "fdattn"), ("second", "fa2")]
+    recorder.came("second", "fdattn")
+    recorder.error("second", "fa2", "it failed")  # which is said instead
+    recorder.save()
+    assert Results.load(recorder.path) == recorder.results
     recorder.came("second")
     recorder.save()
     assert Results.load(recorder.path) == recorder.results

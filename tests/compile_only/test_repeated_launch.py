@@ -316,6 +316,26 @@ def test_calls_that_are_not_what_was_named(driver: Driver, through_triton: list)
     assert len(runs) == 18
 
 
+def test_a_call_within_a_call(driver: Driver, through_triton: list) -> None:
+    """The inner one is repeated; of the outer one one would know the launches beside it alone."""
+    tensors = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5), torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5)  # fmt: skip
+    runs = []
+
+    def merge(name: str) -> None:
+        runs.append(name)
+        launch_merge(*tensors)
+
+    def outer() -> None:
+        merge("outer")
+        repeat(("inner",), tensors, lambda: merge("inner"))
+
+    for _ in range(8):
+        repeat(("outer",), tensors, outer)
+    assert runs.count("outer") == 8
+    assert runs.count("inner") < 4
+    assert len(driver.calls) + len(through_triton) == 16
+
+
 def test_a_call_of_two_launches(driver: Driver, through_triton: list) -> None:
     """Each is repeated with its own tensors, in whatever order they were named."""
     runs = []

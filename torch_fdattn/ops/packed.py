@@ -40,6 +40,13 @@ def by_heads(x: Tensor) -> Tensor:
     return x.as_strided((1, heads, tokens, dim), (0, head, token, last))
 
 
+def key_capacity(k: Tensor, packed: Packed | None) -> int:
+    """The keys that a sequence may have: k's, all tokens' of packed ones, or those of its pages."""
+    if packed is None or packed.page_table is None:
+        return k.shape[2]
+    return k.shape[2] * packed.page_table.shape[1]
+
+
 def kernel_arguments(packed: Packed | None, k: Tensor) -> dict[str, object]:
     """What kernels take of it: nothing where sequences are not packed, which costs them nothing."""
     if packed is None:

@@ -66,6 +66,7 @@ def again(
         return False
     if counter is not None:
         launches[counter] += 1
+    note(None, ())  # a call around this one is not its own launches alone
     stream = torch._C._cuda_getCurrentRawStream(first.device_index)
     for launch, places in steps:
         launch(stream, addresses if places is None else [addresses[i] for i in places])
@@ -77,11 +78,13 @@ def learn(key: tuple | None, tensors: Sequence[Tensor | None], run: Callable[[],
     if key is None:
         run()
         return
-    _watching.seen = seen = []
+    note(None, ())
+    around, seen = getattr(_watching, "seen", None), []
+    _watching.seen = seen
     try:
         run()
     finally:
-        _watching.seen = None
+        _watching.seen = around
     addresses = [x.data_ptr() for x in tensors if x is not None]
     steps = tuple([_step(launch, taken, addresses) for launch, taken in seen])
     if steps and None not in steps:

@@ -27,17 +27,16 @@ README = Path(dispatch.__file__).with_name("README.md")
 _MARKED = re.compile(r"(<!-- dispatch -->\n).*?(<!-- end of dispatch -->)", re.DOTALL)
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "AMD": (0, 0)}
 ANY = torch.empty(1)
-SHORT = Mask(window_left=2047, window_right=0)
-#: How calls differ in their tiles: (borders, scores, dropout, mask) by name.
+#: How calls differ in their tiles: (borders, scores, dropout, short window) by name.
 KINDS = {
-    "full": (False, NO_SCORES, NO_DROPOUT, Mask()),
-    "masked": (True, NO_SCORES, NO_DROPOUT, Mask(window_right=0)),
-    "softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, Mask()),
-    "sinks": (True, Scores(sinks=ANY), NO_DROPOUT, Mask()),
-    "window ≤ 2048": (True, NO_SCORES, NO_DROPOUT, SHORT),
-    "window ≤ 2048 with softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, SHORT),
-    "explicit mask": (True, Scores(attn_mask=ANY), NO_DROPOUT, Mask()),
-    "dropout": (True, NO_SCORES, Dropout(0.1, ANY), Mask()),
+    "full": (False, NO_SCORES, NO_DROPOUT, False),
+    "masked": (True, NO_SCORES, NO_DROPOUT, False),
+    "softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, False),
+    "sinks": (True, Scores(sinks=ANY), NO_DROPOUT, False),
+    "window ≤ 2048": (True, NO_SCORES, NO_DROPOUT, True),
+    "window ≤ 2048 with softcap, ALiBi": (True, Scores(30.0), NO_DROPOUT, True),
+    "explicit mask": (True, Scores(attn_mask=ANY), NO_DROPOUT, False),
+    "dropout": (True, NO_SCORES, Dropout(0.1, ANY), False),
 }
 
 
@@ -79,6 +78,19 @@ def shown() -> str:
         f"{kernels()}\n\nTiles: queries x keys, w warps, s stages of the pipeline.\n\n"
         f"{tile_rows()}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "keys", "short"),
+    [
+        (1023, 0, 8192, True), (2047, 0, 2049, True), (1023, 1024, 8192, True), (0, 0, 2, True),
+        (2047, 0, 2048, False), (2048, 0, 8192, False), (1024, 1024, 8192, False),
+        (-1, 0, 8192, False), (511, -1, 8192, False), (-1, -1, 8192, False), (0, 0, 1, False), (0, 0, 0, False),
+    ],
+)  # fmt: skip
+def test_short_windows(left: int, right: int, keys: int, short: bool) -> None:
+    """Those that bound both sides and hide some keys."""
+    assert configs.is_short_window(Mask(window_left=left, window_right=right), keys) is short
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiles kernels, which the interpreter replaces")

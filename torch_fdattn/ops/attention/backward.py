@@ -37,6 +37,7 @@ from torch_fdattn.ops.attention.configs import (
     device_capability,
     dot_precision,
     heads_beside,
+    is_short_window,
     mask_gradient_config,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
@@ -77,7 +78,8 @@ def launch_backward(
     v_dim = v.shape[3]
     if config is None:
         config = backward_config(
-            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout, mask,
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout,
+            is_short_window(mask, kv_capacity),
         )  # fmt: skip
         if tuning.state.active:
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)

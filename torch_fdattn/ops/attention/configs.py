@@ -65,7 +65,6 @@ WHOLE_TILES = 128
 
 #: Keys that a query sees at most in what counts as a short window.
 _SHORT_WINDOW = 2048
-_NO_MASK = Mask()
 
 # Small tiles let small shapes span several of them; the interpreter has no other wish.
 _INTERPRETED = TileConfig(16, 16, 1, 1)
@@ -73,12 +72,12 @@ _INTERPRETED = TileConfig(16, 16, 1, 1)
 
 def forward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], borders: bool = True,
-    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, mask: Mask = _NO_MASK,
+    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, short_window: bool = False,
 ) -> TileConfig:  # fmt: skip
     """The forward's tile for a device of this compute capability and the larger head dim of K and V.
 
     Without `borders`, no tile is masked; `scores` are what modifies them; dropout's bits take the registers of
-    an explicit mask; the `mask` of positions may be a short window.
+    an explicit mask; short_window: `is_short_window`.
     """
     if INTERPRET:
         return _INTERPRETED
@@ -95,7 +94,7 @@ def forward_config(
     if dropout.p or (masked and capability[0] != 9):
         return TileConfig(64, 64 if head_dim <= 64 else 32, 8, 2)  # spills nothing; not measured
     if capability[0] == 9:
-        if head_dim <= 128 and is_short_window(mask):
+        if head_dim <= 128 and short_window:
             return TileConfig(64, 64, 4, 3)
         # Swept on one H100 (README.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
         # 16k causal. At hd128 the wider key tile wins 1 to 2 % where nothing is masked, else it loses 2 %.
@@ -112,7 +111,7 @@ def forward_config(
 
 def backward_config(
     head_dim: int, dtype: torch.dtype, capability: tuple[int, int], scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT, mask: Mask = _NO_MASK,
+    dropout: Dropout = NO_DROPOUT, short_window: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The backward's tiles, as `forward_config`."""
     if INTERPRET:
@@ -143,13 +142,12 @@ def backward_config(
         # Swept on one H100 (README.md). At hd128 three stages win 16 % over two in the dK/dV sweep where nothing
         # is masked; at hd256 only narrow key tiles leave the dQ sweep its registers, and a third stage wins 30 %.
         # Softcap and ALiBi spill up to 150 bytes a thread in dK/dV, and yet win 40 % over tiles that do not.
-        short = is_short_window(mask)
         if head_dim <= 64:
             # With softcap or ALiBi not measured: 280 to 660 bytes of spills less.
-            rows = 64 if short or scores.changes_tiles else 128
+            rows = 64 if short_window or scores.changes_tiles else 128
             return BackwardConfig(TileConfig(64, 64, 4, 3), TileConfig(rows, 64, 4, 3))
         if head_dim <= 128:
-            if not short:
+            if not short_window:
                 return BackwardConfig(TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 3))
             # 64 x 64 spills up to 232 bytes a thread in dQ with softcap and ALiBi.
             dq = TileConfig(64, 32, 4, 3) if scores.changes_tiles else TileConfig(64, 64, 4, 2)
@@ -193,14 +191,14 @@ def _fp32_tile(head_dim: int) -> TileConfig:
     return TileConfig(32, 32 if head_dim <= 64 else 16, 8, 1)
 
 
-def is_short_window(mask: Mask) -> bool:
-    """Whether a program has so few tiles that what it does before and after them counts.
+def is_short_window(mask: Mask, kv_capacity: int) -> bool:
+    """Whether a program has so few tiles, by a window that hides something, that its beginning and end count.
 
     Such programs are made small enough for two to share a processor, of which one computes while the other loads its
-    first tiles or stores its results (README.md).
+    first tiles or stores its results (README.md). Sequences that are as short are not: plain causal ones lost by it.
     """
     sides = mask.window_left, mask.window_right
-    return min(sides) >= 0 and sum(sides) < _SHORT_WINDOW
+    return min(sides) >= 0 and sum(sides) < min(_SHORT_WINDOW, kv_capacity - 1)
 
 
 #: What programs that run side by side should find in the L2, of which an H100 has 50 MB.

@@ -27,6 +27,7 @@ from torch_fdattn.ops.attention.configs import (
     dot_precision,
     forward_config,
     heads_beside,
+    is_short_window,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
@@ -42,7 +43,7 @@ from torch_fdattn.ops.launch import (
 )
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
-from torch_fdattn.ops.packed import Packed, kernel_arguments
+from torch_fdattn.ops.packed import Packed, kernel_arguments, key_capacity
 from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.repeated_launch import launch
@@ -191,11 +192,12 @@ def launch_forward(
     if q.numel() == 0:
         return
     v_dim = v.shape[3]
-    kv_capacity = k.shape[2]
+    kv_capacity = key_capacity(k, packed)
     borders = packed is not None or has_borders(mask, kv_capacity)
     if config is None:
         config = forward_config(
-            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout, mask,
+            max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout,
+            is_short_window(mask, kv_capacity),
         )  # fmt: skip
         if tuning.state.active:
             call = tuning.Call(q, k, v, mask, scores, dropout, packed)
@@ -206,8 +208,6 @@ def launch_forward(
     op, row_blocks = "attention_forward", cdiv(q_len, config.block_m)
     if packed is not None:
         op, row_blocks = "varlen_attention_forward", packed.blocks(q_len, config.block_m)
-        if packed.page_table is not None:
-            kv_capacity *= packed.page_table.shape[1]
     launches[f"{op}/triton"] += 1
     mask = contiguous_mask(mask)
     block_d, block_dv = tile_dims(k, v)

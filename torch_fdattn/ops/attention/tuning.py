@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torch_fdattn.ops.attention import trials
 from torch_fdattn.ops.attention.candidates import candidates
-from torch_fdattn.ops.attention.configs import TileConfig, dot_precision
+from torch_fdattn.ops.attention.configs import TileConfig, dot_precision, is_short_window
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.remembered import Memory
-from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.packed import Packed, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import has_ranges
 from torch_fdattn.ops.scores import Scores
@@ -151,7 +151,7 @@ class Call(NamedTuple):
         right = {-1: "", 0: "causal"}.get(mask.window_right, "right")
         words = [
             str(self.q.dtype).removeprefix("torch."), precision, f"D{self.q.shape[3]}/{self.v.shape[3]}", right,
-            "left" * (mask.window_left >= 0), "lens" * (mask.kv_lens is not None), "striped" * (mask.kv_block > 0),
+            "left" * (mask.window_left >= 0), "short" * is_short_window(mask, key_capacity(self.k, self.packed)), "lens" * (mask.kv_lens is not None), "striped" * (mask.kv_block > 0),
             "softcap" * (scores.softcap > 0), "alibi" * (scores.alibi_slopes is not None),
             "sinks" * (scores.sinks is not None), "dropout" * (self.dropout.p > 0),
             "" if scores.attn_mask is None else f"mask:{str(scores.attn_mask.dtype).removeprefix('torch.')}",
@@ -162,12 +162,12 @@ class Call(NamedTuple):
 
     def _sizes(self) -> Iterator[str]:
         """Lengths, in powers of two; of packed sequences all tokens, beside how many sequences they are."""
-        lengths, packed = dict(q=self.q.shape[2], k=self.k.shape[2]), self.packed
+        packed = self.packed
+        lengths = dict(q=self.q.shape[2], k=key_capacity(self.k, packed))
         if packed is not None:
             lengths["packed"] = packed.sequences
             if packed.page_table is not None:
                 yield f"pages of {self.k.shape[2]}"
-                lengths["k"] *= packed.page_table.shape[1]
         for name, length in lengths.items():
             yield f"{name}{1 << (length - 1).bit_length()}"
 
