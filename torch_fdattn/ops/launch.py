@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.dropout import Dropout
-from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.packed import Packed, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -83,11 +83,10 @@ def broadcast_mask(
         return []
     if packed is None:
         return [mask.expand(*q.shape[:3], k.shape[2])]
-    pages = 1 if packed.page_table is None else packed.page_table.shape[1]
     mask = mask[(None,) * (4 - mask.dim())]
     rows, columns = (
         size if size > 1 else whole
-        for size, whole in zip(mask.shape[2:], (q.shape[2], k.shape[2] * pages), strict=True)
+        for size, whole in zip(mask.shape[2:], (q.shape[2], key_capacity(k, packed)), strict=True)
     )
     return [mask.expand(packed.sequences, q.shape[1], rows, columns)]
 

@@ -206,9 +206,9 @@ class _MatmulAllReduce(torch.autograd.Function):
         return None, None, dy @ weight if wants_x else None, dy.t() @ x if wants_weight else None
 
 
-def _forward(x: Tensor, kernel: Callable, op: Callable) -> Callable:
+def _forward(x: Tensor, kernel: Callable, op: Callable, known: bool) -> Callable:
     """The kernel itself where nobody would see the op."""
-    return kernel if library.runs_unseen(x) else op
+    return kernel if known or library.runs_unseen(x) else op
 
 
 def _trained(*tensors: Tensor) -> bool:
@@ -221,12 +221,10 @@ def all_gather_matmul(
 ) -> list[Tensor]:  # fmt: skip
     """As `collective.all_gather_matmul`; known: as in `op.run_gather`."""
     weights = [_cast(weight, x) for weight in weights]
-    if known:
-        ys = gather(x, weights, group_name, strategy, rows, False)
-    elif _trained(x, *weights):
+    if not known and _trained(x, *weights):
         ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
     else:
-        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul)
+        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul, known)
         ys = run(x, weights, group_name, strategy, rows, False)
     return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
 
@@ -237,12 +235,10 @@ def matmul_reduce_scatter(
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_reduce_scatter`."""
     weight = _cast(weight, x)
-    if known:
-        y = scatter(x, weight, group_name, strategy, rows, rank)
-    elif _trained(x, weight):
+    if not known and _trained(x, weight):
         y = _MatmulReduceScatter.apply(group_name, strategy, rows, rank, x, weight)
     else:
-        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter)
+        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter, known)
         y = run(x, weight, group_name, strategy, rows, rank)
     return _plus(y, bias)
 
@@ -253,14 +249,12 @@ def matmul_all_reduce(
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
     weight = _cast(weight, x) if scale is None else weight
-    if known:
-        y = all_reduce(x, weight, group_name, method, scale=scale)
-    elif _trained(x, weight):
+    if not known and _trained(x, weight):
         y = _MatmulAllReduce.apply(
             group_name, method, x, float8.dequantised(weight, scale, x.dtype)
         )
     else:
-        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce)
+        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce, known)
         y = run(x, weight, group_name, method, scale=scale)
     return _plus(y, bias)
 
@@ -285,11 +279,8 @@ def matmul_all_reduce_rms_norm(
     known: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added), of what it `takes_norm`."""
-    run = (
-        all_reduce_norm
-        if known
-        else _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)
-    )
+    op = torch.ops.fdattn.tp_matmul_all_reduce_rms_norm
+    run = _forward(x, all_reduce_norm, op, known)
     return run(x, weight, group_name, residual, norm_weight, eps, bias)
 
 
