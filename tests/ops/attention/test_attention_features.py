@@ -82,6 +82,15 @@ def test_fewer_value_dims_than_keys_with_gaps_have(device):
 
 
 @pytest.mark.interpreter
+def test_decodes_backward_has_the_unrounded_output(device):
+    """A head sees one key beside a sink: dP - D cancels to a fifteenth there, and an fp16 out costs it 3 % of dq."""
+    case = draw_features(752, decode=True)
+    assert case.dtype == torch.float16
+    lse, results = run(torch_fdattn.decode, case, device)
+    expected_attention(case, device).check(lse, **results)
+
+
+@pytest.mark.interpreter
 def test_slopes_gradient_is_as_exact_as_torchs(device):
     """A sum over rows that cancels: what rounding the saved lse costs each is taken out (`backward_queries.py`)."""
     case, ours, torchs = draw_features(216, "cuda"), [], []  # one head, fp32, softcap, dropout
