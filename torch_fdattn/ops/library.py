@@ -300,6 +300,16 @@ def in_forward_mode(*arguments: object) -> bool:
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
 
 
+def refuse_derivatives(op: str, where: str, *arguments: object) -> None:
+    """By the name that users call, where the raw op beneath would be named otherwise."""
+    if torch.is_grad_enabled() and any(map(requires_grad, arguments)):
+        raise NotImplementedError(f"{op} has no gradient {where}: call it under torch.no_grad()")
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+        raise NotImplementedError(
+            f"{op} has no forward-mode derivative {where} (torch.func.jvp, torch.autograd.forward_ad)"
+        )
+
+
 def in_vmap() -> bool:
     """Whether a call is made for a batch of calls (torch.func.vmap, jacfwd)."""
     vmap = torch._C._functorch.TransformType.Vmap

@@ -199,6 +199,13 @@ def test_pages_have_no_gradient():
         torch_fdattn.varlen_attention(q.requires_grad_(), k, v, begins, page_table=table)
     with torch.no_grad():
         torch_fdattn.varlen_attention(q, k, v, begins, page_table=table)
+    with pytest.raises(
+        NotImplementedError, match=r"^varlen_attention has no forward-mode derivative where page"
+    ):
+        torch.func.jvp(
+            lambda q: torch_fdattn.varlen_attention(q, k, v, begins, page_table=table)[0],
+            (q.detach(),), (q.detach(),),
+        )  # fmt: skip
 
 
 PAGES = dict(zip(("k", "v", "page_table"), pages(), strict=True)) | {"cu_seqlens_k": None}

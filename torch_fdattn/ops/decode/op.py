@@ -293,22 +293,15 @@ def decode(
     )
     scale = default_scale(q, scale)
     tensors = q, k_cache, v_cache, *extras
-    derived = torch.is_grad_enabled() and any(library.requires_grad(x) for x in tensors)
-    quantised = k_cache.dtype in QUANTISED or k_scale is not None or v_scale is not None
-    if not derived and (quantised or not library.in_forward_mode(*tensors)):
-        library.meet(q)
-        return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
-    _refuse_gradients(k_cache, k_scale, v_scale)
-    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
-    return attend(
-        functools.partial(_forward_of_scores, batch_invariant),
-        q,
-        k_cache,
-        v_cache,
-        mask,
-        scale,
-        scores,
-    )
+    differentiated = torch.is_grad_enabled() and any(library.requires_grad(x) for x in tensors)
+    if without := _has_no_derivatives(k_cache, k_scale, v_scale):
+        library.refuse_derivatives("decode", f"with {without}", *tensors)
+    elif differentiated or library.in_forward_mode(*tensors):
+        scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
+        forward = functools.partial(_forward_of_scores, batch_invariant)
+        return attend(forward, q, k_cache, v_cache, mask, scale, scores)
+    library.meet(q)
+    return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
 
 
 def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
@@ -341,6 +334,7 @@ def paged_decode(
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
+    library.refuse_derivatives("paged_decode", "over pages", q, k_cache, v_cache, *extras)
     library.meet(q)
     return torch.ops.fdattn.paged_decode_forward(
         q, k_cache, v_cache, page_table, *mask, default_scale(q, scale), None, *extras
@@ -353,15 +347,11 @@ def _is_plain(others: tuple) -> bool:
     return not wanted and library.lie_in_memory(*others)
 
 
-def _refuse_gradients(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+def _has_no_derivatives(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> str:
+    """What a cache has whose decode is not differentiable; nothing of others."""
     named = dict(k_scale=k_scale, v_scale=v_scale)
     found = [name for name, tensor in named.items() if tensor is not None]
-    if k.dtype in QUANTISED:
-        found.append("a quantised cache")
-    if found:
-        raise NotImplementedError(
-            f"decode has no gradient with {', '.join(found)}: call it under torch.no_grad()"
-        )
+    return ", ".join(found + ["a quantised cache"] * (k.dtype in QUANTISED))
 
 
 for _name, _inputs, _extras, _function in (

@@ -255,10 +255,7 @@ def _varlen_attention(
     if page_table is None:
         where = cu_seqlens_q, cu_seqlens_k
         return attend(_differentiable_forward, q, k, v, mask, scale, scores, dropout, where)
-    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
-        raise NotImplementedError(
-            "varlen_attention has no gradient where page_table is given: call it under torch.no_grad()"
-        )
+    library.refuse_derivatives("varlen_attention", "where page_table is given", q, k, v, *scores)
     library.meet(q)
     return torch.ops.fdattn.varlen_attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *mask, scale, None, *scores, *dropout
