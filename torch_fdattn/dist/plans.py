@@ -63,9 +63,13 @@ def _call(op: str, options: tuple, tensors: tuple[Tensor | None, ...]) -> tuple 
     """What a group knows a call by; None: such calls are always checked."""
     if checks.CHECK_VALUES or not library.runs_unseen(*tensors):
         return None
-    device = tensors[0].device
-    if device.type != "cuda" and not trusted():
+    first = tensors[0]
+    captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not first.is_cuda and not trusted():
         return None
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    about = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    return op, options, captured, *about
+    return (
+        op,
+        options,
+        captured,
+        *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors],
+    )

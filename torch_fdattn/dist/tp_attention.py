@@ -141,7 +141,7 @@ class TPAttention(TPLayer):
             )
         heads = [
             y.view(tokens // length, length, y.shape[-1] // self.head_dim, self.head_dim)
-            for y in self._columns(x, (self.q_proj, self.k_proj, self.v_proj))
+            for y in self._columns(x, self._layers(self.PROJECTIONS))
         ]
         if len(heads) == 1:
             heads = heads[0].split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
@@ -154,8 +154,8 @@ class TPAttention(TPLayer):
         out = out.transpose(1, 2).flatten(2)
         out = out.flatten(0, 1) if self.form == "ag_rs" else out
         if residual is None:
-            return self._row(out, self.o_proj)
-        return self._row_added(out, self.o_proj, residual)
+            return self._row(out, self._modules["o_proj"])
+        return self._row_added(out, self._modules["o_proj"], residual)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, residual=None

@@ -46,6 +46,7 @@ from torch_fdattn.dist.tp_weights import (
     lay_side_by_side,
     sliced_linear,
     sum_gradient,
+    weight_and_bias,
 )
 from torch_fdattn.ops.norms import is_plain_norm
 from torch_fdattn.ops.swiglu import silu_mul
@@ -126,6 +127,11 @@ class TPLayer(nn.Module):
             return x.shape[0] * self._ranks["world_size"]
         return sum(self.tokens.rows)
 
+    def _layers(self, names: Sequence[str]) -> list[nn.Linear]:
+        """Those of the names, as attributes but faster."""
+        modules = self._modules
+        return [modules[name] for name in names]
+
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); one product of all
         (…, ΣN) where nobody asks for gradients."""
@@ -133,7 +139,7 @@ class TPLayer(nn.Module):
         if one is not None:
             weights, biases = [one[0]], [one[1]]
         else:
-            weights, biases = [x.weight for x in linears], [x.bias for x in linears]
+            weights, biases = zip(*map(weight_and_bias, linears), strict=True)
         if self.form == "ag_rs":
             if self.strategy == AUTO and torch.is_grad_enabled():
                 raise NotImplementedError(
@@ -141,7 +147,7 @@ class TPLayer(nn.Module):
                     "are wanted: make the layer with strategy 'ag_rs'"
                 )
             return all_gather_matmul(
-                x, weights, self.group_name, biases, rows=self.tokens.rows, strategy=self.linear_strategy,
+                x, list(weights), self.group_name, list(biases), rows=self.tokens.rows, strategy=self.linear_strategy,
                 largest=self._largest and self._largest[0],
             )  # fmt: skip
         if torch.is_grad_enabled() and x.requires_grad:
@@ -150,14 +156,15 @@ class TPLayer(nn.Module):
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
+        weight, bias = weight_and_bias(linear)
         if self.form == "ag_rs":
             return matmul_reduce_scatter(
-                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=self.linear_strategy,
+                x, weight, self.group_name, bias, rows=self.tokens.rows, strategy=self.linear_strategy,
                 largest=self._largest and self._largest[1],
             )  # fmt: skip
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         how = self._all_reduce_how()
-        y = matmul_all_reduce(flat, linear.weight, self.group_name, linear.bias, **how)
+        y = matmul_all_reduce(flat, weight, self.group_name, bias, **how)
         return y if flat is x else y.view(*x.shape[:-1], y.shape[-1])
 
     def _all_reduce_how(self) -> dict[str, object]:
@@ -173,9 +180,10 @@ class TPLayer(nn.Module):
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if self.form == "ag_rs" or watched or not is_plain_norm(norm, x.dtype, residual.x.dtype):
             return residual.add(self._row(x, linear))
+        weight, bias = weight_and_bias(linear)
         normed, added = matmul_all_reduce_rms_norm(
-            x.flatten(0, -2), linear.weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
-            linear.bias, **self._all_reduce_how(),
+            x.flatten(0, -2), weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
+            bias, **self._all_reduce_how(),
         )  # fmt: skip
         return added.view_as(residual.x), normed.view_as(residual.x)
 
@@ -239,11 +247,11 @@ class TPMLP(TPLayer):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        linears = self.gate_proj, self.up_proj
+        *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
         ys = self._columns(x, linears)
         if len(ys) == 1:
             ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
-        return self._row(silu_mul(*ys), self.down_proj)
+        return self._row(silu_mul(*ys), down)
 
 
 class TPHead(nn.Module):

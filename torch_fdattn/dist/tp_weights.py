@@ -7,6 +7,7 @@ backward passes of all ranks must reach it in the same order, as those of the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,6 +41,14 @@ def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) 
     return sliced
 
 
+def weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """A linear layer's parameters; plain ones past `nn.Module.__getattr__`, which takes the host 1 µs for each."""
+    held = linear._parameters
+    if torch.compiler.is_compiling() or "weight" not in held or "bias" not in held:
+        return linear.weight, linear.bias
+    return held["weight"], held["bias"]
+
+
 def lay_side_by_side(*linears: nn.Linear) -> None:
     """Moves the layers' parameters to where one product of their common input can take all (`AsOne`).
 
@@ -71,30 +80,34 @@ class AsOne:
     """
 
     def __init__(self) -> None:
-        self._where: tuple | None = None
+        self._where: list | None = None
         self._found: tuple[Tensor, Tensor | None] | None = None
 
     def __reduce__(self) -> tuple:
         return AsOne, ()  # copies of layers have parameters of their own
 
     def __call__(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
-        weights, biases = [x.weight for x in linears], [x.bias for x in linears]
-        parts = [x for x in (*weights, *biases) if x is not None]
-        if torch.compiler.is_compiling() or any(
-            type(x) not in (Tensor, nn.Parameter) for x in parts
-        ):
+        if torch.compiler.is_compiling():
             return None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
-            return None
-        where = tuple([(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in parts])
+        pairs = [weight_and_bias(x) for x in linears]
+        grad, where = torch.is_grad_enabled(), []
+        for x in itertools.chain.from_iterable(pairs):
+            if x is None:
+                where.append(None)
+                continue
+            kind = type(x)
+            if (kind is not nn.Parameter and kind is not Tensor) or (grad and x.requires_grad):
+                return None
+            where.append((x.data_ptr(), x.shape, x.stride(), x.dtype))
         if where != self._where:
+            weights, biases = zip(*pairs, strict=True)
             with torch.inference_mode(False):  # or else it could be used in inference mode alone
                 self._found, self._where = _joined_layers(weights, biases), where  # for threads
         return self._found
 
 
 def _joined_layers(
-    weights: list[Tensor], biases: list[Tensor | None]
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None] | None:
     weight = _joined(weights)
     if weight is None or all(x is None for x in biases):

@@ -13,12 +13,15 @@ from torch_fdattn.ops.packed import Packed, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
+_HERE = contextlib.nullcontext()  # has no state
+
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make it the tensors' own."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    # Not torch.cuda.current_device, which first looks whether CUDA was initialised: it was, there is a tensor.
+    if tensor.is_cuda and tensor.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def contiguous_mask(mask: Mask) -> Mask:

@@ -65,18 +65,25 @@ def _watched() -> bool:
     )
 
 
-def runs_directly(*tensors: Tensor) -> bool:
+def runs_directly(*tensors: Tensor | None) -> bool:
     """Whether nobody is between a caller and the kernel: no tracing, mode, subclass or derivative.
 
-    Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more.
+    Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more. The first of the
+    tensors is none that may be None.
     """
     if _watched() or forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
         # Negative: a lazy minus sign, which the dispatcher carries out.
-        plain = type(tensor) is Tensor or type(tensor) is Parameter
-        if not plain or (grad and tensor.requires_grad) or tensor.is_neg():
+        if (
+            (kind is not Tensor and kind is not Parameter)
+            or (grad and tensor.requires_grad)
+            or tensor.is_neg()
+        ):
             return False
     return tensors[0].is_cuda or tensors[0].is_cpu
 
@@ -101,7 +108,7 @@ def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
         or first is None
     ):
         return False
-    return runs_directly(first, *[x for x in others if x is not None])
+    return runs_directly(first, *others)
 
 
 def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = False) -> None:

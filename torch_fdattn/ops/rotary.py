@@ -36,8 +36,8 @@ def norm_and_rotate(
     if key is None or not (known or _fits(q, k, *weights[:2], cos, sin)):
         q, k = q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin)
-    turned_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    turned_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    turned_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    turned_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     tensors = q, k, turned_q, turned_k, cos, sin, *weights[:2]
     if not again(known, tensors):
         from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # Triton is not everywhere

@@ -25,7 +25,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     known = find(key)
     if known is None and not _fits(gate, up):
         return F.silu(gate) * up
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if not again(known, (gate, up, out)):
         from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
 

@@ -102,7 +102,7 @@ def sum_norm(
     of one dtype of 16 bits or float32, N what this `takes`."""
     _, world = rank_and_size(group_name)
     m, words = x.shape[0], x.shape[1] * x.element_size() // 4
-    normed, added = x.new_empty(x.shape), x.new_empty(x.shape)
+    normed, added = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     if not x.numel():
         return normed, added
     where = channel_for(m * words, group_name, "rows", x.device, world)
