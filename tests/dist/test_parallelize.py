@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parts import assert_near, assert_same_gradients, randomise
-from torch_fdattn.dist import TPMLP, ShardedKVCache
+from torch_fdattn.dist import TPMLP, ShardedKVCache, tp_layers
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows
@@ -316,3 +316,18 @@ class TestBadInput:
             pytest.skip("needs 2 ranks")
         with pytest.raises(ValueError, match="heads must be at least the number of ranks"):
             parallelize(make("cpu", 1, 1), group)
+
+
+def test_an_all_reduce_has_the_norm_behind_it(group, rank_device, monkeypatch) -> None:
+    """That of attention and, between blocks, that of the MLP: one launch for three where one of our own is chosen."""
+    dense, tokens, calls = make(rank_device, layers=3), tokens_for(rank_device), []
+    whole = tp_layers.matmul_all_reduce_rms_norm
+    monkeypatch.setattr(
+        tp_layers, "matmul_all_reduce_rms_norm", lambda *args, **how: calls.append(1) or whole(*args, **how)
+    )  # fmt: skip
+    parallel = parallelize(copy.deepcopy(dense), group, "all_reduce")
+    with torch.no_grad():
+        assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+    assert len(calls) == 3 + 2
+    logits_of(parallel, tokens)  # gradients: layers apart
+    assert len(calls) == 3 + 2

@@ -8,6 +8,7 @@ import torch
 from tests.models.hf_models import CONFIGS, reference
 from torch_fdattn.dist import ShardedKVCache
 from torch_fdattn.models import load_model
+from torch_fdattn.models.transformer import Residual
 
 TOLERANCE = 2e-4  # logits spread over about ±5
 
@@ -121,3 +122,40 @@ def test_rope_survives_changes_of_dtype(pair, tokens):
         {name.removeprefix("model."): t for name, t in pair[0].cpu().state_dict().items()},
         strict=False,
     )
+
+
+def test_blocks_compute_the_next_ones_norm(pair, tokens, device):
+    """Without gradients, and with the same bits; not where a hook sees a block's or an MLP's output."""
+    model, tokens = pair[1].to(device), tokens.to(device)
+    expected, added, seen = model(tokens), [], []
+    last = len(model.layers) - 1
+
+    def add(residual, y):
+        added.append(residual.norm)
+        x = residual.x + y
+        return x, residual.norm(x)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Residual, "add", add)
+        assert torch.equal(model(tokens), expected)
+        assert len(added) == len(model.layers) + last
+        assert all(x.input_layernorm in added for x in model.layers[1:])
+        for watched in (model.layers[0], model.layers[0].mlp):
+            added.clear()
+            hook = watched.register_forward_hook(lambda module, args, out: seen.append(out))
+            assert torch.equal(model(tokens), expected)
+            hook.remove()
+            assert len(added) == len(model.layers) + last - 1
+        assert [type(x) for x in seen] == [torch.Tensor] * 2
+        own, model.layers[0].mlp = model.layers[0].mlp, OnlyX(model.layers[0].mlp)
+        assert torch.equal(model(tokens), expected)
+        model.layers[0].mlp = own
+
+
+class OnlyX(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.inner = mlp
+
+    def forward(self, x):
+        return self.inner(x)

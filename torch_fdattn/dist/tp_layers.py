@@ -48,7 +48,7 @@ from torch_fdattn.dist.tp_weights import (
     sum_gradient,
     weight_and_bias,
 )
-from torch_fdattn.ops.norms import is_plain_norm
+from torch_fdattn.ops.norms import plain_weight
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -176,14 +176,16 @@ class TPLayer(nn.Module):
 
     def _row_added(self, x: Tensor, linear: nn.Linear, residual) -> tuple[Tensor, Tensor]:
         """`residual.add(self._row(…))`; in one pass where nobody sees the norm itself: gradients, hooks, compilers."""
-        norm = residual.norm
+        norm, norm_weight = residual.norm, None
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if self.form == "ag_rs" or watched or not is_plain_norm(norm, x.dtype, residual.x.dtype):
+        if self.form == "all_reduce" and not watched:
+            norm_weight = plain_weight(norm, x.dtype, residual.x.dtype)
+        if norm_weight is None:
             return residual.add(self._row(x, linear))
         weight, bias = weight_and_bias(linear)
         normed, added = matmul_all_reduce_rms_norm(
-            x.flatten(0, -2), weight, self.group_name, residual.x.flatten(0, -2), norm.weight, norm.eps,
-            bias, **self._all_reduce_how(),
+            x.flatten(0, -2), weight, self.group_name, residual.x.flatten(0, -2), norm_weight, norm.eps, bias,
+            **self._all_reduce_how(),
         )  # fmt: skip
         return added.view_as(residual.x), normed.view_as(residual.x)
 
@@ -204,6 +206,7 @@ class TPMLP(TPLayer):
     """
 
     PROJECTIONS = "gate_proj", "up_proj"
+    takes_residual = True
 
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
@@ -246,12 +249,16 @@ class TPMLP(TPLayer):
         layer._lay_side_by_side()
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
         ys = self._columns(x, linears)
         if len(ys) == 1:
             ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
-        return self._row(silu_mul(*ys), down)
+        inner = silu_mul(*ys)
+        return (
+            self._row(inner, down) if residual is None else self._row_added(inner, down, residual)
+        )
 
 
 class TPHead(nn.Module):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
 from torch_fdattn.models.rope import Rotary
+from torch_fdattn.ops.norms import is_hooked
 from torch_fdattn.ops.rotary import norm_and_rotate
 from torch_fdattn.ops.swiglu import silu_mul
 
@@ -81,6 +82,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    #: That forward takes a `Residual`; an MLP that somebody puts here need not.
+    takes_residual = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -88,8 +92,12 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+    def forward(
+        self, x: Tensor, residual: Residual | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `Attention.forward`."""
+        y = self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return y if residual is None else residual.add(y)
 
 
 class Block(nn.Module):
@@ -100,10 +108,23 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, normed: Tensor | None = None,
+        following: nn.RMSNorm | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """x, or with the norm that follows the block (x, its norm by that); normed: x's own, where there is one."""
+        normed = self.input_layernorm(x) if normed is None else normed
         residual = Residual(x, self.post_attention_layernorm)
-        x, normed = self.self_attn(self.input_layernorm(x), cos, sin, cache, residual)
-        return x + self.mlp(normed)
+        x, normed = self.self_attn(normed, cos, sin, cache, residual)
+        if following is None:
+            return x + self.mlp(normed)
+        return self.mlp(normed, Residual(x, following))
+
+    def is_plain(self) -> bool:
+        """Whether nobody sees what comes out of it or of its MLP, and the MLP takes a `Residual`."""
+        mlp = self._modules["mlp"]
+        seen = is_hooked(self) or is_hooked(mlp) or self._compiled_call_impl is not None
+        return not seen and getattr(mlp, "takes_residual", False)
 
 
 class Transformer(nn.Module):
@@ -127,11 +148,25 @@ class Transformer(nn.Module):
             positions = cache.lengths[:, None] + positions
         cos, sin = self.rotary(positions)
         x = self.embed_tokens(tokens)
-        for block in self.layers:
-            x = block(x, cos, sin, cache)
+        normed = None
+        for block, following in zip(self.layers, self._norms_between(), strict=True):
+            between = () if normed is None and following is None else (normed, following)
+            found = block(x, cos, sin, cache, *between)
+            x, normed = (found, None) if following is None else found
         if cache is not None:
             cache.advance(tokens.shape[1])
         x = self.norm(x[:, -1:] if last_only else x)
         if self.config.tie_embeddings:
             return F.linear(x, self.embed_tokens.weight)
         return self.lm_head(x)
+
+    def _norms_between(self) -> list[nn.RMSNorm | None]:
+        """For each block the next one's first norm, where the block may compute it: an all-reduce can have it in its
+        launch. Not where anybody would see that: gradients, compilers, hooks."""
+        blocks = list(self.layers)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return [None] * len(blocks)
+        plain = [type(x) is Block and x.is_plain() for x in blocks]
+        pairs = zip(plain, plain[1:], blocks[1:], strict=False)
+        norms = [after.input_layernorm if here and there else None for here, there, after in pairs]
+        return [*norms, None]

@@ -7,15 +7,12 @@ from torch import nn
 from torch.nn.modules import module as _of_all
 
 
-def is_plain_norm(norm: nn.Module, *dtypes: torch.dtype) -> bool:
-    """Whether it is RMSNorm with a weight, of these dtypes, and nothing around it."""
-    return (
-        type(norm) is nn.RMSNorm
-        and norm.weight is not None
-        and norm.eps is not None
-        and not is_hooked(norm)
-        and all(norm.weight.dtype == dtype for dtype in dtypes)
-    )
+def plain_weight(norm: nn.Module, *dtypes: torch.dtype) -> torch.Tensor | None:
+    """The weight of an RMSNorm with an epsilon and nothing around it, where it is of these dtypes; else None."""
+    if type(norm) is not nn.RMSNorm or norm.eps is None or is_hooked(norm):
+        return None
+    weight = norm._parameters.get("weight")  # past nn.Module.__getattr__, which takes the host 1 µs
+    return None if weight is None or any(weight.dtype != x for x in dtypes) else weight
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fdattn.ops.library import INTERPRET, runs_directly
-from torch_fdattn.ops.norms import is_hooked, is_plain_norm
+from torch_fdattn.ops.norms import is_hooked, plain_weight
 from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,12 +53,12 @@ def _norms(
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return None
     if type(q_norm) is nn.Identity and type(k_norm) is nn.Identity:
-        plain, found = not (is_hooked(q_norm) or is_hooked(k_norm)), (None, None, 0.0)
-    elif plain := is_plain_norm(q_norm) and is_plain_norm(k_norm) and q_norm.eps == k_norm.eps:
-        found = q_norm.weight, k_norm.weight, q_norm.eps
-    if not plain:
-        return None
-    return found if runs_directly(*tensors, *[x for x in found[:2] if x is not None]) else None
+        weights, eps = (None, None), 0.0
+        plain = not (is_hooked(q_norm) or is_hooked(k_norm))
+    else:
+        weights, eps = (plain_weight(q_norm), plain_weight(k_norm)), getattr(q_norm, "eps", None)
+        plain = weights[0] is not None and weights[1] is not None and eps == k_norm.eps
+    return (*weights, eps) if plain and runs_directly(*tensors, *weights) else None
 
 
 def _fits(
