@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -163,6 +164,8 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
         import site
 
         site.addsitedir(options.peers_dir)
+    from torch_fdattn.environment import interpreting
+
     from . import attention, decode, features, peers
     from .peers.tiled import swept as swept_tiles
 
@@ -173,7 +176,12 @@ def _run_cases(options: argparse.Namespace, words: Sequence[str]) -> int:
         chosen = features.chosen("flex,sdpa" if vs == _PEERS["attention"] else vs)
     else:
         chosen = peers.chosen(vs)
-    run = _start(options, words, (chosen[0], *swept_tiles(chosen[0], sizes), *chosen[1:]))
+    swept = swept_tiles(chosen[0], sizes)
+    if swept and options.device == "cpu" and not interpreting(os.environ):
+        raise ValueError(
+            "tile sizes need kernels: a GPU or TRITON_INTERPRET=1, got --device cpu alone"
+        )
+    run = _start(options, words, (chosen[0], *swept, *chosen[1:]))
     if options.name == "attention":
         passes = [word.strip() for word in options.passes.split(",")]
         if not set(passes) <= set(attention.PASSES):

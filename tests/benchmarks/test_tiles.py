@@ -37,3 +37,10 @@ def test_impossible_sizes_are_named(words, message, capsys) -> None:
     with pytest.raises(SystemExit):
         attention(*words)
     assert message in capsys.readouterr().err
+
+
+def test_tiles_of_no_kernel_are_refused(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SystemExit):
+        attention("--block-n", "32,64")
+    assert "tile sizes need kernels" in capsys.readouterr().err

@@ -44,8 +44,8 @@ def seed_generator(device: torch.device) -> torch.Generator | None:
     # Checkpoints set back torch's generators before they recompute, which they do while a backward runs.
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "dropout_seed must be given where a checkpoint recomputes dropout under set_deterministic(True, seed): "
-            "the backward would draw another seed than the forward, got None"
+            "dropout_seed must be given to calls with dropout in a backward under set_deterministic(True, seed): "
+            "one that a checkpoint recomputes would draw another seed than in its forward, got None"
         )
     if device not in _generators:
         _generators[device] = torch.Generator(device).manual_seed(seed)

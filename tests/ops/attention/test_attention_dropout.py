@@ -228,7 +228,7 @@ def test_checkpoints_and_seeds(reentrant, compiled, device):
     torch_fdattn.set_deterministic(True, seed=3)
     assert difference(dropout_seed=seed_of(device)) < 1e-5
     with pytest.raises(
-        RuntimeError, match="dropout_seed must be given where a checkpoint recomputes"
+        RuntimeError, match="dropout_seed must be given to calls with dropout in a backward"
     ):
         difference()
 

@@ -82,12 +82,28 @@ def test_fewer_value_dims_than_keys_with_gaps_have(device):
 
 
 @pytest.mark.interpreter
-def test_decodes_backward_has_the_unrounded_output(device):
+@BOTH
+@pytest.mark.parametrize("way", ["backward", "torch.func.vjp"])
+def test_few_queries_keep_the_unrounded_output(op, way, device):
     """A head sees one key beside a sink: dP - D cancels to a fifteenth there, and an fp16 out costs it 3 % of dq."""
-    case = draw_features(752, decode=True)
-    assert case.dtype == torch.float16
-    lse, results = run(torch_fdattn.decode, case, device)
+    case = dataclasses.replace(draw_features(752, decode=True), dtype=torch.float16)
+    lse, results = (run if way == "backward" else vjp)(op, case, device)
     expected_attention(case, device).check(lse, **results)
+
+
+def vjp(op, case, device):
+    """As `run`, by torch.func."""
+    inputs, given = case.inputs(device), case.parameters(device)
+    parameters = {n: x for n, x in given.items() if x.is_floating_point()}
+    options = case.options(device) | {n: x for n, x in given.items() if n not in parameters}
+
+    def call(q, k, v, *values):
+        return op(q, k, v, **options, **dict(zip(parameters, values, strict=True)))
+
+    (out, lse), pull = torch.func.vjp(call, *inputs, *parameters.values())
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in parameters))
+    found = pull(tuple(case.output_gradients(device)))
+    return lse, {"out": out, **dict(zip(names, found, strict=True))}
 
 
 @pytest.mark.interpreter

@@ -23,6 +23,8 @@ from torch_fdattn.ops.scores import NO_SCORES, Scores
 _MASKS, _SCORES, _DROPOUT = (len(x._fields) for x in (Mask, Scores, Dropout))
 #: Of the positional arguments of the functions below: the mask, the scale and the cap, between v and the slopes.
 _NO_TENSORS = _MASKS + 2
+#: Those behind v: a mask, the scale, scores and dropout.
+_OPTIONS = _MASKS + 1 + _SCORES + _DROPOUT
 #: The end of the tangent ops' state: what each of the inputs that may have a tangent has.
 TANGENTS = ("q", "k", "v", *Scores._fields[1:])
 TANGENT_SCHEMA = ", ".join(f"Tensor? {name}_tangent" for name in TANGENTS)
@@ -40,7 +42,9 @@ class _Saved:
         self.scores = ctx.softcap, *tensors, ctx.dropout_p, seed
 
 
-def _save(ctx, results: tuple[Tensor, Tensor], q, k, v, *rest) -> tuple[Tensor | None, ...]:
+def _save(
+    ctx, results: tuple[Tensor, Tensor, Tensor | None], q, k, v, *rest
+) -> tuple[Tensor | None, ...]:
     """Notes on ctx what `_Saved` reads, and returns what else is to be saved: tensors."""
     mask, scale, softcap = rest[:_MASKS], rest[_MASKS], rest[_MASKS + 1]
     tensors, rest = rest[_NO_TENSORS : _MASKS + 1 + _SCORES], rest[_MASKS + 1 + _SCORES :]
@@ -49,27 +53,40 @@ def _save(ctx, results: tuple[Tensor, Tensor], q, k, v, *rest) -> tuple[Tensor |
     ctx.softcap, ctx.dropout_p = softcap, dropout_p
     # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
     ctx.set_materialize_grads(False)
-    return q, k, v, *results, *mask[:3], *tensors, dropout_seed, *where
+    out, lse, kept = results
+    return q, k, v, out if kept is None else kept, lse, *mask[:3], *tensors, dropout_seed, *where
 
 
-def _run(raw_forward: Callable, q, *rest) -> tuple[Tensor, Tensor]:
-    out, lse = _run_unrounded(raw_forward, q, *rest)
-    return out.to(q.dtype), lse
+#: Queries up to which the output is kept as it was summed, in float32, for a backward of 16 bits. What rounding it costs
+#: is the backward's error where a row sees little more than one key beside a sink: there dP - D cancels. Among many
+#: rows nothing comes of it.
+FEW_QUERIES = 16
 
 
-def _run_unrounded(raw_forward: Callable, q, k, v, *rest) -> tuple[Tensor, Tensor]:
-    """out in whatever dtype raw_forward leaves it."""
-    fields = _MASKS + 1 + _SCORES + _DROPOUT
-    options, where = rest[:fields], rest[fields:]
+def _run(
+    raw_forward: Callable, q, k, v, *rest, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), out in q's dtype or this one."""
+    options, where = rest[:_OPTIONS], rest[_OPTIONS:]
     scale_end = _MASKS + 1
-    return raw_forward(q, k, v, *where, *options[:scale_end], None, *options[scale_end:])
+    return raw_forward(q, k, v, *where, *options[:scale_end], dtype, *options[scale_end:])
+
+
+def _run_for_backward(
+    raw_forward: Callable, q, k, v, *rest
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, out in float32 where that is kept)."""
+    packed = len(rest) > _OPTIONS
+    queries = q.shape[-3 if packed else -2] if q.dim() > 2 else None
+    # A symbolic number is not asked: that would be a guard.
+    if q.dtype.itemsize != 2 or type(queries) is not int or queries > FEW_QUERIES:
+        return *_run(raw_forward, q, k, v, *rest), None
+    out, lse = _run(raw_forward, q, k, v, *rest, dtype=torch.float32)
+    return out.to(q.dtype), lse, out
 
 
 class _Attend(torch.autograd.Function):
     """Reverse mode of any raw forward whose result is attention.
-
-    What rounding the saved out costs is the backward's error where a row sees little more than one key: there
-    dP - D cancels. A raw forward that leaves out in float32 spares it that.
 
     Its arguments: raw_forward, q, k, v, the fields of a mask, the scale, the fields of scores and of dropout, and
     (cu_seqlens_q, cu_seqlens_k) of packed sequences. `forward(ctx, …)` rather than `setup_context`, which costs
@@ -78,9 +95,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, raw_forward, *inputs):
-        out, lse = _run_unrounded(raw_forward, *inputs)
-        ctx.save_for_backward(*_save(ctx, (out, lse), *inputs))
-        return out.to(inputs[0].dtype), lse
+        results = _run_for_backward(raw_forward, *inputs)
+        ctx.save_for_backward(*_save(ctx, results, *inputs))
+        return results[:2]
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -123,22 +140,24 @@ def _placed_as(gradient: Tensor, tensor: Tensor) -> Tensor:
 
 
 class _AttendForward(torch.autograd.Function):
-    """`_Attend` with forward mode too, and for torch.func's transforms."""
+    """`_Attend` with forward mode too, and for torch.func's transforms, which save nothing but outputs."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(raw_forward, *inputs):
-        return _run(raw_forward, *inputs)
+        return _run_for_backward(raw_forward, *inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         saved = _save(ctx, output, *inputs[1:])
+        if output[2] is not None:
+            ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _):
         saved = _Saved(ctx)
 
         def once(op, *args):
@@ -152,9 +171,10 @@ class _AttendForward(torch.autograd.Function):
         tangents = dq, dk, dv, *rest[_NO_TENSORS : _MASKS + 1 + _SCORES]
         op = getattr(torch.ops.fdattn, f"{saved.name}_tangent")
         state = saved.q, saved.k, saved.v, saved.lse, *saved.where
-        return library.Once.apply(
+        of_out, of_lse = library.Once.apply(
             saved.name, op, *state, *tangents, *saved.mask_and_scale, *saved.scores
         )
+        return of_out, of_lse, None
 
 
 def attend(
@@ -168,7 +188,7 @@ def attend(
     library.meet(q)
     inputs = q, k, v, *mask, scale, *scores, *dropout, *where
     if library.in_forward_mode(q, k, v, *scores):
-        return _AttendForward.apply(raw_forward, *inputs)
+        return _AttendForward.apply(raw_forward, *inputs)[:2]
     if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
         return _Attend.apply(raw_forward, *inputs)
     return _run(raw_forward, *inputs)

@@ -305,14 +305,10 @@ def decode(
 
 
 def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
-    """decode_forward of an unquantised cache by the arguments of attention_forward; out is not rounded.
-
-    A few rows of float32 cost little, and its backward is exacter for it (`autograd.py`).
-    """
-    mask_and_scale, scores = rest[: _MASKS + 1], rest[_MASKS + 2 :]
-    out_dtype = torch.float32 if q.dtype.itemsize == 2 else None
+    """decode_forward of an unquantised cache by the arguments of attention_forward."""
+    options, scores = rest[: _MASKS + 2], rest[_MASKS + 2 :]
     return torch.ops.fdattn.decode_forward(
-        q, k, v, *mask_and_scale, out_dtype, None, None, *scores[:3], batch_invariant, scores[3]
+        q, k, v, *options, None, None, *scores[:3], batch_invariant, scores[3]
     )
 
 
