@@ -7,10 +7,10 @@ import torch_fdattn
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import assert_launched, expected_path
 
-QUERIES, KEYS, SEEN, MEAN = 70, 80, 16, 3
+QUERIES, KEYS, SEEN, MEAN = 65, 80, 16, 3
 #: Head dims and features that have tiles of their own in `configs.py`.
 HEAD_DIMS = (16, 64, 80, 128, 256, 512)
-FEATURES = ("full", "causal", "mask", "bias", "padding", "softcap, ALiBi", "sinks")
+FEATURES = ("full", "causal", "window", "mask", "bias", "padding", "softcap, ALiBi", "sinks")
 
 
 def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, torch.Tensor]:
@@ -23,6 +23,10 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
         case "causal":  # of queries behind all keys
             start = torch.full((2,), KEYS, dtype=torch.int32, device=device)
             return dict(kv_lens=lens, q_start=start, causal=True), first
+        case "window":
+            behind = row + SEEN - 1 - torch.arange(KEYS)
+            start = torch.full((2,), SEEN - 1, dtype=torch.int32, device=device)
+            return dict(q_start=start, window=(SEEN - 1, 0)), (behind >= 0) & (behind < SEEN)
         case "mask":
             return dict(attn_mask=some.to(device)), some
         case "bias":
@@ -45,13 +49,22 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
     [pytest.param(x, marks=pytest.mark.slow if INTERPRET and x > 64 else ()) for x in HEAD_DIMS],
 )
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        pytest.param(torch.float32, marks=pytest.mark.slow if INTERPRET else ()),
+    ],
+    ids=str,
+)
 def test_integers_are_exact(dtype, feature, head_dim, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter has no bfloat16")
     options, seen = options_of(feature, device, dtype)
-    half = torch.randint(-2, 3, (2, 2, KEYS // 2, head_dim))
+    half = torch.randint(-2, 3, (2, 2, SEEN // 2, head_dim))
     values = MEAN + torch.stack([half, -half], 3).flatten(2, 3)  # each pair's mean is MEAN
+    values = values.repeat(1, 1, KEYS // SEEN, 1)  # and that of any sixteen in a row
     values[..., 16:] = MEAN
     q = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
     k = torch.randint(-4, 5, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
@@ -59,7 +72,8 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
     paths = [expected_path(f"attention_{x}", device, dtype) for x in ("forward", "backward")]
     with assert_launched(*paths):
         out, lse = torch_fdattn.attention(q, k, v, scale=1.0, **options)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        mask = [options["attn_mask"]] if feature == "bias" else []
+        dq, dk, dv, *dmask = torch.autograd.grad(out, (q, k, v, *mask), torch.ones_like(out))
     assert (out == MEAN).all()
     torch.testing.assert_close(lse, torch.full_like(lse, SEEN).log())
     seen = seen.to(device).double()
@@ -69,3 +83,5 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
     ds = (v.detach().double() - MEAN).sum(-1) / SEEN
     keys = (ds[..., None] * k.detach().double()).repeat_interleave(2, 1)
     assert torch.equal(dq, (seen @ keys).to(dtype))
+    for found in dmask:  # of all sequences and query heads
+        assert torch.equal(found, (seen * ds.sum((0, 1)) * 2).to(dtype))
