@@ -170,20 +170,20 @@ FAULTS = (
     ),
     Fault(
         "an explicit mask's rows from the first on", f"{_KERNELS}/score_tiles.py",
-        "mask_ptr += first_row.to(tl.int64) * strides[0]", "mask_ptr += 0 * first_row.to(tl.int64) * strides[0]",
+        "mask_ptr += first_row.to(tl.int64) * of_rows", "mask_ptr += 0 * first_row.to(tl.int64) * of_rows",
         ATTENTION,
     ),
     Fault(
         "a padding mask of the first sequence", f"{_KERNELS}/decode/kernel.py",
-        "mask_head_ptr = mask_ptr + b64 * mask_strides[0]", "mask_head_ptr = mask_ptr + 0 * b64", DECODE,
+        "mask_head_ptr = mask_ptr + b64 * plain(mask_strides[0])", "mask_head_ptr = mask_ptr + 0 * b64", DECODE,
     ),
     Fault(
         "decode's mask of the first head", f"{_KERNELS}/decode/kernel.py",
-        "head.to(tl.int64) * mask_strides[1]", "0 * head.to(tl.int64)", DECODE,
+        "head.to(tl.int64) * plain(mask_strides[1])", "0 * head.to(tl.int64)", DECODE,
     ),
     Fault(
         "a mask's gradient from one head", f"{_KERNELS}/attention/backward_mask.py",
-        "head_count = heads // mask_sizes[1]", "head_count = 1", ATTENTION,
+        "head_count = heads // mask_heads", "head_count = 1", ATTENTION,
     ),
     Fault(
         "padding's first whole tile is its first", f"{_KERNELS}/tiles.py",
@@ -207,7 +207,7 @@ FAULTS = (
     ),
     Fault(
         "a packed sequence's mask of the first", f"{_KERNELS}/score_tiles.py",
-        "mask_ptr = options[5] + batch64 * options[6][0]", "mask_ptr = options[5] + 0 * batch64", VARLEN_MASKS,
+        "mask_ptr = options[5] + batch64 * mask_stride(options[6], 0)", "mask_ptr = options[5] + 0 * batch64", VARLEN_MASKS,
     ),
     Fault(
         "dropout by tile", f"{_KERNELS}/attention/dropout_tiles.py",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.mask_strides import mask_strides, opaque
 from torch_fdattn.ops.packed import Packed, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -57,21 +58,15 @@ def kernel_options(
         scores.softcap or None,
         slopes, None if slopes is None else slopes.expand(batch, -1).stride(),
         sinks, None if sinks is None else sinks.stride(0),
-        scores.attn_mask, _mask_strides(*mask) if mask else None,
+        scores.attn_mask, mask_strides(*mask) if mask else None,
         dropout.seed.contiguous() if drops else None,
         dropout.threshold if drops else None, dropout.factor if drops else None,
         # Of packed sequences the longest may be longer than the mask, expanded ones included: the gradient is not.
-        mask[0].shape[2] if packed is not None and has_rows else None,
+        opaque(mask[0].shape[2]) if packed is not None and has_rows else None,
         # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
         # tuple of which no later member is one (the stale type of `set_iterable_path`).
         None,
     )  # fmt: skip
-
-
-def _mask_strides(mask: Tensor) -> tuple[int | None, ...]:
-    """Strides, None that of queries which share one row, and the columns that there are."""
-    of_batch, of_heads, of_queries, of_keys = mask.stride()
-    return of_batch, of_heads, of_queries if of_queries else None, of_keys, mask.shape[3]
 
 
 def broadcast_mask(

@@ -18,7 +18,7 @@ from torch_fdattn.ops.scores import Scores
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["keys"])
+@triton.jit(do_not_specialize=["of_batch", "of_keys", "keys"])
 def _row_ranges_kernel(ranges_ptr, mask_ptr, of_batch, of_keys, keys, BLOCK: tl.constexpr):
     """ranges (B, 3): first, end, and 1 where all between is shown, of mask (B, keys)."""
     batch = tl.program_id(0)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from torch_fdattn.ops import scores
 from torch_fdattn.ops.attention.dropout_tiles import dropout_key
+from torch_fdattn.ops.mask_strides import mask_stride, plain
 from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max
 from torch_fdattn.ops.tiles import key_position, tile_offsets
 
@@ -62,11 +63,11 @@ def score_tile(
     if options[5] is not None:
         first_row, q_len, q_start = queries
         if options[10] is not None:  # rows that the mask has not read its last
-            q_len = tl.minimum(q_len, options[10])
+            q_len = tl.minimum(q_len, plain(options[10]))
             first_row = tl.minimum(first_row, q_len - 1)
-        strides = (options[6][2], options[6][3])
+        of_keys = mask_stride(options[6], 3)
         first_key = first_key // 16 * 16  # as it is: tiles begin at multiples of their size
-        mask_ptr += first_key.to(tl.int64) * strides[1]
+        mask_ptr += first_key.to(tl.int64) * of_keys
         if index.shape[0] == 1:
             column = tl.arange(0, index.shape[1])[None, :]
         else:
@@ -74,14 +75,15 @@ def score_tile(
         # All for loads of whole vectors, 5 times as fast: `index` would hide where it begins, and the mask's own
         # columns may be known to be many, keys[0] not. What lies behind keys[0] is hidden with its key, and rows
         # behind the last are nobody's: who sums over rows sees to it that these add nothing, NaN included.
-        inside = first_key + column < options[6][4]
-        if strides[0] is None:  # one row for all queries (padding): not read for each of them
-            offsets = (column.to(tl.int64) if WIDE else column) * strides[1]
+        inside = first_key + column < mask_stride(options[6], 4)
+        if options[6][2] is None:  # one row for all queries (padding): not read for each of them
+            offsets = (column.to(tl.int64) if WIDE else column) * of_keys
             entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
         else:
-            mask_ptr += first_row.to(tl.int64) * strides[0]
+            of_rows = mask_stride(options[6], 2)
+            mask_ptr += first_row.to(tl.int64) * of_rows
             row = tl.minimum(q_pos - q_start, q_len - 1) - first_row
-            offsets = tile_offsets(row, column, strides, WIDE)
+            offsets = tile_offsets(row, column, (of_rows, of_keys), WIDE)
             entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
         products, unit = mask_scores(products, entries, unit, LSE_KNOWN)
     return products, unit, cap_slope
@@ -130,7 +132,8 @@ def head_options(options, scale, batch64, head64):
         slope = tl.load(options[1] + batch64 * options[2][0] + head64 * options[2][1])
         slope = slope.to(tl.float32)
     if options[5] is not None:
-        mask_ptr = options[5] + batch64 * options[6][0] + head64 * options[6][1]
+        mask_ptr = options[5] + batch64 * mask_stride(options[6], 0)
+        mask_ptr += head64 * mask_stride(options[6], 1)
     key = 0
     if options[7] is not None:
         key = dropout_key(options[7])

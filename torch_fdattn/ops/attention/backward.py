@@ -54,6 +54,7 @@ from torch_fdattn.ops.launch import (
     wide_rows,
 )
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.mask_strides import mask_strides, of_vectors, opaque
 from torch_fdattn.ops.online_softmax import LN2
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.positions import Mask
@@ -112,12 +113,19 @@ def launch_backward(
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
     block_d, block_dv = tile_dims(k, v)
     switches |= {"BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    ragged_q = packed is not None or q_len % WHOLE_TILES != 0
-    ragged_kv = packed is not None or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
-    borders = not mask.hides_nothing or ragged_q or ragged_kv
-    masks = [*broadcast_mask(scores, q, k, packed), *broadcast_mask(wanted, q, k, packed)]
-    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
     options = kernel_options(scores, q, k, dropout, packed)
+    dmask, masks = wanted.attn_mask, broadcast_mask(scores, q, k, packed)
+    if dmask is not None:
+        masks += broadcast_mask(wanted, q, k, packed)
+    # Where dQ's sweep itself writes the mask's gradient.
+    in_dq = masks[1] if dmask is not None and dmask.numel() == masks[1].numel() else None
+    # No kernels of their own for whole tiles where a mask's entries cost more than those would save.
+    ragged = packed is not None or not of_vectors(options[6])
+    ragged_q = ragged or q_len % WHOLE_TILES != 0
+    ragged_kv = ragged or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
+    borders = not mask.hides_nothing or ragged_q or ragged_kv
+    ragged_kv |= in_dq is not None
+    switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
     pdl = k.numel() > 0 and can_start_early(device_capability(q.device))  # of dQ, behind dK and dV
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = in_sweeps = kernel_arguments(packed, k)
@@ -126,14 +134,9 @@ def launch_backward(
             find_ranges(ranges, scores, q, k)
             in_sweeps, borders = {"ranges_ptr": ranges}, True
         # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
-        dmask = wanted.attn_mask
-        in_dq = None  # where the sweep itself writes it
-        if dmask is not None:
-            whole = masks[-1]
-            if dmask.numel() == whole.numel():
-                in_dq = whole
-            if in_dq is None or packed is not None:  # whose sequences do not fill it
-                dmask.zero_()
+        filled = in_dq is not None and packed is None  # whose sequences do not fill it
+        if dmask is not None and not filled:
+            dmask.zero_()
         if q.numel():
             block_m = 64 if v_dim <= 256 else 16
             launch(
@@ -157,7 +160,7 @@ def launch_backward(
                 _dq_kernel, row_blocks(tile.block_m) * heads * batch,
                 q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-                None if in_dq is None else in_dq.stride(), options,
+                None if in_dq is None else mask_strides(in_dq), options,
                 heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
                 *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
@@ -166,7 +169,11 @@ def launch_backward(
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
             tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
-            by_row, by_key = (x > 1 for x in sizes_of[2:])
+            # One row of one query is its own, to have fewer kernels.
+            by_row, by_key = (
+                own > 1 or (packed is None and own == whole)
+                for own, whole in zip(sizes_of[2:], masks[1].shape[2:], strict=True)
+            )
             mask_sizes = (
                 *sizes_of[:2], cdiv(sizes_of[2], tile.block_m), cdiv(sizes_of[3], tile.block_n)
             )  # fmt: skip
@@ -175,7 +182,8 @@ def launch_backward(
                     _dmask_kernel, prod(mask_sizes),
                     q, k, v, dout, lse2, delta, dmask, *mask[:3],
                     q.stride(), k.stride(), v.stride(), dout.stride(),
-                    whole.stride(), options, *sizes, batch if packed is None else packed.sequences, mask_sizes, **switches, BY_ROW=by_row, BY_KEY=by_key,
+                    tuple(map(opaque, masks[1].stride())), options, *sizes, batch if packed is None else packed.sequences,
+                    tuple(map(opaque, mask_sizes)), **switches, BY_ROW=by_row, BY_KEY=by_key,
                     BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                     num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
                 )  # fmt: skip

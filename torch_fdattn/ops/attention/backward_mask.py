@@ -9,6 +9,7 @@ import triton.language as tl
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
+from torch_fdattn.ops.mask_strides import mask_stride, plain
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import packed_span, padded_row
 from torch_fdattn.ops.score_tiles import head_options, probabilities, score_tile
@@ -83,7 +84,7 @@ def _ds_tile(
     return p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=[*LENGTHS, "batches"])
 def _dmask_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dmask_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
     q_strides, k_strides, v_strides, dout_strides, dmask_strides, score_options,
@@ -94,18 +95,23 @@ def _dmask_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
 ):  # fmt: skip
-    """mask_sizes = (batch, heads, query tiles, key tiles) of the mask: 1 where it is broadcast."""
-    key_tile, row_tile, outer = program_coordinates(mask_sizes[3], mask_sizes[2])
-    own_head, own_batch = outer % mask_sizes[1], outer // mask_sizes[1]
+    """mask_sizes = (batch, heads, query tiles, key tiles) of the mask: 1 where it is broadcast; `opaque` as its strides."""
+    mask_heads, mask_row_tiles, mask_key_tiles = (
+        plain(mask_sizes[1]),
+        plain(mask_sizes[2]),
+        plain(mask_sizes[3]),
+    )
+    key_tile, row_tile, outer = program_coordinates(mask_key_tiles, mask_row_tiles)
+    own_head, own_batch = outer % mask_heads, outer // mask_heads
     # How many of each there are to sum over.
-    head_count = heads // mask_sizes[1]
-    batch_count = batches // mask_sizes[0]
+    head_count = heads // mask_heads
+    batch_count = batches // plain(mask_sizes[0])
     window = (window_left, window_right, kv_block, kv_stride)
     mask_rows, mask_columns = q_len, kv_capacity
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if cu_seqlens_q_ptr is None:
-        key_tiles = tl.cdiv(kv_capacity, BLOCK_N) // mask_sizes[3]
-        row_tiles = tl.cdiv(q_len, BLOCK_M) // mask_sizes[2]
+        key_tiles = tl.cdiv(kv_capacity, BLOCK_N) // mask_key_tiles
+        row_tiles = tl.cdiv(q_len, BLOCK_M) // mask_row_tiles
         for step in tl.range(0, tl.maximum(batch_count * head_count * row_tiles * key_tiles, 1)):
             start = (key_tile + step % key_tiles) * BLOCK_N
             first_row = (row_tile + step // key_tiles % row_tiles) * BLOCK_M
@@ -120,8 +126,8 @@ def _dmask_kernel(
             )  # fmt: skip
     else:
         if BY_ROW:
-            mask_rows = score_options[10]
-        mask_columns = score_options[6][4]
+            mask_rows = plain(score_options[10])
+        mask_columns = mask_stride(score_options[6], 4)
         for i in tl.range(0, batch_count):
             batch = own_batch + i
             first_token, rows = packed_span(cu_seqlens_q_ptr, batch, sequences, q_len)
@@ -160,8 +166,8 @@ def _dmask_kernel(
         total = tl.sum(total, 1, keep_dims=True)
         inside = row < mask_rows
         key = tl.zeros([1, 1], tl.int32)
-    dmask_ptr += (
-        own_batch.to(tl.int64) * dmask_strides[0] + own_head.to(tl.int64) * dmask_strides[1]
-    )
-    ptrs = dmask_ptr + row.to(tl.int64) * dmask_strides[2] + key.to(tl.int64) * dmask_strides[3]
+    dmask_ptr += own_batch.to(tl.int64) * plain(dmask_strides[0])
+    dmask_ptr += own_head.to(tl.int64) * plain(dmask_strides[1])
+    ptrs = dmask_ptr + row.to(tl.int64) * plain(dmask_strides[2])
+    ptrs += key.to(tl.int64) * plain(dmask_strides[3])
     tl.store(ptrs, total.to(dmask_ptr.dtype.element_ty), mask=inside)

@@ -10,6 +10,7 @@ from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING, store_rows
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
 from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.ops.mask_strides import mask_stride, plain
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import listed, packed_block, padded_row
 from torch_fdattn.ops.score_tiles import (
@@ -179,12 +180,16 @@ def _dq_kernel(
     dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
     dmask = None
     if dmask_ptr is not None:
-        dmask_ptr += batch64 * dmask_strides[0] + head64 * dmask_strides[1]
-        dmask_ptr += first_row.to(tl.int64) * dmask_strides[2]
+        dmask_ptr += batch64 * mask_stride(dmask_strides, 0) + head64 * mask_stride(
+            dmask_strides, 1
+        )
+        of_rows = mask_stride(dmask_strides, 2)
+        dmask_ptr += first_row.to(tl.int64) * of_rows
         mask_rows = q_len
         if score_options[10] is not None:
-            mask_rows = tl.minimum(q_len, score_options[10])
-        dmask = (dmask_ptr, dmask_strides[2], dmask_strides[3], score_options[6][4], mask_rows)
+            mask_rows = tl.minimum(q_len, plain(score_options[10]))
+        columns = mask_stride(dmask_strides, 4)
+        dmask = (dmask_ptr, of_rows, mask_stride(dmask_strides, 3), columns, mask_rows)
         hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, bounds[0], BLOCK_N):
             store_mask_tile(dmask, start, hidden, first_row, WIDE)

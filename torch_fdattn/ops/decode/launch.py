@@ -30,6 +30,7 @@ from torch_fdattn.ops.launch import (
     tile_dims,
 )
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.mask_strides import opaque
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -254,7 +255,7 @@ class Plan:
         self._decode = _Kernel(
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
-                _slope_strides(slopes), mask_strides, strides[1], batch, q_len, cache.capacity, k.shape[0],
+                _slope_strides(slopes), tuple(map(opaque, mask_strides)), strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
                 ragged, size, kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,

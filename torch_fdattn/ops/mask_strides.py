@@ -1,0 +1,58 @@
+"""Strides of explicit masks as kernels take them, so that few kernels serve all ways to broadcast and all lengths.
+
+Triton compiles a kernel anew for each number that is 1 or a multiple of 16; for those in tuples whatever
+`do_not_specialize` says. Of a mask that makes a hundred kernels, where two kinds of code are all there is to gain: loads
+of whole vectors, 5 times as fast, which need every stride to be a multiple of 16, and others. So where they all are
+multiples, numbers come as they are, and else as what is never a multiple (`opaque`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def opaque(number: int) -> int:
+    """For a tuple of a kernel's arguments, where it is neither 1 nor a multiple of 16; `plain` is the way back."""
+    return 2 * number + 3
+
+
+@triton.jit
+def plain(number):
+    return (number - 3) // 2
+
+
+def mask_strides(mask: Tensor) -> tuple[int | None, ...]:
+    """(batch, heads, queries, keys, columns, form) of a mask (B, H, S, S_kv), for `mask_stride`.
+
+    Queries that share one row have None, and so have keys that lie side by side, where that is of use: in vectors, or
+    between rows. The form is None where numbers are as they are.
+    """
+    of_batch, of_heads, of_queries, of_keys = mask.stride()
+    columns = mask.shape[3]
+    of_keys = of_keys if columns > 1 else 1
+    numbers = of_batch, of_heads, of_queries, columns, mask.data_ptr()
+    vectors = of_keys == 1 and not any(x % 16 for x in numbers)
+    shown = int if vectors else opaque
+    side_by_side = of_keys == 1 and (vectors or of_queries != 0)
+    return (
+        shown(of_batch), shown(of_heads), shown(of_queries) if of_queries else None,
+        None if side_by_side else opaque(of_keys), shown(columns), None if vectors else 0,
+    )  # fmt: skip
+
+
+def of_vectors(strides: tuple[int | None, ...] | None) -> bool:
+    """Whether a mask of such strides, if there is one, is read in whole vectors."""
+    return strides is None or strides[5] is None
+
+
+@triton.jit
+def mask_stride(strides, AXIS: tl.constexpr):
+    """One of `mask_strides`; of AXIS 4 the columns that there are."""
+    if strides[AXIS] is None:
+        return 1
+    elif strides[5] is None:
+        return strides[AXIS]
+    else:
+        return plain(strides[AXIS])
