@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.engine.tiny import PROMPTS, greedy, random_model
 from torch_fdattn.dist import matmul_all_reduce
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.tp_linear.auto import LAYER
+from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, LAYER
 from torch_fdattn.engine import Engine
 from torch_fdattn.models.parallelize import parallelize
 
@@ -32,6 +32,23 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
         engine.reset()
         x, weight = (torch.ones(width, 16, device=rank_device) for _ in range(2))
         matmul_all_reduce(x[:256], weight, group, method=method)
+    engine.close()
+
+
+def test_captures_take_what_eager_calls_do_not(group, rank_device, measured) -> None:
+    """Warm-ups leave every kernel and memory of the graph's own choices ready: all-reduces with a norm behind them
+    and the last block's without."""
+    dense = random_model(rank_device)
+    expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
+    rows, hidden = len(PROMPTS), dense.config.hidden_size
+    inner = split_evenly(dense.config.intermediate_size, dist.get_world_size())[0]
+    heads = split_evenly(dense.config.num_heads, dist.get_world_size())[0] * dense.config.head_dim
+    of_graphs, eager = [[rows, "low_latency"], [rows * 64, "nccl"]], [[rows, "nccl"]]
+    measured(*((ALL_REDUCE, hidden, features, of_graphs, eager) for features in (inner, heads)))
+    model = parallelize(random_model(rank_device), group, "all_reduce")
+    engine = Engine(model, batch=rows, capacity=48, tp_group=group)
+    steps = list(engine.generate(PROMPTS, 8))
+    assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
     engine.close()
 
 

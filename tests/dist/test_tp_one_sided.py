@@ -559,6 +559,21 @@ def test_the_first_call_takes_the_choice_of_graphs(group, rank_device, measured)
 
 
 @torch.no_grad()
+def test_a_norm_behind_it_has_a_first_call_of_its_own(group, rank_device, measured) -> None:
+    """Its kernel and memory are others: after plain calls a capture would find them neither compiled nor connected."""
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    measured((ALL_REDUCE, 6, 8, [[4, "low_latency"], [64, "nccl"]], [[4, "nccl"]]))
+    x, weight = draw(4, 8, device=rank_device), draw(6, 8, device=rank_device)
+    residual, norm = draw(4, 6, device=rank_device), draw(6, device=rank_device)
+    matmul_all_reduce(x, weight, group)
+    for launched in (1, 0, 0):
+        before = launches["tp_linear/row_norm"]
+        matmul_all_reduce_rms_norm(x, weight, group, residual, norm, 1e-6)
+        assert launches["tp_linear/row_norm"] == before + launched
+
+
+@torch.no_grad()
 def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -> None:
     """By the first rank's sizes, of those measured the nearest."""
     world = dist.get_world_size()

@@ -121,9 +121,11 @@ def _for_graphs(group_name: str, device: torch.device, call: tuple) -> bool:
 
 
 def choose(
-    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False
-) -> str:
+    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False, normed: bool = False,
+) -> str:  # fmt: skip
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
+
+    normed: an all-reduce with a norm behind it, whose kernel and memory are its own: its first call is one, too.
 
     Nothing is chosen in traces, nor where sizes are a rank's own (see `lookup`) and ranks find different things.
     """
@@ -134,7 +136,7 @@ def choose(
     in_graphs, found, measured = _known(op, gpu, dtype, sizes, alike)
     graphs = False
     if in_graphs != found:
-        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes))
+        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes, normed))
         found = in_graphs if graphs else found
     if measured and not alike:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0}), graphs

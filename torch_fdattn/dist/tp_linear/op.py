@@ -82,8 +82,8 @@ def chosen(
 
 
 def chosen_method(
-    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False
-) -> str:
+    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False, normed: bool = False,
+) -> str:  # fmt: skip
     """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
         raise NotImplementedError(
@@ -95,7 +95,7 @@ def chosen_method(
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
-        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike)
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike, normed)
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
@@ -255,7 +255,17 @@ def _matmul_all_reduce(
 
 
 def _all_reduce_plan(
-    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None
+    x,
+    weight,
+    group_name,
+    bias,
+    rank,
+    world_size,
+    method,
+    strategy,
+    largest,
+    scale=None,
+    normed=False,
 ) -> Plan:
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
@@ -273,7 +283,7 @@ def _all_reduce_plan(
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
-    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
+    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None, normed)
     return Plan(method, (), rank, world_size)
 
 
@@ -282,7 +292,7 @@ def _matmul_all_reduce_rms_norm(
     strategy="auto", largest=None,
 ):  # fmt: skip
     options = method, strategy, largest
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, normed=True)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
     given = x, weight, residual, norm_weight, bias
     whole = compute_dtype(x) == x.dtype and one_sided.takes_norm(plan.way, plan.world, *given)
