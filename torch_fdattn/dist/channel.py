@@ -48,8 +48,9 @@ class Channel:
         self.rank, self.world = group.rank(), group.size()
         self.half_bytes = half_bytes
         self.memory: PeerMemory = allocate(group_name, 2 * half_bytes, device)
-        self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self.state[0] = 1
+        with torch.inference_mode(False):  # or else it could be written in inference mode alone
+            self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+            self.state[0] = 1
         if device.type == "cuda":
             # Kernels may read it before the one that comes before them has ended.
             torch.cuda.synchronize(device)
@@ -75,8 +76,7 @@ class Channel:
     def leave(self) -> None:
         """After a call that failed when it had sent, but not moved the epoch on: what it sent is not the next one's."""
         epoch = self.state[:1]
-        with torch.inference_mode():  # where it may have been made
-            epoch.copy_(torch.where(epoch == 0xFFFFFFFF, 2, epoch + 1))
+        epoch.copy_(torch.where(epoch == 0xFFFFFFFF, 2, epoch + 1))
 
 
 def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device) -> Channel:
