@@ -4,13 +4,24 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import assert_launched, expected_path
 
 QUERIES, KEYS, SEEN, MEAN = 65, 80, 16, 3
 #: Head dims and features that have tiles of their own in `configs.py`.
 HEAD_DIMS = (16, 64, 80, 128, 256, 512)
-FEATURES = ("full", "causal", "window", "mask", "bias", "padding", "softcap, ALiBi", "sinks")
+FEATURES = (
+    "full",
+    "causal",
+    "window",
+    "mask",
+    "bias",
+    "padding",
+    "softcap, ALiBi",
+    "softcap, ALiBi, window",
+    "sinks",
+)
 
 
 def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, torch.Tensor]:
@@ -23,10 +34,12 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
         case "causal":  # of queries behind all keys
             start = torch.full((2,), KEYS, dtype=torch.int32, device=device)
             return dict(kv_lens=lens, q_start=start, causal=True), first
-        case "window":
+        case "window" | "softcap, ALiBi, window":
             behind = row + SEEN - 1 - torch.arange(KEYS)
             start = torch.full((2,), SEEN - 1, dtype=torch.int32, device=device)
-            return dict(q_start=start, window=(SEEN - 1, 0)), (behind >= 0) & (behind < SEEN)
+            more = dict(softcap=2.0, alibi_slopes=torch.zeros(4, device=device))
+            found = dict(q_start=start, window=(SEEN - 1, 0), **(more if "," in feature else {}))
+            return found, (behind >= 0) & (behind < SEEN)
         case "mask":
             return dict(attn_mask=some.to(device)), some
         case "bias":
@@ -85,3 +98,61 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
     assert torch.equal(dq, (seen @ keys).to(dtype))
     for found in dmask:  # of all sequences and query heads
         assert torch.equal(found, (seen * ds.sum((0, 1)) * 2).to(dtype))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "head_dim",
+    [pytest.param(x, marks=pytest.mark.slow if INTERPRET and x > 16 else ()) for x in HEAD_DIMS],
+)
+@pytest.mark.parametrize(
+    "feature",
+    [
+        *("full", "causal"),
+        *(pytest.param(x, marks=pytest.mark.slow if INTERPRET else ()) for x in ("mask", "bias")),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        pytest.param(torch.float32, marks=pytest.mark.slow if INTERPRET else ()),
+    ],
+    ids=str,
+)
+def test_integers_are_exact_under_dropout(dtype, feature, head_dim, device):
+    """Of every second weight, which doubles the others: all that is rounded has seven bits."""
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter has no bfloat16")
+    options, seen = options_of(feature, device, dtype)
+    start = options.setdefault("q_start", torch.zeros(2, dtype=torch.int32, device=device))
+    dropout = Dropout(0.5, torch.tensor([3, 5], device=device))
+    q = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = torch.randint(-4, 5, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    v = torch.randint(1, 6, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    dout = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device)
+    dout[..., 0] = 1
+    paths = [expected_path(f"attention_{x}", device, dtype) for x in ("forward", "backward")]
+    with assert_launched(*paths):
+        out, lse = torch_fdattn.attention(
+            q, k, v, scale=1.0, dropout_p=dropout.p, dropout_seed=dropout.seed, **options
+        )  # fmt: skip
+        mask = [options["attn_mask"]] if feature == "bias" else []
+        dq, dk, dv, *dmask = torch.autograd.grad(out, (q, k, v, *mask), dout)
+    torch.testing.assert_close(lse, torch.full_like(lse, SEEN).log())
+    positions = start[:, None] + torch.arange(QUERIES, device=device)
+    keys = torch.arange(KEYS, device=device)[None]
+    kept = kept_weights(dropout, positions, keys, 2, 4).double()
+    assert 0.4 < kept.mean() < 0.6
+    p = seen.to(device).double() / SEEN
+    whole_k, whole_v = (x.detach().double().repeat_interleave(2, 1) for x in (k, v))
+    assert torch.equal(out, (2 * p * kept @ whole_v).to(dtype))
+    dv_of_heads = (2 * p * kept).mT @ dout.double()
+    assert torch.equal(dv, dv_of_heads.unflatten(1, (2, 2)).sum(2).to(dtype))
+    assert (dk == 0).all()  # dS times q, which is zero
+    dp = dout.double() @ whole_v.mT
+    ds = p * (2 * kept * dp - out.detach()[..., :1].double())
+    assert torch.equal(dq, (ds @ whole_k).to(dtype))
+    for found in dmask:  # of all sequences and query heads
+        assert torch.equal(found, ds.sum((0, 1)).to(dtype))
