@@ -63,7 +63,9 @@ WRONG = {
     "None for k": (lambda: attention(q(), None, k()), TypeError, "k must be a torch.Tensor, got NoneType"),
     "None for q": (lambda: attention(None, k(), k()), TypeError, "q must be a torch.Tensor, got NoneType"),
     "list for q": (lambda: attention([1.0], k(), k()), TypeError, "q must be a torch.Tensor, got list"),
-    "sparse": (lambda: attention(q().to_sparse(), k(), k()), (NotImplementedError, RuntimeError), "Sparse"),
+    "sparse": (lambda: attention(q().to_sparse(), k(), k()), TypeError, "q must be a strided tensor, got layout torch.sparse_coo"),
+    "sparse mask": (lambda: decode(q(), k(), k(), attn_mask=torch.ones(5, 9).bool().to_sparse()), TypeError, "attn_mask must be a strided tensor, got layout torch.sparse_coo"),
+    "nested": (lambda: attention(*3 * [torch.nested.nested_tensor([q()[0]], layout=torch.jagged)]), TypeError, "q must be a strided tensor, got a nested tensor"),
     # lengths and positions
     "list for kv_lens": (lambda: attention(q(), k(), k(), [3, 4]), TypeError, "kv_lens must be an int32 tensor of shape (batch,) or None, got list"),
     "float kv_lens": (lambda: attention(q(), k(), k(), torch.tensor([3.0, 4.0])), TypeError, "kv_lens must be int32 (or int64), got torch.float32"),

@@ -206,6 +206,9 @@ def readable(tensor: Tensor) -> bool:
 def expect_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a strided tensor, got {kind}")
 
 
 def expect_number(name: str, value: object) -> None:
