@@ -1,9 +1,9 @@
 """Strides of explicit masks as kernels take them, so that few kernels serve all ways to broadcast and all lengths.
 
-Triton compiles a kernel anew for each number that is 1 or a multiple of 16; for those in tuples whatever
-`do_not_specialize` says. Of a mask that makes a hundred kernels, where two kinds of code are all there is to gain: loads
-of whole vectors, 5 times as fast, which need every stride to be a multiple of 16, and others. So where they all are
-multiples, numbers come as they are, and else as what is never a multiple (`opaque`).
+Triton compiles a kernel anew where a number is 1 or a multiple of 16, within tuples whatever `do_not_specialize` says.
+A mask has six such numbers, which made hundreds of kernels of it, though the code gains by two things alone: loads of
+whole vectors, 5 times as fast, which need every number to be a multiple of 16, and keys known to lie side by side. So
+numbers come as they are where all are multiples, and else as what never is one (`opaque`).
 """
 
 from __future__ import annotations
