@@ -3,28 +3,21 @@
 Triton compiles a kernel anew where a number is 1 or a multiple of 16, within tuples whatever `do_not_specialize` says.
 A mask has six such numbers, which made hundreds of kernels of it, though the code gains by two things alone: loads of
 whole vectors, 5 times as fast, which need every number to be a multiple of 16, and keys known to lie side by side. So
-numbers come as they are where all are multiples, and else as what never is one (`opaque`).
+numbers come as they are where all are multiples, and else as what never is one (`opaque`). Imports no triton.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 
 def opaque(number: int) -> int:
-    """For a tuple of a kernel's arguments, where it is neither 1 nor a multiple of 16; `plain` is the way back."""
+    """For a tuple of a kernel's arguments, where it is neither 1 nor a multiple of 16; `score_tiles.plain` is the way back."""
     return 2 * number + 3
 
 
-@triton.jit
-def plain(number):
-    return (number - 3) // 2
-
-
 def mask_strides(mask: Tensor) -> tuple[int | None, ...]:
-    """(batch, heads, queries, keys, columns, form) of a mask (B, H, S, S_kv), for `mask_stride`.
+    """(batch, heads, queries, keys, columns, form) of a mask (B, H, S, S_kv), for `score_tiles.mask_stride`.
 
     Queries that share one row have None, and so have keys that lie side by side, where that is of use: in vectors, or
     between rows. The form is None where numbers are as they are.
@@ -45,14 +38,3 @@ def mask_strides(mask: Tensor) -> tuple[int | None, ...]:
 def of_vectors(strides: tuple[int | None, ...] | None) -> bool:
     """Whether a mask of such strides, if there is one, is read in whole vectors."""
     return strides is None or strides[5] is None
-
-
-@triton.jit
-def mask_stride(strides, AXIS: tl.constexpr):
-    """One of `mask_strides`; of AXIS 4 the columns that there are."""
-    if strides[AXIS] is None:
-        return 1
-    elif strides[5] is None:
-        return strides[AXIS]
-    else:
-        return plain(strides[AXIS])

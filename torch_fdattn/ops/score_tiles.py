@@ -7,7 +7,6 @@ import triton.language as tl
 
 from torch_fdattn.ops import scores
 from torch_fdattn.ops.attention.dropout_tiles import dropout_key
-from torch_fdattn.ops.mask_strides import mask_stride, plain
 from torch_fdattn.ops.online_softmax import LN2, LOG2E, finite_max
 from torch_fdattn.ops.tiles import key_position, tile_offsets
 
@@ -121,6 +120,23 @@ def probabilities(exponents, options):
 def key_distance(q_pos, index, keys, STRIPED: tl.constexpr):
     """Position of the key minus position of the query."""
     return key_position(index, keys[1], keys[4], keys[5], STRIPED) - q_pos
+
+
+@triton.jit
+def plain(number):
+    """What `mask_strides.opaque` made opaque."""
+    return (number - 3) // 2
+
+
+@triton.jit
+def mask_stride(strides, AXIS: tl.constexpr):
+    """One of `mask_strides.mask_strides`; of AXIS 4 the columns that there are."""
+    if strides[AXIS] is None:
+        return 1
+    elif strides[5] is None:
+        return strides[AXIS]
+    else:
+        return plain(strides[AXIS])
 
 
 @triton.jit

@@ -9,10 +9,15 @@ import triton.language as tl
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
-from torch_fdattn.ops.mask_strides import mask_stride, plain
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import packed_span, padded_row
-from torch_fdattn.ops.score_tiles import head_options, probabilities, score_tile
+from torch_fdattn.ops.score_tiles import (
+    head_options,
+    mask_stride,
+    plain,
+    probabilities,
+    score_tile,
+)
 from torch_fdattn.ops.tiles import (
     program_coordinates,
     sequence_bounds,

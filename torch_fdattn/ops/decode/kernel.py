@@ -27,9 +27,12 @@ from torch_fdattn.ops.decode.schedule import (
     units_between,
 )
 from torch_fdattn.ops.dependent_launch import pdl_trigger
-from torch_fdattn.ops.mask_strides import plain
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
-from torch_fdattn.ops.score_tiles import mask_scores, modify_scores
+from torch_fdattn.ops.score_tiles import (
+    mask_scores,
+    modify_scores,
+    plain,
+)
 from torch_fdattn.ops.tiles import key_position, keys_before, visible
 
 #: Quantised caches are multiplied in float16, whose smallest number is 6e-8: probabilities are made larger.
