@@ -138,7 +138,7 @@ def masks_of(sizes, dtype):
 
 
 def test_masks():
-    """Every way to broadcast a mask of every dtype, over lengths of every kind, its gradient too."""
+    """Of causal calls over one length: every way to broadcast a mask of every dtype, its gradient too."""
     parts = [], []
     for n, dtype in itertools.product(MASK_LENGTHS, (torch.bool, torch.bfloat16, torch.float32)):
         q, k = meta(2, 4, n, 128), meta(2, 2, n, 128)

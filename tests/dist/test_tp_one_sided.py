@@ -567,6 +567,8 @@ def test_a_norm_behind_it_has_a_first_call_of_its_own(group, rank_device, measur
     x, weight = draw(4, 8, device=rank_device), draw(6, 8, device=rank_device)
     residual, norm = draw(4, 6, device=rank_device), draw(6, device=rank_device)
     matmul_all_reduce(x, weight, group)
+    with torch.enable_grad():  # not in one launch then, whatever is chosen
+        matmul_all_reduce_rms_norm(x, weight.requires_grad_(), group, residual, norm, 1e-6)
     for launched in (1, 0, 0):
         before = launches["tp_linear/row_norm"]
         matmul_all_reduce_rms_norm(x, weight, group, residual, norm, 1e-6)

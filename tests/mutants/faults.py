@@ -175,11 +175,11 @@ FAULTS = (
     ),
     Fault(
         "a padding mask of the first sequence", f"{_KERNELS}/decode/kernel.py",
-        "mask_head_ptr = mask_ptr + b64 * plain(mask_strides[0])", "mask_head_ptr = mask_ptr + 0 * b64", DECODE,
+        "mask_head_ptr = mask_ptr + b64 * mask_stride(mask_strides, 0)", "mask_head_ptr = mask_ptr + 0 * b64", DECODE,
     ),
     Fault(
         "decode's mask of the first head", f"{_KERNELS}/decode/kernel.py",
-        "head.to(tl.int64) * plain(mask_strides[1])", "0 * head.to(tl.int64)", DECODE,
+        "head.to(tl.int64) * mask_stride(mask_strides, 1)", "0 * head.to(tl.int64)", DECODE,
     ),
     Fault(
         "a mask's gradient from one head", f"{_KERNELS}/attention/backward_mask.py",

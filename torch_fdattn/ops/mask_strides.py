@@ -16,11 +16,11 @@ def opaque(number: int) -> int:
     return 2 * number + 3
 
 
-def mask_strides(mask: Tensor) -> tuple[int | None, ...]:
+def mask_strides(mask: Tensor, by_query: bool = False) -> tuple[int | None, ...]:
     """(batch, heads, queries, keys, columns, form) of a mask (B, H, S, S_kv), for `score_tiles.mask_stride`.
 
-    Queries that share one row have None, and so have keys that lie side by side, where that is of use: in vectors, or
-    between rows. The form is None where numbers are as they are.
+    Queries that share one row have None, unless by_query; so have keys that lie side by side, where that is of use: in
+    vectors, or between rows. The form is None where numbers are as they are.
     """
     of_batch, of_heads, of_queries, of_keys = mask.stride()
     columns = mask.shape[3]
@@ -28,9 +28,10 @@ def mask_strides(mask: Tensor) -> tuple[int | None, ...]:
     numbers = of_batch, of_heads, of_queries, columns, mask.data_ptr()
     vectors = of_keys == 1 and not any(x % 16 for x in numbers)
     shown = int if vectors else opaque
-    side_by_side = of_keys == 1 and (vectors or of_queries != 0)
+    shared = of_queries == 0 and not by_query
+    side_by_side = of_keys == 1 and (vectors or not shared)
     return (
-        shown(of_batch), shown(of_heads), shown(of_queries) if of_queries else None,
+        shown(of_batch), shown(of_heads), None if shared else shown(of_queries),
         None if side_by_side else opaque(of_keys), shown(columns), None if vectors else 0,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ measured sizes speak, and far from all of them nothing does.
 
 Captured graphs and eager calls have choices of their own: few rows take the host longer to launch than the device to
 compute. The first eager call of its sizes takes the choice of graphs, so that a capture finds it compiled and
-connected.
+connected; of calls with a norm the first of these, too.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def choose(
 ) -> str:  # fmt: skip
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
 
-    normed: an all-reduce with a norm behind it, whose kernel and memory are its own: its first call is one, too.
+    normed: an all-reduce that may have a norm in its launch, whose kernel and memory are its own: its first call is
+    one, too.
 
     Nothing is chosen in traces, nor where sizes are a rank's own (see `lookup`) and ranks find different things.
     """

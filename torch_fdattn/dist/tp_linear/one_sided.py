@@ -259,18 +259,19 @@ def matmul_all_reduce(
     return _plus(y, bias)
 
 
-def takes_norm(
-    method: str, world: int, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, bias: Tensor | None
-) -> bool:  # fmt: skip
-    """Whether `all_reduce_norm` is for such a call: its rows are few and fit, of one dtype, and nobody differentiates."""
-    tensors = [t for t in (x, weight, residual, norm_weight, bias) if t is not None]
+def may_take_norm(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether `all_reduce_norm` is for such tensors: of one dtype, and nobody differentiates."""
+    tensors = [x, *[t for t in others if t is not None]]
+    return all(t.dtype == x.dtype for t in tensors) and not _trained(*tensors)
+
+
+def takes_norm(method: str, world: int, x: Tensor, weight: Tensor) -> bool:
+    """Whether it is for such sizes: rows are few and fit."""
     return (
         method in METHODS
         and len(x) <= NORM_ROWS
         and _module("row_norm").takes(len(weight), x.dtype)
         and len(x) * len(weight) * x.element_size() <= _module("low_latency").values_bytes(world)
-        and all(t.dtype == x.dtype for t in tensors)
-        and not _trained(*tensors)
     )
 
 
@@ -278,7 +279,7 @@ def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
     known: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(normed, added), of what it `takes_norm`."""
+    """(normed, added), of what `may_take_norm` and `takes_norm` have said yes to."""
     op = torch.ops.fdattn.tp_matmul_all_reduce_rms_norm
     run = _forward(x, all_reduce_norm, op, known)
     return run(x, weight, group_name, residual, norm_weight, eps, bias)

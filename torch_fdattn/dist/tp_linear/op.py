@@ -292,11 +292,12 @@ def _matmul_all_reduce_rms_norm(
     strategy="auto", largest=None,
 ):  # fmt: skip
     options = method, strategy, largest
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, normed=True)
+    may = compute_dtype(x) == x.dtype and one_sided.may_take_norm(
+        x, weight, residual, norm_weight, bias
+    )
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, normed=may)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
-    given = x, weight, residual, norm_weight, bias
-    whole = compute_dtype(x) == x.dtype and one_sided.takes_norm(plan.way, plan.world, *given)
-    plan = plan._replace(with_norm=whole)
+    plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
     plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, *options))
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 

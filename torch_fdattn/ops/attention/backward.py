@@ -169,7 +169,7 @@ def launch_backward(
             tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
             tile = tuning.forced("dmask", tile)
             sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
-            # One row of one query is its own, to have fewer kernels.
+            # One row of one query is its own, and one column of one key, to have fewer kernels.
             by_row, by_key = (
                 own > 1 or (packed is None and own == whole)
                 for own, whole in zip(sizes_of[2:], masks[1].shape[2:], strict=True)

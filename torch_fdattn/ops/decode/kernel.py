@@ -30,8 +30,8 @@ from torch_fdattn.ops.dependent_launch import pdl_trigger
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
 from torch_fdattn.ops.score_tiles import (
     mask_scores,
+    mask_stride,
     modify_scores,
-    plain,
 )
 from torch_fdattn.ops.tiles import key_position, keys_before, visible
 
@@ -141,9 +141,9 @@ def _decode_kernel(
     else:
         slopes = tl.zeros([BLOCK_M], tl.float32)
     if MASKED:
-        mask_head_ptr = mask_ptr + b64 * plain(mask_strides[0])
-        mask_rows = head.to(tl.int64) * plain(mask_strides[1])
-        mask_rows += (row % q_len).to(tl.int64) * plain(mask_strides[2])
+        mask_head_ptr = mask_ptr + b64 * mask_stride(mask_strides, 0)
+        mask_rows = head.to(tl.int64) * mask_stride(mask_strides, 1)
+        mask_rows += (row % q_len).to(tl.int64) * mask_stride(mask_strides, 2)
     head_scale = 1.0
     if K_SCALES == 1:
         head_scale = tl.load(
@@ -217,7 +217,7 @@ def _decode_kernel(
                 scores * scale, position[None, :] - q_pos[:, None], softcap, slopes[:, None], SOFTCAP, ALIBI
             )  # fmt: skip
         if MASKED:
-            columns = index.to(tl.int64) * plain(mask_strides[3])
+            columns = index.to(tl.int64) * mask_stride(mask_strides, 3)
             if MASK_ROWS:
                 entries = tl.load(
                     mask_head_ptr + mask_rows[:, None] + columns[None, :],

@@ -30,7 +30,7 @@ from torch_fdattn.ops.launch import (
     tile_dims,
 )
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.mask_strides import opaque
+from torch_fdattn.ops.mask_strides import mask_strides
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -234,9 +234,11 @@ class Plan:
         self._sinks = int(options.sinks is not None)
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
         mask = simplified(mask, q_len)
-        slopes, mask_strides = options.alibi_slopes, (0, 0, 0, 0)
+        slopes, strides_of_mask, mask_rows = options.alibi_slopes, None, False
         if options.attn_mask is not None:
-            mask_strides = options.attn_mask.expand(batch, heads, q_len, cache.capacity).stride()
+            whole_mask = options.attn_mask.expand(batch, heads, q_len, cache.capacity)
+            strides_of_mask = mask_strides(whole_mask, by_query=True)
+            mask_rows = any(whole_mask.stride()[1:3])
         strides = out.stride(), 0 if options.sinks is None else options.sinks.stride(0)
         flags = tuple(mask_flags(mask).values())
         window, cut_by = mask_numbers(mask), None
@@ -255,11 +257,11 @@ class Plan:
         self._decode = _Kernel(
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
-                _slope_strides(slopes), tuple(map(opaque, mask_strides)), strides[1], batch, q_len, cache.capacity, k.shape[0],
+                _slope_strides(slopes), strides_of_mask, strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, scale, options.softcap, wanted,
                 ragged, size, kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
                 *flags, options.softcap > 0,
-                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), any(mask_strides[1:3]),
+                _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), mask_rows,
                 batch_invariant, least, twice, split, groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
                 config.block_n, block_d, block_dv,
             ),
