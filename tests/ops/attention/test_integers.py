@@ -24,6 +24,13 @@ FEATURES = (
 )
 
 
+def slow_if_interpreted(value, is_slow: bool = True):
+    return pytest.param(value, marks=pytest.mark.slow if INTERPRET and is_slow else ())
+
+
+DTYPES = torch.float16, torch.bfloat16, slow_if_interpreted(torch.float32)
+
+
 def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, torch.Tensor]:
     """(what is asked for, which keys each query sees: sixteen of whole pairs, or all)."""
     pairs, row = torch.arange(KEYS) // 2, torch.arange(QUERIES)[:, None]
@@ -57,20 +64,9 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "head_dim",
-    [pytest.param(x, marks=pytest.mark.slow if INTERPRET and x > 64 else ()) for x in HEAD_DIMS],
-)
+@pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 64) for x in HEAD_DIMS])
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        torch.bfloat16,
-        pytest.param(torch.float32, marks=pytest.mark.slow if INTERPRET else ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_exact(dtype, feature, head_dim, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter has no bfloat16")
@@ -101,26 +97,11 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 16) for x in HEAD_DIMS])
 @pytest.mark.parametrize(
-    "head_dim",
-    [pytest.param(x, marks=pytest.mark.slow if INTERPRET and x > 16 else ()) for x in HEAD_DIMS],
+    "feature", ["full", "causal", slow_if_interpreted("mask"), slow_if_interpreted("bias")]
 )
-@pytest.mark.parametrize(
-    "feature",
-    [
-        *("full", "causal"),
-        *(pytest.param(x, marks=pytest.mark.slow if INTERPRET else ()) for x in ("mask", "bias")),
-    ],
-)
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        torch.bfloat16,
-        pytest.param(torch.float32, marks=pytest.mark.slow if INTERPRET else ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_exact_under_dropout(dtype, feature, head_dim, device):
     """Of every second weight, which doubles the others: all that is rounded has seven bits."""
     if dtype == torch.bfloat16 and device == "cpu":

@@ -255,18 +255,8 @@ def _matmul_all_reduce(
 
 
 def _all_reduce_plan(
-    x,
-    weight,
-    group_name,
-    bias,
-    rank,
-    world_size,
-    method,
-    strategy,
-    largest,
-    scale=None,
-    normed=False,
-) -> Plan:
+    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None, normed=False
+) -> Plan:  # fmt: skip
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, scale)

@@ -181,9 +181,8 @@ def _dq_kernel(
     dq_ptr += batch64 * dq_strides[0] + head64 * dq_strides[1]
     dmask = None
     if dmask_ptr is not None:
-        dmask_ptr += batch64 * mask_stride(dmask_strides, 0) + head64 * mask_stride(
-            dmask_strides, 1
-        )
+        dmask_ptr += batch64 * mask_stride(dmask_strides, 0)
+        dmask_ptr += head64 * mask_stride(dmask_strides, 1)
         of_rows = mask_stride(dmask_strides, 2)
         dmask_ptr += first_row.to(tl.int64) * of_rows
         mask_rows = q_len
