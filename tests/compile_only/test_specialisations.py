@@ -130,6 +130,7 @@ def test_attention():
 #: Which of batch, heads, queries and keys a mask has of its own.
 BROADCASTS = tuple(itertools.product((False, True), repeat=4))
 MASK_LENGTHS = *range(1, 40), 100, 1000, 1024, 4096
+MASK_DTYPES = torch.bool, torch.bfloat16, torch.float32
 
 
 def masks_of(sizes, dtype):
@@ -138,11 +139,17 @@ def masks_of(sizes, dtype):
 
 
 def test_masks():
-    """Of causal calls over one length: every way to broadcast a mask of every dtype, its gradient too."""
+    """Of causal calls over one length: every way to broadcast a mask of every dtype, its gradient too.
+
+    Any numbers of heads share them, where there are fewer of keys than of queries; equal ones have dK's and dV's sweep
+    of their own.
+    """
     parts = [], []
-    for n, dtype in itertools.product(MASK_LENGTHS, (torch.bool, torch.bfloat16, torch.float32)):
-        q, k = meta(2, 4, n, 128), meta(2, 2, n, 128)
-        for mask in masks_of((2, 4, n, n), dtype):
+    sizes = [(n, 4, 2) for n in MASK_LENGTHS]
+    sizes += [(n, *heads) for n in (1, 16, 17, 128) for heads in ((16, 1), (32, 8))]
+    for (n, heads, kv_heads), dtype in itertools.product(sizes, MASK_DTYPES):
+        q, k = meta(2, heads, n, 128), meta(2, kv_heads, n, 128)
+        for mask in masks_of((2, heads, n, n), dtype):
             wanted = None if dtype == torch.bool else torch.empty_like(mask)
             made = attention_launches(q, k, Scores(attn_mask=mask), Scores(attn_mask=wanted))
             for part, more in zip(parts, made, strict=True):
@@ -158,7 +165,7 @@ def test_masks_of_decode():
     """The same of one query."""
     calls = [
         (meta(2, 2, n, 128), mask)
-        for n, dtype in itertools.product(MASK_LENGTHS, (torch.bool, torch.bfloat16, torch.float32))
+        for n, dtype in itertools.product(MASK_LENGTHS, MASK_DTYPES)
         for mask in masks_of((2, 4, 1, n), dtype)
     ]
     assert len(kernels(*zip(*calls, strict=True))) <= 64

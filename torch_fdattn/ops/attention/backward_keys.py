@@ -54,9 +54,12 @@ def _dkdv_tiles(
     dout_offsets = tile_offsets(m[:, None], d_v[None, :], dout_row_strides, WIDE)
     tiles = tl.cdiv(bounds[3] - bounds[0], BLOCK_M)
     head64 = first_head64
-    if not GROUPED:
+    steps = tiles
+    if GROUPED:
+        steps *= group
+    else:
         head = head_options(options, scale, batch64, head64)
-    for step in tl.range(0, tl.maximum(group * tiles, 1)):
+    for step in tl.range(0, tl.maximum(steps, 1)):
         start = bounds[0] + step * BLOCK_M
         if GROUPED:
             member = step // tiles

@@ -22,11 +22,13 @@ LENGTHS = [
     "window_right",
     "kv_block",
     "kv_stride",
+    "heads",
+    "group",
     "sequences",
 ]
 
 
-@triton.jit(do_not_specialize=["q_len", "padded_len", "sequences"])
+@triton.jit(do_not_specialize=["q_len", "padded_len", "heads", "sequences"])
 def _row_terms_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, out_strides, dout_strides,
     q_len, padded_len, heads, v_dim: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -88,7 +90,7 @@ def store_rows(ptr, strides, first, length, dim, tile, WIDE: tl.constexpr):
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "padded_len"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "padded_len", "heads"])
 def _sum_by_sequence_kernel(
     rows_ptr, sums_ptr, cu_seqlens_ptr, sequences, tokens, padded_len, heads, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -68,6 +68,8 @@ from torch_fdattn.ops.tiles import (
         "window_right",
         "kv_block",
         "kv_stride",
+        "heads",
+        "group",
         "sequences",
         "page_count",
         "table_stride",
