@@ -6,6 +6,7 @@ import ctypes
 import functools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -444,6 +445,58 @@ def test_known_calls(group, rank_device, monkeypatch, way: str) -> None:
         assert known in ([False, False, True, True], [False] * 4 + [True] * 4)
         for ys, zs in zip(found, expected, strict=True):
             assert all(torch.equal(y, z) for y, z in zip(ys, zs, strict=True))
+
+
+@pytest.mark.parametrize("method", ["low_latency", "one_shot", "two_shot", "nccl"])
+def test_known_calls_between_larger_ones(rank_device, method: str) -> None:
+    """What a known call keeps of memory that ranks map goes with it: that grows in between, and the time limit changes."""
+    if method.endswith("shot") and rank_device.type == "cpu":
+        pytest.skip("torch's symmetric memory: needs a CUDA device")
+    group = dist.new_group(range(dist.get_world_size()))
+    weight, norm = draw(64, 16, device=rank_device), torch.ones(64, device=rank_device)
+
+    def check(rows: int) -> None:
+        x, residual = draw(rows, 16, device=rank_device), draw(rows, 64, device=rank_device)
+        right = dist.get_world_size() * F.linear(x, weight)
+        given = x, weight, group.group_name
+        torch.testing.assert_close(matmul_all_reduce(*given, method=method), right)
+        _, added = matmul_all_reduce_rms_norm(*given, residual, norm, 1e-6, method=method)
+        torch.testing.assert_close(added, residual + right)
+        y = matmul_reduce_scatter(x.repeat(dist.get_world_size(), 1), *given[1:], strategy=way)
+        torch.testing.assert_close(y, right)
+
+    way = "low_latency" if method == "low_latency" else "collective"
+    repeats = 5 if rank_device.type == "cuda" else 1  # the interpreter launches nothing directly
+    try:
+        with same_everywhere():
+            for rows in (*[8] * repeats, *[192] * repeats, *[8] * repeats):
+                check(rows)
+            set_timeout(9.0)
+            check(8)
+    finally:
+        set_timeout(10.0)
+    kept = {name for plan in plans._plans[group].values() if plan for name in plan.memo}
+    if rank_device.type == "cuda":
+        names = {"low_latency": {"exchange"}, "nccl": set()}
+        assert kept == names.get(method, {"workspace"})
+
+
+def test_exchanges_that_are_no_longer_alike(monkeypatch) -> None:
+    """One whose memory was outgrown, or whose time limit is another, does nothing."""
+    where = SimpleNamespace(
+        outgrown=False, enter=lambda: None, memory=SimpleNamespace(addresses=1), state=2, fault=SimpleNamespace(tensor=3)
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(push_values, "again", lambda steps, tensors: seen.append(tensors) or True)
+    exchange = push_values.Exchange(where, ())
+    assert exchange("x", "y")
+    assert seen == [("x", "y", 1, 2, 3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(push_values, "timeout_ns", lambda: 1)
+        assert not exchange("x", "y")
+    where.outgrown = True
+    assert not exchange("x", "y")
+    assert len(seen) == 1
 
 
 def test_the_drivers_own_copies(group, rank_device, monkeypatch) -> None:

@@ -39,6 +39,7 @@ class Channel:
         memory: two halves of half_bytes each, on every rank.
         state: int64, `signals.py`.
         fault: the word that a time-out leaves.
+        outgrown: a larger one has its place.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Channel:
             # Kernels may read it before the one that comes before them has ended.
             torch.cuda.synchronize(device)
         self.fault = FaultWord(group_name, self.rank, purpose.partition("/")[0], device)
+        self.outgrown = False
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream = 0
 
@@ -86,5 +88,8 @@ def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device
     if not channels or channels[-1].half_bytes < half_bytes:
         raise_faults(group_name)  # a dead rank would not come to the exchange of addresses
         size = max(_LEAST_BYTES, 1 << (half_bytes - 1).bit_length())
-        channels.append(Channel(group_name, purpose, size, device))
+        larger = Channel(group_name, purpose, size, device)
+        for smaller in channels:
+            smaller.outgrown = True
+        channels.append(larger)
     return channels[-1]

@@ -27,7 +27,7 @@ torch.compile traces; rank and world size are arguments of the ops for the reaso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,9 @@ from torch_fdattn.dist.groups import agree, given_rank_and_size, rank_and_size, 
 from torch_fdattn.ops import library
 
 _C10D = torch.ops._c10d_functional
+#: From how many times as many rows on, where ranks' shares are padded to the largest, all rows are summed by everyone
+#: instead: an all-reduce sends no more then, and needs no padding.
+_PADDED_ROWS = 2
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
@@ -49,12 +52,14 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 class _Ranks(NamedTuple):
-    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is."""
+    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is; unseen: it is known
+    that nobody traces or differentiates."""
 
     rows: Sequence[int]
     rank: int
     world_size: int
     group_name: str
+    unseen: bool = False
 
 
 def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
@@ -62,7 +67,7 @@ def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
     if most == 0:  # the same on all ranks, so all of them skip the collective
         return x.new_zeros(x.shape)
     x = _pad(x, most).contiguous()
-    if _runs_now(x):
+    if _runs_now(x, ranks):
         gathered = x.new_empty(ranks.world_size * most, *x.shape[1:])
         _finish(_group(ranks)._allgather_base(gathered, x, _GATHER))
     else:
@@ -73,14 +78,17 @@ def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
     return torch.cat([gathered[i * most : i * most + rows] for i, rows in enumerate(ranks.rows)])
 
 
-def _reduce_scatter(x: Tensor, ranks: _Ranks) -> Tensor:
+def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) -> Tensor:
     most = max(ranks.rows)
     if most == 0:
         return x.new_zeros(x.shape)
     if not all(rows == most for rows in ranks.rows):
+        if most * ranks.world_size >= _PADDED_ROWS * x.shape[0]:
+            start = sum(ranks.rows[: ranks.rank])
+            return (add_up or _sum)(x, ranks)[start : start + ranks.rows[ranks.rank]]
         x = torch.cat([_pad(part, most) for part in x.split(list(ranks.rows))])
     x = x.contiguous()
-    if _runs_now(x):
+    if _runs_now(x, ranks):
         scattered = x.new_empty(most, *x.shape[1:])
         _finish(_group(ranks)._reduce_scatter_base(scattered, x, _REDUCE_SCATTER))
     else:
@@ -90,8 +98,8 @@ def _reduce_scatter(x: Tensor, ranks: _Ranks) -> Tensor:
     return scattered if rows == most else scattered[:rows]
 
 
-def _runs_now(x: Tensor) -> bool:
-    return x.is_cuda and library.runs_directly(x)
+def _runs_now(x: Tensor, ranks: _Ranks) -> bool:
+    return x.is_cuda and (ranks.unseen or library.runs_directly(x))
 
 
 def _group(ranks: _Ranks) -> dist.ProcessGroup:
@@ -126,17 +134,22 @@ def _slice(x: Tensor, ranks: _Ranks) -> Tensor:
 
 
 def _sum(x: Tensor, ranks: _Ranks) -> Tensor:
-    if _runs_now(x):
+    if _runs_now(x, ranks):
         return _sum_into(x.clone(memory_format=torch.contiguous_format), ranks)
     return _C10D.wait_tensor(_C10D.all_reduce(x.contiguous(), "sum", ranks.group_name))
 
 
 def _sum_into(x: Tensor, ranks: _Ranks) -> Tensor:
     """Of what nobody else reads, and without gradients: it may be overwritten."""
-    if not (_runs_now(x) and x.is_contiguous()):
+    if not (_runs_now(x, ranks) and x.is_contiguous()):
         return _sum(x, ranks)
     _finish(_group(ranks).allreduce([x], _ALL_REDUCE))
     return x
+
+
+def _reduce_scatter_of(x: Tensor, ranks: _Ranks) -> Tensor:
+    """As `_sum_into`."""
+    return _reduce_scatter(x, ranks, _sum_into)
 
 
 def _one_shot(x: Tensor, ranks: _Ranks) -> Tensor:
@@ -155,6 +168,7 @@ def _same(x: Tensor, ranks: _Ranks) -> Tensor:
 _COLLECTIVES = {
     "gather_rows": (_gather, _reduce_scatter, True),
     "reduce_scatter_rows": (_reduce_scatter, _gather, False),
+    "reduce_scatter_rows_": (_reduce_scatter_of, _gather, False),
     "all_reduce": (_sum, _same, True),
     "all_reduce_": (_sum_into, _same, True),
     "one_shot_all_reduce": (_one_shot, _same, True),
@@ -178,11 +192,11 @@ class _Collective(torch.autograd.Function):
 
 
 def collective(
-    name: str, x: Tensor, group_name: str, rows: Sequence[int], rank: int, world_size: int
-) -> Tensor:
+    name: str, x: Tensor, group_name: str, rows: Sequence[int], rank: int, world_size: int, unseen: bool = False
+) -> Tensor:  # fmt: skip
     """The collective `name` of the table above, for the ops: arguments are checked already."""
-    ranks = _Ranks(rows, rank, world_size, group_name)
-    if torch.is_grad_enabled() and x.requires_grad:
+    ranks = _Ranks(rows, rank, world_size, group_name, unseen)
+    if not unseen and torch.is_grad_enabled() and x.requires_grad:
         return _Collective.apply(x, name.removesuffix("_"), ranks)
     return _COLLECTIVES[name][0](x, ranks)
 
@@ -242,9 +256,7 @@ def _define(name: str) -> None:
 
 
 for _name in _COLLECTIVES:
-    if (
-        "shot" not in _name and _name != "all_reduce_"
-    ):  # those are reached through matmul_all_reduce
+    if "shot" not in _name and not _name.endswith("_"):  # those are reached through matmuls
         _define(_name)
 
 

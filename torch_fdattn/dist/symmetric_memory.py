@@ -124,9 +124,7 @@ def workspace(
     Raises:
         RuntimeError: it would have to grow while a CUDA graph is captured.
     """
-    group = distributed_c10d._resolve_process_group(group_name)
-    workspaces, key = _workspaces.setdefault(group, {}), (purpose, dtype)
-    buffers = workspaces.setdefault(key, [])
+    buffers = _buffers(group_name, purpose, dtype)
     if buffers and buffers[-1].numel() >= numel:
         return buffers[-1]
     if torch.cuda.is_current_stream_capturing():
@@ -144,6 +142,12 @@ def workspace(
     return buffer
 
 
+def _buffers(group_name: str, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+    """What the workspace was and, last, is."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    return _workspaces.setdefault(group, {}).setdefault((purpose, dtype), [])
+
+
 def _all_reduce(x: Tensor, group_name: str, method: str) -> Tensor:
     """The sum of x over the ranks through a workspace: bfloat16 or float32 on CUDA, any shape."""
     if not x.numel():
@@ -153,15 +157,25 @@ def _all_reduce(x: Tensor, group_name: str, method: str) -> Tensor:
     return _sum(buffer, group_name, method)[: x.numel()].view(x.shape)
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str, method: str) -> Tensor:
-    """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced."""
-    rows, columns = len(x), len(weight)
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, group_name: str, method: str, memo: dict | None = None
+) -> Tensor:
+    """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced.
+
+    memo: of a known call (`tp_linear.op.Plan`), which keeps its part of the workspace there while nothing outgrows it.
+    """
+    rows, columns = x.shape[0], weight.shape[0]
     count = rows * columns
     if not count:
         return x.new_empty(rows, columns)
-    buffer = _summed_later(x, count, group_name)
-    part = buffer if buffer.numel() == count else buffer[:count]
-    torch.mm(x, weight.t(), out=part.view(rows, columns))
+    buffers, last, buffer, part = (memo and memo.get("workspace")) or (None, None, None, None)
+    if buffers is None or buffers[-1] is not last:
+        buffer = _summed_later(x, count, group_name)
+        part = (buffer if buffer.numel() == count else buffer[:count]).view(rows, columns)
+        if memo is not None:
+            buffers = _buffers(group_name, "all_reduce", x.dtype)
+            memo["workspace"] = buffers, buffers[-1], buffer, part
+    torch.mm(x, weight.t(), out=part)
     total = _sum(buffer, group_name, method)
     return (total if total.numel() == count else total[:count]).view(rows, columns)
 

@@ -153,6 +153,11 @@ def test_all_and_nothing(device):
     for p in (0.0, 1e-6):
         found = torch_fdattn.attention(q, k, v, dropout_p=p, dropout_seed=seed_of(device))
         assert torch.equal(found[0], plain[0])
+    # The least there is: a drop of 1 in 2**16 is compiled into the kernels, forward and backward.
+    out, _ = torch_fdattn.attention(q, k, v, dropout_p=2**-16, dropout_seed=seed_of(device))
+    near, exact = ([x, *torch.autograd.grad(x.square().sum(), (q, k, v))] for x in (out, plain[0]))
+    for found, expected in zip(near, exact, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
     out, lse = torch_fdattn.attention(q, k, v, dropout_p=1.0, dropout_seed=seed_of(device))
     assert (out == 0).all()
     assert torch.equal(lse, plain[1])

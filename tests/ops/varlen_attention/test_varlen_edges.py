@@ -56,7 +56,7 @@ def test_tokens_of_no_sequence(sinks, device):
         for x in (q, k, v):
             x[17:] = garbage
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        given = dict(sinks=torch.ones(2, device=device)) if sinks else {}
+        given = dict(sinks=torch.ones(2, device=device, dtype=torch.bfloat16)) if sinks else {}
         out, lse = torch_fdattn.varlen_attention(*leaves, begins, causal=True, **given)
         assert (out[17:] == 0).all()
         assert (lse[:, 17:] == -INF).all()

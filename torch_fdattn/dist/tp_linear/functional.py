@@ -205,7 +205,7 @@ def matmul_all_reduce_rms_norm(
         As `matmul_all_reduce`.
     """
     options = method, strategy, largest
-    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, *options)
+    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options)
     plan = plans.find(*call)
     if plan is not None:
         given = x, weight, bias, group_name, residual, norm_weight, eps

@@ -120,27 +120,32 @@ def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
 
 
 def all_gather_matmul(
-    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
-) -> list[Tensor]:
-    """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept]; rows all alike."""
-    rank, world = rank_and_size(group_name)
+    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool,
+    memo: dict | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept]; rows all alike.
+
+    memo: of a known call (`op.Plan`), here and below.
+    """
     gathered = x.new_empty(sum(rows), x.shape[1])
     if x.numel():
         launches["tp_linear/low_latency_all_gather"] += 1
-        push_values.all_gather(x, gathered, group_name, rank, world)
+        if not push_values.exchanged(memo, x, gathered):
+            push_values.all_gather(x, gathered, group_name, *rank_and_size(group_name), memo)
     return [*(F.linear(gathered, weight) for weight in weights), *([gathered] if keep else [])]
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None,
+    memo: dict | None = None,
+) -> Tensor:  # fmt: skip
     """This rank's rows (m, N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,); rows all alike."""
-    rank, world = rank_and_size(group_name)
     part = F.linear(x, weight, bias)
-    y = part.new_empty(rows[rank], part.shape[1])
+    y = part.new_empty(rows[0], part.shape[1])
     if y.numel():
         launches["tp_linear/low_latency_reduce_scatter"] += 1
-        push_values.reduce_scatter(part, y, group_name, rank, world)
+        if not push_values.exchanged(memo, part, y):
+            push_values.reduce_scatter(part, y, group_name, *rank_and_size(group_name), memo)
     return y
 
 
@@ -158,15 +163,17 @@ def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     sum_words(x, y, where, world)
 
 
-def all_reduce(x: Tensor, group_name: str) -> Tensor:
+def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:
     """The sum of x over the ranks; contiguous, float32 or of 16 bits."""
-    rank, world = rank_and_size(group_name)
     y = torch.empty_like(x)
     if not x.numel():
         return y
     launches["tp_linear/low_latency"] += 1
+    if push_values.exchanged(memo, x, y):
+        return y
+    rank, world = rank_and_size(group_name)
     if x.nbytes <= values_bytes(world) and push_values.takes(x):
-        push_values.all_reduce(x, y, group_name, rank, world)
+        push_values.all_reduce(x, y, group_name, rank, world, memo)
     elif x.nbytes <= WORDS_BYTES:
         by_words(x, y, group_name, world)
     else:
@@ -175,7 +182,7 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, memo: dict | None = None
 ) -> Tensor:
     """The sum over ranks of x (M, K) @ weight (N, K).T + bias (N,), by the device's BLAS."""
-    return all_reduce(F.linear(x, weight, bias), group_name)
+    return all_reduce(F.linear(x, weight, bias), group_name, memo)

@@ -97,10 +97,10 @@ def all_reduce(x, weight, group_name, method, bias=None, scale=None):
         return run(x.contiguous(), weight, group_name, _contiguous(bias), *scaled)
 
 
-def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None):
+def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None, memo=None):
     """(normed, added): by BLAS, then one launch (`row_norm.py`); bias the same on all ranks."""
     part = F.linear(x, weight)
-    return _module("row_norm").sum_norm(part, bias, residual, norm_weight, eps, group_name)
+    return _module("row_norm").sum_norm(part, bias, residual, norm_weight, eps, group_name, memo)
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -206,9 +206,9 @@ class _MatmulAllReduce(torch.autograd.Function):
         return None, None, dy @ weight if wants_x else None, dy.t() @ x if wants_weight else None
 
 
-def _forward(x: Tensor, kernel: Callable, op: Callable, known: bool) -> Callable:
+def _forward(x: Tensor, kernel: Callable, op: Callable, memo: dict | None) -> Callable:
     """The kernel itself where nobody would see the op."""
-    return kernel if known or library.runs_unseen(x) else op
+    return kernel if memo is not None or library.runs_unseen(x) else op
 
 
 def _trained(*tensors: Tensor) -> bool:
@@ -217,44 +217,54 @@ def _trained(*tensors: Tensor) -> bool:
 
 def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group_name: str, strategy: str,
-    rows: Sequence[int], rank: int, known: bool = False,
+    rows: Sequence[int], rank: int, memo: dict | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """As `collective.all_gather_matmul`; known: as in `op.run_gather`."""
+    """As `collective.all_gather_matmul`; memo: of a known call (`op.Plan`), which nobody watches, casts or
+    differentiates."""
+    if memo is not None and strategy == "low_latency":
+        run = _module(strategy).all_gather_matmul
+        ys = run(x.contiguous(), weights, group_name, rows, False, memo)
+        return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
     weights = [_cast(weight, x) for weight in weights]
-    if not known and _trained(x, *weights):
+    if memo is None and _trained(x, *weights):
         ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
     else:
-        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul, known)
+        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul, memo)
         ys = run(x, weights, group_name, strategy, rows, False)
     return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
 
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, strategy: str, rows: Sequence[int], rank: int,
-    known: bool = False,
+    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_reduce_scatter`."""
+    if memo is not None and strategy == "low_latency":
+        run = _module(strategy).matmul_reduce_scatter
+        return _plus(run(x, weight, group_name, rows, memo=memo), bias)
     weight = _cast(weight, x)
-    if not known and _trained(x, weight):
+    if memo is None and _trained(x, weight):
         y = _MatmulReduceScatter.apply(group_name, strategy, rows, rank, x, weight)
     else:
-        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter, known)
+        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter, memo)
         y = run(x, weight, group_name, strategy, rows, rank)
     return _plus(y, bias)
 
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, scale: Tensor | None = None,
-    known: bool = False,
+    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
+    if memo is not None and method == "low_latency" and scale is None:
+        return _plus(_module(method).matmul_all_reduce(x, weight, group_name, memo=memo), bias)
     weight = _cast(weight, x) if scale is None else weight
-    if not known and _trained(x, weight):
+    if memo is None and _trained(x, weight):
         y = _MatmulAllReduce.apply(
             group_name, method, x, float8.dequantised(weight, scale, x.dtype)
         )
     else:
-        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce, known)
+        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce, memo)
         y = run(x, weight, group_name, method, scale=scale)
     return _plus(y, bias)
 
@@ -277,11 +287,13 @@ def takes_norm(method: str, world: int, x: Tensor, weight: Tensor) -> bool:
 
 def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
-    known: bool = False,
+    memo: dict | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added), of what `may_take_norm` and `takes_norm` have said yes to."""
+    if memo is not None:
+        return all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias, memo)
     op = torch.ops.fdattn.tp_matmul_all_reduce_rms_norm
-    run = _forward(x, all_reduce_norm, op, known)
+    run = _forward(x, all_reduce_norm, op, memo)
     return run(x, weight, group_name, residual, norm_weight, eps, bias)
 
 

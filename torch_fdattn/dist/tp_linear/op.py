@@ -26,12 +26,16 @@ from torch_fdattn.ops import library
 
 
 class Plan(NamedTuple):
-    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it."""
+    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it.
+
+    memo: what known calls leave for the next ones; this group's and these sizes' alone.
+    """
 
     way: str
     rows: Sequence[int]
     rank: int
     world: int
+    memo: dict[str, object]
     with_norm: bool = False
 
 
@@ -167,7 +171,7 @@ def _all_gather_matmul(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None)
-    plan = Plan(strategy, rows, rank, world_size)
+    plan = Plan(strategy, rows, rank, world_size, {})
     plans.keep(plan, *call)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
 
@@ -193,8 +197,9 @@ def run_gather(
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
     if way != "collective":
-        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, known)
-    return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)
+        memo = plan.memo if known else None
+        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, memo)
+    return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size, known)  # fmt: skip
 
 
 def _matmul_reduce_scatter(
@@ -221,7 +226,7 @@ def _matmul_reduce_scatter(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows, largest is not None)
-    plan = Plan(strategy, rows, rank, world_size)
+    plan = Plan(strategy, rows, rank, world_size, {})
     plans.keep(plan, *call)
     return run_scatter(plan, x, weight, bias, group_name, weight_scale)
 
@@ -240,8 +245,9 @@ def run_scatter(
         weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
         x = x if known else x.to(compute_dtype(x))
-        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank, known)
-    return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)
+        memo = plan.memo if known else None
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank, memo)
+    return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size, known)  # fmt: skip
 
 
 def _matmul_all_reduce(
@@ -274,7 +280,7 @@ def _all_reduce_plan(
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
     method = chosen_method(method, strategy, group_name, x, sizes, largest is not None, normed)
-    return Plan(method, (), rank, world_size)
+    return Plan(method, (), rank, world_size, {})
 
 
 def _matmul_all_reduce_rms_norm(
@@ -288,7 +294,7 @@ def _matmul_all_reduce_rms_norm(
     plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, normed=may)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
     plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
-    plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, *options))
+    plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options))
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 
 
@@ -304,7 +310,7 @@ def _expect_normed(
 
 
 def norm_call(group_name, x, weight, residual, norm_weight, bias, *options) -> tuple:
-    """As `gather_call`; options: method, strategy, largest."""
+    """As `gather_call`; options: eps, method, strategy, largest."""
     return "matmul_all_reduce_rms_norm", group_name, options, x, weight, residual, norm_weight, bias
 
 
@@ -314,7 +320,7 @@ def run_all_reduce_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.with_norm:
         return one_sided.matmul_all_reduce_rms_norm(
-            x, weight, bias, group_name, residual, norm_weight, eps, known
+            x, weight, bias, group_name, residual, norm_weight, eps, plan.memo if known else None
         )
     added = residual + run_all_reduce(plan, x, weight, bias, group_name, None, known)
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
@@ -329,12 +335,13 @@ def run_all_reduce(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
 ) -> Tensor:  # fmt: skip
     way, _, rank, world_size = plan[:4]
+    memo = plan.memo if known else None
     if way in one_sided.METHODS:
         x = x if known else x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale, known)
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale, memo)
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
-    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
+    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size, memo)
 
 
 def _define(schema: str, function) -> None:

@@ -42,7 +42,7 @@ from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.repeated_call import repeat
+from torch_fdattn.ops.repeated_call import Step, again, find, repeat
 from torch_fdattn.ops.repeated_launch import launch
 
 TURN = tl.constexpr(5)
@@ -248,7 +248,38 @@ def third_of(where: Channel) -> int:
     return 2 * where.half_bytes // 3 // 16 * 16
 
 
-def _run(op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int) -> None:
+class Exchange:
+    """Exchanges like one that was a launch alone, without looking its channel and launch up again."""
+
+    def __init__(self, where: Channel, steps: tuple[Step, ...]) -> None:
+        self._where, self._steps, self._limit_ns = where, steps, timeout_ns()
+        self._of_channel = where.memory.addresses, where.state, where.fault.tensor
+
+    def __call__(self, *tensors: Tensor | None) -> bool:
+        """Launches it for contiguous tensors of the same sizes; False: nothing was done, since it is no longer like it."""
+        where = self._where
+        if where.outgrown or timeout_ns() != self._limit_ns:
+            return False
+        where.enter()
+        return again(self._steps, (*tensors, *self._of_channel))
+
+
+def remember(memo: dict | None, where: Channel, key: tuple) -> None:
+    """Leaves an `Exchange` in a plan's memo, where the call of that key was a launch alone."""
+    steps = None if memo is None else find(key)
+    if steps is not None:
+        memo["exchange"] = Exchange(where, steps)
+
+
+def exchanged(memo: dict | None, *tensors: Tensor | None) -> bool:
+    """Whether an `Exchange` that a plan's memo holds did it."""
+    exchange = memo.get("exchange") if memo else None
+    return exchange is not None and exchange(*tensors)
+
+
+def _run(
+    op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int, memo: dict | None = None
+) -> None:  # fmt: skip
     where = channel_for(words, group_name, op, x.device, world)
     x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
     tensors = x, y, where.memory.addresses, where.state, where.fault.tensor
@@ -267,18 +298,25 @@ def _run(op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, 
         # Not the channel: its addresses are read for every launch.
         key = "values", op, words, x.dtype, x.device, third_bytes, limit_ns, rank, world
         repeat(key, tensors, run)
+    remember(memo, where, key)
 
 
-def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous."""
-    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world)
+def all_reduce(
+    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
+) -> None:
+    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous. memo: of a known call."""
+    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world, memo)
 
 
-def reduce_scatter(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+def reduce_scatter(
+    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
+) -> None:
     """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which this takes; else as above."""
-    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world)
+    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world, memo)
 
 
-def all_gather(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+def all_gather(
+    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
+) -> None:
     """Writes all ranks' x, which this takes, into y, one after another; else as above."""
-    _run("gather", x, y, x.nbytes // 4, group_name, rank, world)
+    _run("gather", x, y, x.nbytes // 4, group_name, rank, world, memo)

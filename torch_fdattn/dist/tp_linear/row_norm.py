@@ -25,9 +25,11 @@ from torch_fdattn.dist.tp_linear.push_values import (
     as_words,
     channel_for,
     exchange,
+    exchanged,
     halves,
     joined,
     leave_turn,
+    remember,
     summed,
     third_of,
     words_at,
@@ -96,17 +98,21 @@ def takes(columns: int, dtype: torch.dtype) -> bool:
 
 
 def sum_norm(
-    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str,
+    memo: dict | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added) (M, N) of this rank's part x (M, N), bias (N,), residual (M, N) and the norm's weight (N,); all
-    of one dtype of 16 bits or float32, N what this `takes`."""
-    _, world = rank_and_size(group_name)
-    m, words = x.shape[0], x.shape[1] * x.element_size() // 4
+    of one dtype of 16 bits or float32, N what this `takes`. memo: of a known call (`op.Plan`) with this eps."""
     normed, added = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     if not x.numel():
         return normed, added
-    where = channel_for(m * words, group_name, "rows", x.device, world)
     launches["tp_linear/row_norm"] += 1
+    given = x, bias, residual, weight
+    if memo and all(t is None or t.is_contiguous() for t in given) and exchanged(memo, *given, normed, added):  # fmt: skip
+        return normed, added
+    _, world = rank_and_size(group_name)
+    m, words = x.shape[0], x.shape[1] * x.element_size() // 4
+    where = channel_for(m * words, group_name, "rows", x.device, world)
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)
     bias = None if bias is None else as_words(bias)
     third_bytes, limit_ns = third_of(where), timeout_ns()
@@ -125,5 +131,7 @@ def sum_norm(
 
     with on_device(x):
         about = bias is None, x.dtype, x.device
-        repeat(("row norm", m, words, eps, *about, third_bytes, limit_ns, where.rank, world), tensors, run)  # fmt: skip
+        key = "row norm", m, words, eps, *about, third_bytes, limit_ns, where.rank, world
+        repeat(key, tensors, run)
+    remember(memo, where, key)
     return normed, added

@@ -18,6 +18,12 @@ def dropout_key(seed_ptr):
 
 
 @triton.jit
+def least_kept(options):
+    """The least draw that is kept; the drop of 1 in 2**16 is a number of the compiler's, as any 1 in a tuple."""
+    return tl.cast(options[8], tl.uint32) << 16
+
+
+@triton.jit
 def kept_tile(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexpr):
     """Whether each weight of a tile is kept: (M, N) for q_pos (M,) and index (N,) from first_key on.
 
@@ -32,7 +38,7 @@ def kept_tile(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexp
             draws = _draws_by_group(head, q_pos, keys[1] + first_key, index.shape[0])
         else:
             draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
-    return draws >= options[8].to(tl.uint32) << 16  # of p = 1 all is kept, and its factor is 0
+    return draws >= least_kept(options)  # of p = 1 all is kept, and its factor is 0
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def kept_tile_transposed(options, head, q_pos, index, first_key, keys, STRIPED: 
 @triton.jit
 def _kept_by_byte(options, head, q_pos, first, N: tl.constexpr):
     M: tl.constexpr = q_pos.shape[0]
-    least = options[8].to(tl.uint32) << 16
+    least = least_kept(options)
     words = _words(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
     byte = tl.zeros([M, N // 8], tl.int32)
     for j in tl.static_range(4):

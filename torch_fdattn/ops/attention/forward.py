@@ -158,11 +158,11 @@ def _attention_forward_kernel(
     if score_options[7] is not None:
         out *= score_options[9]
     if score_options[3] is not None:
-        sink = tl.load(score_options[3] + head64 * score_options[4])
+        sink = tl.load(score_options[3] + head64 * score_options[4]).to(tl.float32)
         if PACKED:
             owned = (sequence >= 0) & (sequence < sequences)
             sink = tl.where(owned, sink, float("-inf"))
-        out, lse = add_sinks(out, lse, sink.to(tl.float32))
+        out, lse = add_sinks(out, lse, sink)
 
     out_ptr += batch64 * out_strides[0] + head64 * out_strides[1]
     out_strides = (out_strides[2], out_strides[3])
