@@ -48,7 +48,7 @@ WAYS = {
     ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue"),
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
-MOST_ROWS = {"low_latency": 4096, "gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+MOST_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
 #: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
 EVEN = ("fused", "low_latency")
 #: A choice that is slower than the first by more than this is none.
