@@ -64,7 +64,7 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 64) for x in HEAD_DIMS])
+@pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 16) for x in HEAD_DIMS])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_exact(dtype, feature, head_dim, device):
