@@ -147,7 +147,7 @@ def _sum_into(x: Tensor, ranks: _Ranks) -> Tensor:
     return x
 
 
-def _reduce_scatter_of(x: Tensor, ranks: _Ranks) -> Tensor:
+def _reduce_scatter_into(x: Tensor, ranks: _Ranks) -> Tensor:
     """As `_sum_into`."""
     return _reduce_scatter(x, ranks, _sum_into)
 
@@ -168,7 +168,7 @@ def _same(x: Tensor, ranks: _Ranks) -> Tensor:
 _COLLECTIVES = {
     "gather_rows": (_gather, _reduce_scatter, True),
     "reduce_scatter_rows": (_reduce_scatter, _gather, False),
-    "reduce_scatter_rows_": (_reduce_scatter_of, _gather, False),
+    "reduce_scatter_rows_": (_reduce_scatter_into, _gather, False),
     "all_reduce": (_sum, _same, True),
     "all_reduce_": (_sum_into, _same, True),
     "one_shot_all_reduce": (_one_shot, _same, True),
