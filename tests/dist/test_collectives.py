@@ -80,6 +80,13 @@ def test_forward_and_backward(group, rank_device, rows, name: str) -> None:
     torch.testing.assert_close(x.grad, expected_result(BACKWARD[name], gradients, rows))
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "spread"])
+def test_results_may_be_changed_in_place(group, rank_device, rows, name: str) -> None:
+    xs = every_rank(SHAPES[name][0], rows, 0, rank_device)
+    y = apply(name, xs[dist.get_rank()].clone().requires_grad_(), group, rows).mul_(2)
+    torch.testing.assert_close(y, 2 * expected_result(name, xs, rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["gather_rows", "reduce_scatter_rows", "all_reduce"])
 def test_sums_are_taken_in_the_dtype(group, rank_device, name: str, dtype) -> None:

@@ -19,10 +19,10 @@ functional ones run in a stream of the backend's, 5 µs of the device's time and
 without `torch.distributed`'s wrappers, which cost the host as much as a launch.
 
 Sums are taken in the tensor's dtype, as NCCL users expect. `rows` lists how many rows each rank has;
-None means as many on every rank. Only where the numbers differ are rows padded to the largest. Zero
-rows are legal. Everything is built on `torch.ops._c10d_functional`, which NCCL and gloo both serve and
-torch.compile traces; rank and world size are arguments of the ops for the reason given in
-`dist/decode/op.py`.
+None means as many on every rank. Only where the numbers differ are rows padded to the largest, or, where
+that would double what is scattered, summed by everyone. Zero rows are legal. Everything is built on
+`torch.ops._c10d_functional`, which NCCL and gloo both serve and torch.compile traces; rank and world size
+are arguments of the ops for the reason given in `dist/decode/op.py`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name, ranks):
         ctx.name, ctx.ranks = name, ranks
-        return _COLLECTIVES[name][0](x, ranks)
+        y = _COLLECTIVES[name][0](x, ranks)
+        # Autograd takes a slice for a view of x, and refuses to have it changed in place.
+        sliced = name == "reduce_scatter_rows" and any(n != ranks.rows[0] for n in ranks.rows)
+        return y.clone() if sliced else y
 
     @staticmethod
     def backward(ctx, gradient):
