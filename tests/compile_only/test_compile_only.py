@@ -110,9 +110,8 @@ def score_cases():
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="bias", dropout_p=0.1)
     yield Case("backward", "sm_90", "fp32", 64, dropout_p=0.1)
-    yield Case(
-        "backward", "sm_90", "bf16", 128, dropout_p=2**-16
-    )  # a 1, which Triton takes into the code
+    # A threshold of 1, which Triton takes into the code.
+    yield Case("backward", "sm_90", "bf16", 128, dropout_p=2**-16)
     for dim in (64, 128, 256):
         yield Case("backward", "sm_90", "fp32", dim, scores="alibi")
     for op, scores in itertools.product(CONFIGS, ("softcap", "alibi", "sinks")):

@@ -292,8 +292,7 @@ def matmul_all_reduce_rms_norm(
     """(normed, added), of what `may_take_norm` and `takes_norm` have said yes to."""
     if memo is not None:
         return all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias, memo)
-    op = torch.ops.fdattn.tp_matmul_all_reduce_rms_norm
-    run = _forward(x, all_reduce_norm, op, memo)
+    run = _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm, memo)
     return run(x, weight, group_name, residual, norm_weight, eps, bias)
 
 
