@@ -187,6 +187,13 @@ class RotatedGraph:
 
     def sample(self, replays: int = 5) -> float:
         """Median over replays of the time per call, in µs."""
+        return statistics.median(self._times(replays))
+
+    def next(self) -> float:
+        """The time per call of one replay, in µs: the second of two, whose launch is not waited for."""
+        return self._times(2)[-1]
+
+    def _times(self, replays: int) -> list[float]:
         events = []
         for _ in range(replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -195,5 +202,4 @@ class RotatedGraph:
             end.record()
             events.append((start, end))
         self._timer.synchronize()
-        times = [1e3 * start.elapsed_time(end) / self._count for start, end in events]
-        return statistics.median(times)
+        return [1e3 * start.elapsed_time(end) / self._count for start, end in events]

@@ -103,7 +103,7 @@ class CaseRun:
             floor = together(
                 self._ranks, "floor", lambda: best_pure_read(self.rounds.timer, copies)
             )
-            self.rounds.add(PURE_READ, GRAPH, floor.sample)
+            self.rounds.add(PURE_READ, GRAPH, floor.next)
         except StepFailed as failure:
             self._recorder.error(self.name, PURE_READ, str(failure))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,8 +16,9 @@ from .processes import Ranks
 from .together import together
 
 GRAPH, EAGER = "graph_us", "eager_us"
-_GRAPH_US, _EAGER_US = 10e3, 20e3  # of measuring: a replay, and a round of eager calls
+_GRAPH_US, _EAGER_US = 5e3, 20e3  # of measuring: a replay, and a round of eager calls
 _EAGER_CALLS = 40
+_TURNS = 4  # of each graph, a repeat
 
 
 class Rounds:
@@ -44,7 +46,7 @@ class Rounds:
             rounds = rounds_within(estimate, _GRAPH_US, len(calls))
             meet(ranks)  # nothing of another implementation is under way in the capture
             graph = together(ranks, "graph", lambda: RotatedGraph(timer, calls, rounds=rounds))
-            self.add(name, GRAPH, graph.sample)
+            self.add(name, GRAPH, graph.next)
             last = graph.last
         self.add(name, EAGER, functools.partial(timer.eager_us, calls, count))
         return last
@@ -59,20 +61,21 @@ class Rounds:
     def sample(self, repeats: int) -> dict[str, dict[str, float]]:
         """Records `repeats` rounds over all samplers; the medians by metric and name.
 
-        A round begins where the last one did not: the first comes after a pause, in which a GPU cools and clocks
-        rise, so that large products were 5 to 10 % faster. Each first is also sampled once for nothing.
+        Under load a GPU's clocks fall within tenths of a second, to what its power allows: who came behind many waits
+        was up to 10 % faster than who came behind BLAS. Graphs therefore take turns of one replay, in an order that is
+        drawn anew for each, so that all of them meet the same clocks; a first turn is for nothing.
         """
         medians: dict[str, dict[str, float]] = {}
+        drawn = random.Random(0)  # the same on all ranks
         for metric, samplers in self._samplers.items():
             values: dict[str, list[float]] = {name: [] for name in samplers}
             names = list(samplers)
-            for repeat in range(repeats):
-                first = repeat * len(names) // repeats
-                turned = names[first:] + names[:first]
-                for i, name in enumerate([*turned[:1], *turned]):
+            for turn in range(1 + repeats * (_TURNS if metric == GRAPH else 1)):
+                drawn.shuffle(names)
+                for name in names:
                     meet(self._ranks)
                     found = slowest(self._ranks, [samplers[name]()])
-                    values[name] += found if i else []
+                    values[name] += found if turn else []
             for name, found in values.items():
                 sample = Sample(tuple(found))
                 self._recorder.add_sample(self._case, name, metric, sample.median, sample.spread)

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.distributed.processes import Ranks
+from benchmarks.distributed.rounds import GRAPH, Rounds
 from benchmarks.timing import RotatedGraph, Sample, Timer, calls_within, copies_needed, interleave
 
 CPU = torch.device("cpu")
@@ -119,6 +121,38 @@ def test_a_graph_rotates_its_inputs_and_divides_by_its_calls(
     # Eagerly 10 µs a call: seven fill the target, rounded up to whole rotations.
     assert "".join(captured) == "abcabcabc"
     assert graph.sample() == pytest.approx(3)
+    replayed = len(clock.order)
+    assert graph.next() == pytest.approx(3)
+    assert len(clock.order) - replayed == 2 * len(captured)
+
+
+def test_turns_come_in_orders_of_their_own() -> None:
+    """So that none always comes behind the same one, whose heat it would have."""
+    order, rows = [], []
+    recorder = mock.Mock(add_sample=lambda *row: rows.append(row))
+    ranks = Ranks(0, 1, CPU, "alone")
+    rounds = Rounds("case", ranks, recorder)
+
+    def sampler(name: str):
+        def sample() -> float:
+            order.append(name)
+            return float(order.count(name))
+
+        return sample
+
+    with (
+        mock.patch("benchmarks.distributed.rounds.meet"),
+        mock.patch("benchmarks.distributed.rounds.slowest", lambda _, times: list(times)),
+    ):
+        for name in "abcd":
+            rounds.add(name, GRAPH, sampler(name))
+        medians = rounds.sample(2)
+    turns = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(turn) == list("abcd") for turn in turns)
+    assert len(set(turns)) > 2
+    # Of 1, 2, …, without the first.
+    assert set(medians[GRAPH].values()) == {(2 + len(turns)) / 2}
+    assert [row[1] for row in rows] == list("abcd")
 
 
 def test_interleaving_takes_turns_and_leaves_out_what_fails() -> None:

@@ -251,21 +251,28 @@ def test_tiles_lie_where_wide_stores_may(group, rank_device, shots: int) -> None
     dist.destroy_process_group(new)
 
 
-def test_many_numbers_go_by_tiles(group, rank_device, monkeypatch) -> None:
+def test_many_numbers(group, rank_device, monkeypatch) -> None:
+    """Two ranks send them in parts, others as tiles; an odd number of 16 bits is tiles."""
     world = dist.get_world_size()
     if world == 1:
         pytest.skip("needs 2 ranks")
-    seen = []
-    real = push_tiles.all_reduce
+    tiles, parts = [], []
+    by_tiles, by_values = push_tiles.all_reduce, push_values.all_reduce
     monkeypatch.setattr(low_latency, "WORDS_BYTES", 16)
     monkeypatch.setattr(low_latency, "VALUES_BYTES", 16)
     monkeypatch.setattr(
-        push_tiles, "all_reduce", lambda *a, shots: seen.append(shots) or real(*a, shots=shots)
+        push_tiles, "all_reduce", lambda *a, shots: tiles.append(shots) or by_tiles(*a, shots=shots)
     )
-    for count in (4, 5):
-        x = draw(count, device=rank_device)
-        torch.testing.assert_close(low_latency.all_reduce(x, group), world * x)
-    assert seen == [2 if world > 2 else 1]
+    monkeypatch.setattr(
+        push_values, "all_reduce", lambda *a: parts.append(a[0].numel()) or by_values(*a)
+    )
+    for shape, dtype in (((4,), torch.float32), ((3, 3), torch.float32), ((9,), torch.float16)):
+        x = draw(*shape, device=rank_device).to(dtype)
+        for _ in range(3):
+            torch.testing.assert_close(low_latency.all_reduce(x, group), world * x)
+    shots = 2 if world > 2 else 1
+    assert tiles == [shots] * (6 if world > 2 else 3)
+    assert parts == [4] * 3 + ([4, 4, 1] * 3 if world == 2 else [])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

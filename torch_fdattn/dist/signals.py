@@ -104,7 +104,12 @@ def leave_epoch(state_ptr, epoch, programs):
 @triton.jit
 def may_send(state_ptr, epoch):
     """Whether the channel was whole before this call: its own programs may send what peers wait for."""
-    broken = tl.load(state_ptr + BROKEN)
+    return was_whole(tl.load(state_ptr + BROKEN), epoch)
+
+
+@triton.jit
+def was_whole(broken, epoch):
+    """`may_send`, of a channel's word."""
     return (broken == 0) | (broken == epoch)
 
 
@@ -178,18 +183,18 @@ def _last_time(state_ptr):
 
 
 @triton.jit
-def look_at_clock(start, state_ptr, limit_ns):
-    """(whether a wait since `start` must end, whether another one timed out), the same for all threads."""
+def keep_time(looks, start, state_ptr, limit_ns):
+    """After LOOKS looks in vain, and every LOOKS more: (when the wait began, whether it must end, whether another one
+    timed out), the same for all threads.
+
+    A wait's time begins here and not at its first look: what comes soon does not wait for the clock's round trips.
+    """
     time = _last_time(state_ptr)
-    return time - start > limit_ns, time == OVER
-
-
-@triton.jit
-def start_clock(state_ptr):
-    """(the time, whether the channel is broken)."""
-    _last_time(state_ptr)  # what it returns may be of any earlier call
-    start = _last_time(state_ptr)
-    return start, (start == OVER) | (tl.load(state_ptr + BROKEN, volatile=True) != 0)
+    if looks == LOOKS:
+        time = _last_time(state_ptr)  # what the other returned may be of any earlier call
+        start = time
+    over = time == OVER
+    return start, over | (time - start > limit_ns), over
 
 
 @triton.jit
@@ -212,41 +217,43 @@ def receive(
     lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
     old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
     missing = tl.sum(old, 0)
-    if missing > 0:
-        start, stop = start_clock(state_ptr)
-        looks = 0
-        while (missing > 0) & (stop == 0):
-            values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
-            lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
-            old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
-            missing = tl.sum(old, 0)
-            looks += 1
-            if (looks % LOOKS == 0) & (missing > 0):
-                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
-                if stop & (elsewhere == 0):
-                    report(_peer_of(old, sources), epoch, state_ptr, fault_ptr)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (missing > 0) & (stop == 0):
+        values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
+        lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
+        old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
+        missing = tl.sum(old, 0)
+        looks += 1
+        if (looks % LOOKS == 0) & (missing > 0):
+            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                report(_peer_of(old, sources), epoch, state_ptr, fault_ptr)
     return values, lses, missing == 0
 
 
 @triton.jit
-def await_flags(flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """Whether the flags (S,) of all sources that are `inside` came to be this epoch's; then their data may be read."""
+def await_flags(
+    flags_ptr, inside, sources, epoch, state_ptr, fault_ptr, limit_ns, READS: tl.constexpr = True
+):
+    """Whether the flags (S,) of all sources that are `inside` came to be this epoch's; then their data may be read, with
+    READS by this kernel too."""
     raised = flag(epoch)
     flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
     missing = (inside & (flags != raised)).to(tl.int32)
-    if tl.sum(missing, 0) > 0:
-        start, stop = start_clock(state_ptr)
-        looks = 0
-        while (tl.sum(missing, 0) > 0) & (stop == 0):
-            flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
-            missing = (inside & (flags != raised)).to(tl.int32)
-            looks += 1
-            if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
-                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
-                if stop & (elsewhere == 0):
-                    report(_peer_of(missing, sources), epoch, state_ptr, fault_ptr)
-    tl.atomic_add(flags_ptr, 0, mask=inside, sem="acquire", scope="sys")
-    tl.debug_barrier()
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (tl.sum(missing, 0) > 0) & (stop == 0):
+        flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)
+        missing = (inside & (flags != raised)).to(tl.int32)
+        looks += 1
+        if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
+            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                report(_peer_of(missing, sources), epoch, state_ptr, fault_ptr)
+    if READS:
+        tl.atomic_add(flags_ptr, 0, mask=inside, sem="acquire", scope="sys")
+        tl.debug_barrier()
     return tl.sum(missing, 0) == 0
 
 
@@ -256,18 +263,15 @@ def await_flag(flag_ptr, source, epoch, state_ptr, fault_ptr, limit_ns):
     makes for all, and so is the clock."""
     raised = flag(epoch)
     found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    if found != raised:
-        _last_time(state_ptr)  # what it returns may be of any earlier call
-        start = _last_time(state_ptr)
-        stop = start == OVER
-        looks = 0
-        while (found != raised) & (stop == 0):
-            found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            looks += 1
-            if (looks % LOOKS == 0) & (found != raised):
-                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
-                if stop & (elsewhere == 0):
-                    report(source, epoch, state_ptr, fault_ptr)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (found != raised) & (stop == 0):
+        found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        looks += 1
+        if (looks % LOOKS == 0) & (found != raised):
+            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                report(source, epoch, state_ptr, fault_ptr)
     tl.debug_barrier()
     return found == raised
 

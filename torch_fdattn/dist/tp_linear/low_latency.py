@@ -1,8 +1,8 @@
 """Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
 
-Values that tell themselves that they came (`push_values.py`) gather and scatter, and sum up to `values_bytes`; tiles
-with flags (`push_tiles.py`) sum beyond. Sums are in fp32, in an order that is the same everywhere: the same bits on all
-ranks.
+Values that tell themselves that they came (`push_values.py`) gather and scatter, and sum up to `values_bytes`; beyond,
+two ranks send them in parts, and more ranks tiles with flags (`push_tiles.py`). Sums are in fp32, in an order that is
+the same everywhere: the same bits on all ranks.
 
 Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
 ones, and to merge what the epilogue of a product has sent already (`gemm_epilogue.py`). Cost: (W - 1) times twice the
@@ -172,8 +172,13 @@ def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:
     if push_values.exchanged(memo, x, y):
         return y
     rank, world = rank_and_size(group_name)
-    if x.nbytes <= values_bytes(world) and push_values.takes(x):
+    most = values_bytes(world)
+    if push_values.takes(x) and x.nbytes <= most:
         push_values.all_reduce(x, y, group_name, rank, world, memo)
+    elif push_values.takes(x) and world == 2:
+        parts, sums = (z.reshape(-1).split(most // z.element_size()) for z in (x, y))
+        for part, total in zip(parts, sums, strict=True):
+            push_values.all_reduce(part, total, group_name, rank, world)
     elif x.nbytes <= WORDS_BYTES:
         by_words(x, y, group_name, world)
     else:

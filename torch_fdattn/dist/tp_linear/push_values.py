@@ -31,12 +31,11 @@ from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.signals import (
     LOOKS,
     TICKETS,
-    look_at_clock,
+    keep_time,
     may_send,
     next_epoch,
     read_epoch,
     report,
-    start_clock,
 )
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.ops.dependent_launch import await_previous
@@ -112,18 +111,17 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
     """(words (S, B) of sources, once all that are wanted have come, whether they came)."""
     words = tl.load(pointers, mask=wanted, other=1, volatile=True)
     missing = tl.sum((words == 0).to(tl.int32), 1)
-    if tl.sum(missing, 0) > 0:
-        start, stop = start_clock(state_ptr)
-        looks = 0
-        while (tl.sum(missing, 0) > 0) & (stop == 0):
-            words = tl.load(pointers, mask=wanted, other=1, volatile=True)
-            missing = tl.sum((words == 0).to(tl.int32), 1)
-            looks += 1
-            if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
-                stop, elsewhere = look_at_clock(start, state_ptr, limit_ns)
-                if stop & (elsewhere == 0):
-                    late = tl.max(tl.where(missing > 0, sources, -1), 0)
-                    report(late, epoch, state_ptr, fault_ptr)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (tl.sum(missing, 0) > 0) & (stop == 0):
+        words = tl.load(pointers, mask=wanted, other=1, volatile=True)
+        missing = tl.sum((words == 0).to(tl.int32), 1)
+        looks += 1
+        if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
+            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                late = tl.max(tl.where(missing > 0, sources, -1), 0)
+                report(late, epoch, state_ptr, fault_ptr)
     return words, tl.sum(missing, 0) == 0
 
 
