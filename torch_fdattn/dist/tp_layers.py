@@ -33,6 +33,8 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.known_mlp import KnownMLP
+from torch_fdattn.dist.tp_linear import op
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -135,7 +137,12 @@ class TPLayer(nn.Module):
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); one product of all
         (…, ΣN) where nobody asks for gradients."""
-        one = self._as_one(linears)
+        return self._products(x, linears, self._as_one(linears))
+
+    def _products(
+        self, x: Tensor, linears: Sequence[nn.Linear], one: tuple[Tensor, Tensor | None] | None
+    ) -> list[Tensor]:
+        """`_columns`; one: what `_as_one` gives."""
         if one is not None:
             weights, biases = [one[0]], [one[1]]
         else:
@@ -189,6 +196,19 @@ class TPLayer(nn.Module):
         )  # fmt: skip
         return added.view_as(residual.x), normed.view_as(residual.x)
 
+    def _call_of_row(self, x: Tensor, weight: Tensor, residual) -> tuple:
+        """What `plans` knows `_row`, or `_row_added`, by, of replicated rows and without a bias."""
+        flat, how = x.flatten(0, -2), self._all_reduce_how()
+        options = how["method"], how["strategy"], how["largest"]
+        if residual is None:
+            return op.all_reduce_call(self.group_name, flat, weight, None, *options, None)
+        norm = residual.norm
+        norm_weight = plain_weight(norm, x.dtype, residual.x.dtype)
+        rows = residual.x.flatten(0, -2)
+        return op.norm_call(
+            self.group_name, flat, weight, rows, norm_weight, None, norm.eps, *options
+        )
+
     def extra_repr(self) -> str:
         return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
 
@@ -214,6 +234,7 @@ class TPMLP(TPLayer):
         linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
+        self._known = KnownMLP()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, group_name)
@@ -252,13 +273,25 @@ class TPMLP(TPLayer):
     def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
-        ys = self._columns(x, linears)
+        one, (weight, bias) = self._as_one(linears), weight_and_bias(down)
+        may_be_known = one is not None and bias is None and self.form == "all_reduce"
+        if may_be_known:
+            found = self._known.run(self.group_name, x, one, weight, residual)
+            if found is not None:
+                return found
+        ys = self._products(x, linears, one)
         if len(ys) == 1:
             ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
         inner = silu_mul(*ys)
-        return (
-            self._row(inner, down) if residual is None else self._row_added(inner, down, residual)
-        )
+        if residual is None:
+            result = self._row(inner, down)
+        else:
+            result = self._row_added(inner, down, residual)
+        if may_be_known:
+            self._known.learn(
+                self.group_name, x, ys, inner, weight, residual, lambda: self._call_of_row(inner, weight, residual)
+            )  # fmt: skip
+        return result
 
 
 class TPHead(nn.Module):

@@ -60,12 +60,18 @@ def again(
     """
     if steps is None:
         return False
-    addresses = [x.data_ptr() for x in tensors if x is not None]
-    first = steps[0].launch
-    if not first.takes(addresses):
+    if not launched(steps, [x.data_ptr() for x in tensors if x is not None]):
         return False
     if counter is not None:
         launches[counter] += 1
+    return True
+
+
+def launched(steps: tuple[Step, ...], addresses: Sequence[int]) -> bool:
+    """`again`, of the tensors' addresses."""
+    first = steps[0].launch
+    if not first.takes(addresses):
+        return False
     note(None, ())  # a call around this one is not its own launches alone
     stream = torch._C._cuda_getCurrentRawStream(first.device_index)
     for launch, places in steps:

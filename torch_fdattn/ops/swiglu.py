@@ -21,7 +21,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or not runs_directly(gate, up):
         return F.silu(gate) * up
-    key = "silu_mul", *metadata(gate, up)
+    key = key_of(gate, up)
     known = find(key)
     if known is None and not _fits(gate, up):
         return F.silu(gate) * up
@@ -34,6 +34,11 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
         learn(key, (gate, up, out), run)
     return out
+
+
+def key_of(gate: Tensor, up: Tensor) -> tuple:
+    """What `repeated_call` knows a launch by."""
+    return "silu_mul", *metadata(gate, up)
 
 
 def _fits(gate: Tensor, up: Tensor) -> bool:

@@ -48,6 +48,8 @@ from torch_fdattn.ops.repeated_launch import launch
 
 _DATA = 4096
 _MOST_RANKS = _DATA // 8 // 2 - 1
+#: Of `_Lanes`.
+_COPIES, _PRODUCTS = 0, 1
 #: Elements that the one program of `finish` makes NaN at a time.
 FILL = 1024
 
@@ -161,7 +163,7 @@ class Copies:
         self.sources, self.finished = power_of_two(self.world), False
         self._device = device
         self._channel.enter()
-        self._forked = False
+        self._apart: list[int] = []  # lanes that the caller's stream does not wait for yet
         self.streams: Sequence[torch.cuda.Stream | None] = (None, None)
         if device.type == "cuda":
             if self._channel not in _lanes:
@@ -188,18 +190,23 @@ class Copies:
     def fork(self) -> None:
         """Lets the streams see what the caller's own has done so far."""
         if self._device.type == "cuda":
-            self._forked = True
+            self._apart = [_COPIES, _PRODUCTS]
             self._lane.begin.record(self._here)
             for stream in self.streams:
                 stream.wait_event(self._lane.begin)
 
-    def join(self) -> None:
-        """Lets the caller's stream wait for the others, unless it does already."""
-        if self._device.type == "cuda" and self._forked:
-            self._forked = False
-            for stream, end in zip(self.streams, self._lane.ends, strict=True):
-                end.record(stream)
-                self._here.wait_event(end)
+    def join(self, *lanes: int) -> None:
+        """Lets the caller's stream wait for these of the others, or all, unless it does already."""
+        for lane in lanes or (_COPIES, _PRODUCTS):
+            if lane in self._apart:
+                self._apart.remove(lane)
+                self._lane.ends[lane].record(self.streams[lane])
+                self._here.wait_event(self._lane.ends[lane])
+
+    def join_products(self) -> None:
+        """`join` before what reads products. It does not wait for copies: in a graph a kernel behind those and a product
+        began 5 µs after the product, behind the product alone 1 to 2."""
+        self.join(_PRODUCTS)
 
     def after_start(self) -> None:
         """Lets the caller's stream wait for `start`, for which the other product's first programs make no room.
@@ -260,9 +267,10 @@ class Copies:
         try:
             yield
         finally:
-            self.join()
+            self.join_products()
             if not self.finished:
                 self.finish(outputs)
+            self.join()
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         with on_device(self._channel.state):

@@ -30,7 +30,7 @@ from torch_fdattn.ops.repeated_launch import launch
 
 #: Elements that a program of four warps sums at a time, and its programs a processor: as many looks at flags.
 _BLOCK = 2048
-_PROGRAMS = 4
+_PROGRAMS = 8
 
 
 def starts(rows: Sequence[int]) -> list[int]:
@@ -164,7 +164,7 @@ def matmul_reduce_scatter(
             if owner != rank:
                 copies.follow(stream)
                 copies.send(partial[chunk], owner, rank * rows[owner] * width)
-        copies.join()
+        copies.join_products()
         if out.numel():
             own = partial[first[rank] : first[rank] + rows[rank]]
             parts = copies.data(rank, x.dtype, world, rows[rank], width)
