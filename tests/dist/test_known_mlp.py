@@ -55,7 +55,10 @@ class TestOnGpus:
     @torch.inference_mode()
     def test_the_same_bits(self, group, rank_device, normed: bool, dtype) -> None:
         """Eager and captured, of shapes in turn, after new weights, and with another time limit."""
-        mlp, norm = layer(group, rank_device, dtype), nn.RMSNorm(HIDDEN, 1e-5, rank_device, dtype)
+        mlp, norm = (
+            layer(group, rank_device, dtype),
+            nn.RMSNorm(HIDDEN, 1e-5, device=rank_device, dtype=dtype),
+        )
 
         def case(*shape: int) -> tuple:
             x = draw(*shape, HIDDEN, device=rank_device, dtype=dtype)
@@ -160,10 +163,15 @@ class TestAnywhere:
     def test_what_is_launched(self, stand_ins, group) -> None:
         weights, down = draw(12, 4, device="cpu"), draw(4, 6, device="cpu")
         x, known = draw(2, 3, 4, device="cpu"), known_mlp.KnownMLP()
-        run = lambda x, residual=None: known.run(group, x, (weights, None), down, residual)  # noqa: E731
-        ys = F.linear(x, weights).split_with_sizes([6, 6], -1)
+        y = F.linear(x, weights)
+
+        def run(x: Tensor, residual=None, y: Tensor = y, down: Tensor = down, known=known):
+            call, _ = known.find(group, x, down, residual)
+            return call and call(x, y, down, residual)
+
+        ys = y.split_with_sizes([6, 6], -1)
         assert run(x) is None
-        known.learn(group, x, ys, ys[0].contiguous(), down, None, lambda: ())
+        known.learn(group, x, ys, ys[0].contiguous(), down, None, ())
         found = run(x)
         ((part, total),) = stand_ins.sent
         assert found is total
@@ -174,7 +182,7 @@ class TestAnywhere:
             assert run(other) is None
         norm = nn.RMSNorm(4, eps=1e-6)
         assert run(x, Residual(x, norm)) is None
-        known.learn(group, x, ys, ys[0].contiguous(), down, Residual(x, norm), lambda: ())
+        known.learn(group, x, ys, ys[0].contiguous(), down, Residual(x, norm), ())
         added, normed = run(x, Residual(x, norm))
         *given, sent_normed, sent_added = stand_ins.sent[-1]
         assert given[1:] == [None, x, norm.weight]
@@ -191,23 +199,28 @@ class TestAnywhere:
         assert run(x) is not None
         with torch.enable_grad():
             assert run(x) is None
-        assert known.run(group, x, (weights[:6], None), down, None) is None  # of other columns
-        assert known.run(group, x, (weights, None), down[:3], None) is None
+        assert run(x, y=ys[0]) is None  # of other columns
+        assert run(x, down=down[:3]) is None
         again = pickle.loads(pickle.dumps(known))
-        assert again.run(group, x, (weights, None), down, None) is None
+        assert run(x, known=again) is None
 
     @torch.no_grad()
     def test_what_is_never_known_is_soon_not_asked_for(self, stand_ins, group, monkeypatch) -> None:
         asked = []
         monkeypatch.setattr(plans, "find", lambda *call: asked.append(call))
-        x, known = draw(3, 4, device="cpu"), known_mlp.KnownMLP()
-        ys = draw(3, 12, device="cpu").split_with_sizes([6, 6], -1)
+        x, down, known = draw(8, 4, device="cpu"), draw(4, 6, device="cpu"), known_mlp.KnownMLP()
+        ys = draw(8, 12, device="cpu").split_with_sizes([6, 6], -1)
+
+        def call(rows: int) -> None:
+            found, learns = known.find(group, x[:rows], down, None)
+            assert found is None
+            if learns:
+                known.learn(group, x[:rows], ys, ys[0], down, None, ())
+
         for _ in range(10):
-            known.learn(
-                group, x, ys, draw(3, 6, device="cpu"), draw(4, 6, device="cpu"), None, lambda: ()
-            )
+            call(3)
         assert len(asked) == known_mlp._TRIES
         monkeypatch.setattr(known_mlp, "_MOST", 2)
         for rows in range(1, 9):
-            known.learn(group, x[:rows], ys, x, draw(4, 6, device="cpu"), None, lambda: ())
+            call(rows)
         assert all(len(kinds) <= 2 for kinds in known._of.values())

@@ -2,14 +2,14 @@
 
 A call like former ones is two products by BLAS, a launch of SwiGLU and a launch that sums over the ranks
 (`low_latency`). Its parts each ask who watches, what they are given and what was decided before, which takes the host
-as long as all the rest; here it is asked once. Without gradients, on GPUs, where the two launches are known
-(`ops/repeated_call.py`, `plans.py`).
+as long as all the rest; here it is asked once, while the device is at the first product. Without gradients, on GPUs,
+where the two launches are known (`ops/repeated_call.py`, `plans.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ _TRIES = 5
 _MOST = 256
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What one kind of call came to."""
 
     activation: tuple[Step, ...]
@@ -42,73 +42,80 @@ class _Call(NamedTuple):
     part: torch.Size
     up_bytes: int  # from a row's first half in `joined` to its second
 
+    def __call__(
+        self, x: Tensor, y: Tensor, down: Tensor, residual: Any
+    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+        """The MLP's result, as `TPMLP.forward`'s; None: it is not as it was, and nothing was sent.
+
+        Args:
+            y: what gate and up made of x, as one product.
+            down: the weight of the product that is summed, which has no bias.
+        """
+        if y.shape != self.joined:
+            return None
+        inner = torch.empty_like(self.inner, memory_format=torch.contiguous_format)
+        at = y.data_ptr()
+        addresses = at, at + self.up_bytes, inner.data_ptr()
+        if not repeated_call.launched(self.activation, addresses):
+            return None
+        part = F.linear(inner, down)
+        if part.shape != self.part:
+            return None
+        if residual is None:
+            result = total = torch.empty_like(part)
+            done = self.exchange(part, total)
+        else:
+            weight = plain_weight(residual.norm, x.dtype, residual.x.dtype)
+            if weight is None or not weight.is_contiguous():
+                return None
+            result = added, normed = torch.empty_like(part), torch.empty_like(part)
+            done = self.exchange(part, None, residual.x, weight, normed, added)
+        launches["dist/known_mlp"] += done
+        return result if done else None
+
 
 class KnownMLP:
     """The calls that a layer knows, by group; copies of a layer know none."""
 
     def __init__(self) -> None:
         # Weak: what a group's ranks map goes with it. An int: how often such a call was made that is not known.
-        self._of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Call | int]] = (
+        self._of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Call | int]] = (
             weakref.WeakKeyDictionary()
         )
 
     def __reduce__(self) -> tuple:
         return KnownMLP, ()
 
-    def run(
-        self, group_name: str, x: Tensor, weights: tuple[Tensor, Tensor | None], down: Tensor, residual: Any
-    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
-        """The MLP's result, as `TPMLP.forward`'s; None: such a call is not known, and nothing was sent.
-
-        Args:
-            weights: gate's and up's as one, and their biases.
-            down: the weight of the product that is summed, which has no bias.
-        """
-        call = self._known(group_name, x, down, residual)
-        if type(call) is not _Call:
-            return None
-        y = F.linear(x, *weights)
-        inner = torch.empty_like(call.inner, memory_format=torch.contiguous_format)
-        at = y.data_ptr()
-        addresses = at, at + call.up_bytes, inner.data_ptr()
-        if y.shape != call.joined or not repeated_call.launched(call.activation, addresses):
-            return None
-        part = F.linear(inner, down)
-        if part.shape != call.part:
-            return None
-        if residual is None:
-            result = total = torch.empty_like(part)
-            done = call.exchange(part, total)
-        else:
-            weight = plain_weight(residual.norm, x.dtype, residual.x.dtype)
-            if weight is None or not weight.is_contiguous():
-                return None
-            result = added, normed = torch.empty_like(part), torch.empty_like(part)
-            done = call.exchange(part, None, residual.x, weight, normed, added)
-        launches["dist/known_mlp"] += done
-        return result if done else None
+    def find(
+        self, group_name: str, x: Tensor, down: Tensor, residual: Any
+    ) -> tuple[Call | None, bool]:  # fmt: skip
+        """(the call that this one is like, whether one that is not known is to be `learn`-ed)."""
+        if checks.CHECK_VALUES or torch.is_grad_enabled():
+            return None, False
+        if not library.runs_unseen(x, down, None if residual is None else residual.x):
+            return None, False
+        known = self._of.get(distributed_c10d._resolve_process_group(group_name))
+        found = 0 if known is None else known.get(_kind(x, residual), 0)
+        return (found, False) if type(found) is Call else (None, found < _TRIES)
 
     def learn(
         self, group_name: str, x: Tensor, ys: Sequence[Tensor], inner: Tensor, down: Tensor, residual: Any,
-        summed: Callable[[], tuple],
+        summed: tuple,
     ) -> None:  # fmt: skip
-        """After a call that `run` did not know: remembers it if it came to launches that are known.
+        """After a call: remembers it if it came to launches that are known.
 
         Args:
             ys: what gate and up gave, two halves of one tensor's rows.
             inner: what SwiGLU made of them.
-            down: as `run`'s.
-            summed: gives what `plans.find` knows the last part by.
+            down: as `Call`'s.
+            summed: what `plans.find` knows the last part by.
         """
-        tries = self._known(group_name, x, down, residual)
-        if tries is None or type(tries) is _Call or tries >= _TRIES:
-            return
         group = distributed_c10d._resolve_process_group(group_name)
         known, kind = self._of.setdefault(group, {}), _kind(x, residual)
         if len(known) >= _MOST:
             known.clear()
-        known[kind] = tries + 1
-        plan = plans.find(*summed())
+        known[kind] = known.get(kind, 0) + 1
+        plan = plans.find(*summed)
         exchange = None if plan is None else plan.memo.get("exchange")
         activation = repeated_call.find(swiglu.key_of(*ys))
         part = torch.Size((*x.shape[:-1], len(down)))
@@ -117,19 +124,8 @@ class KnownMLP:
             return
         gate, up = ys
         joined = torch.Size((*x.shape[:-1], gate.shape[-1] + up.shape[-1]))
-        up_bytes = up.data_ptr() - gate.data_ptr()
-        known[kind] = _Call(
-            activation, exchange, joined, inner.new_empty(1).expand_as(inner), part, up_bytes
-        )
-
-    def _known(self, group_name: str, x: Tensor, down: Tensor, residual: Any) -> _Call | int | None:  # fmt: skip
-        """A call, or how often such a one was not known; None: calls like this never are."""
-        if checks.CHECK_VALUES or torch.is_grad_enabled():
-            return None
-        if not library.runs_unseen(x, down, None if residual is None else residual.x):
-            return None
-        known = self._of.get(distributed_c10d._resolve_process_group(group_name))
-        return 0 if known is None else known.get(_kind(x, residual), 0)
+        like, up_bytes = inner.new_empty(1).expand_as(inner), up.data_ptr() - gate.data_ptr()
+        known[kind] = Call(activation, exchange, joined, like, part, up_bytes)
 
 
 def _kind(x: Tensor, residual: Any) -> tuple:

@@ -137,12 +137,7 @@ class TPLayer(nn.Module):
     def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); one product of all
         (…, ΣN) where nobody asks for gradients."""
-        return self._products(x, linears, self._as_one(linears))
-
-    def _products(
-        self, x: Tensor, linears: Sequence[nn.Linear], one: tuple[Tensor, Tensor | None] | None
-    ) -> list[Tensor]:
-        """`_columns`; one: what `_as_one` gives."""
+        one = self._as_one(linears)
         if one is not None:
             weights, biases = [one[0]], [one[1]]
         else:
@@ -273,13 +268,14 @@ class TPMLP(TPLayer):
     def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
-        one, (weight, bias) = self._as_one(linears), weight_and_bias(down)
-        may_be_known = one is not None and bias is None and self.form == "all_reduce"
-        if may_be_known:
-            found = self._known.run(self.group_name, x, one, weight, residual)
-            if found is not None:
-                return found
-        ys = self._products(x, linears, one)
+        ys = self._columns(x, linears)
+        weight, bias = weight_and_bias(down)
+        known, learns = None, False
+        if len(ys) == 1 and bias is None and self.form == "all_reduce":
+            known, learns = self._known.find(self.group_name, x, weight, residual)
+        found = known and known(x, ys[0], weight, residual)
+        if found is not None:
+            return found
         if len(ys) == 1:
             ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
         inner = silu_mul(*ys)
@@ -287,10 +283,9 @@ class TPMLP(TPLayer):
             result = self._row(inner, down)
         else:
             result = self._row_added(inner, down, residual)
-        if may_be_known:
-            self._known.learn(
-                self.group_name, x, ys, inner, weight, residual, lambda: self._call_of_row(inner, weight, residual)
-            )  # fmt: skip
+        if learns:
+            summed = self._call_of_row(inner, weight, residual)
+            self._known.learn(self.group_name, x, ys, inner, weight, residual, summed)
         return result
 
 
