@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..results import Recorder
 from ..timing import RotatedGraph, Sample, Timer, calls_within, rounds_within
-from .clock import meet, slowest
+from .clock import meet, slowest, turns
 from .processes import Ranks
 from .together import together
 
@@ -61,17 +60,13 @@ class Rounds:
     def sample(self, repeats: int) -> dict[str, dict[str, float]]:
         """Records `repeats` rounds over all samplers; the medians by metric and name.
 
-        Under load a GPU's clocks fall within tenths of a second, to what its power allows: who came behind many waits
-        was up to 10 % faster than who came behind BLAS. Graphs therefore take turns of one replay, in an order that is
-        drawn anew for each, so that all of them meet the same clocks; a first turn is for nothing.
+        Graphs take turns of one replay, so that all of them meet the same clocks; a first turn is for nothing.
         """
         medians: dict[str, dict[str, float]] = {}
-        drawn = random.Random(0)  # the same on all ranks
         for metric, samplers in self._samplers.items():
             values: dict[str, list[float]] = {name: [] for name in samplers}
-            names = list(samplers)
-            for turn in range(1 + repeats * (_TURNS if metric == GRAPH else 1)):
-                drawn.shuffle(names)
+            count = 1 + repeats * (_TURNS if metric == GRAPH else 1)
+            for turn, names in enumerate(turns(samplers, count)):
                 for name in names:
                     meet(self._ranks)
                     found = slowest(self._ranks, [samplers[name]()])

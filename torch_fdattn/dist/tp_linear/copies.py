@@ -187,11 +187,15 @@ class Copies:
     def _word(self, rank: int, index: int) -> Tensor:
         return self._channel.memory.peers[rank][8 * index : 8 * index + 8].view(torch.int64)
 
+    def mark(self) -> None:
+        """What the caller's stream has done so far is all that the others wait for in `fork`."""
+        if self._device.type == "cuda":
+            self._lane.begin.record(self._here)
+
     def fork(self) -> None:
-        """Lets the streams see what the caller's own has done so far."""
+        """Lets the streams see what was done until `mark`."""
         if self._device.type == "cuda":
             self._apart = [_COPIES, _PRODUCTS]
-            self._lane.begin.record(self._here)
             for stream in self.streams:
                 stream.wait_event(self._lane.begin)
 

@@ -4,7 +4,8 @@ The copies take no processor, and the products are the device's BLAS on whole ch
 what is lost where a product is cut. Products alternate between two streams, so that one begins where the other
 leaves processors idle. Own rows first when gathering, last when scattering: all copies then have a product beside them.
 What is sent comes first also in a graph, which has no order but what is waited for: gathering begins with the kernel
-that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it.
+that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it. An
+eager gather begins with the product of the own rows, beside which the host has time for the rest.
 Rows may differ between ranks. For many rows; a few small kernels are launched around every chunk.
 
 Reduce-scatter: partial products are rounded to the dtype, travel, and are summed in fp32 in the order of ranks.
@@ -74,11 +75,24 @@ def all_gather_matmul(
             torch.mm(chunk, weight.t(), out=y[own])
 
     found = [*ys, torch.empty_like(gathered)] if keep else ys
-    copies.start()
-    copies.fork()
+    at_once = x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if not at_once:
+        copies.start()
+    copies.mark()
     with copies.until_finished(found):
-        send_rows(copies, x, rows)
-        multiply(x, rank)
+        if at_once:
+            try:
+                multiply(x, rank)
+            finally:  # others wait for these rows
+                copies.fork()
+                with using(copies.streams[0]):
+                    copies.start()
+                copies.after_start()  # what finishes the call is to come behind it
+                send_rows(copies, x, rows)
+        else:
+            copies.fork()
+            send_rows(copies, x, rows)
+            multiply(x, rank)
         for i in range(1, world):
             source = (rank + i) % world
             with using(copies.streams[1] if i % 2 else None):
@@ -147,6 +161,7 @@ def matmul_reduce_scatter(
     copies = Copies(group_name, "copy_engine/reduce_scatter", nbytes, x.device)
     launches["tp_linear/copy_engine_reduce_scatter"] += 1
     partial, out = x.new_empty(len(x), width), x.new_empty(rows[rank], width)
+    copies.mark()
     copies.fork()
     with using(copies.streams[0]):
         copies.start()

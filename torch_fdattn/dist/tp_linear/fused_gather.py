@@ -101,6 +101,7 @@ def all_gather_matmul(
     ys = [x.new_empty(world * m, weight.shape[0]) for weight in weights]
     found = [*ys, torch.empty_like(gathered)] if keep else ys
     copies.start()  # in the caller's stream: before the kernel below takes the device
+    copies.mark()
     copies.fork()
     with copies.until_finished(found):
         send_rows(copies, x, rows)
