@@ -6,16 +6,15 @@ each other's cores and memory: there rank 0 calls it `alone`.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..results import Recorder
-from ..timing import Sample
+from ..timing import Sample, turns
 from .processes import Ranks
 
 Call = Callable[[], object]
@@ -83,18 +82,6 @@ def slowest(ranks: Ranks, times: Sequence[float]) -> list[float]:
     found = torch.tensor(times, dtype=torch.float64, device=ranks.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, ranks.group)
     return found.tolist()
-
-
-def turns(names: Iterable[str], count: int) -> Iterator[list[str]]:
-    """All names, each time in an order that is drawn anew, the same on all ranks.
-
-    Under load a GPU's clocks fall within tenths of a second, to what its power allows: who always came behind what
-    waits for the wire was up to 10 % faster than who came behind BLAS.
-    """
-    drawn, names = random.Random(0), list(names)
-    for _ in range(count):
-        drawn.shuffle(names)
-        yield list(names)
 
 
 def compare(

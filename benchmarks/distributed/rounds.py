@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..results import Recorder
-from ..timing import RotatedGraph, Sample, Timer, calls_within, rounds_within
-from .clock import meet, slowest, turns
+from ..timing import RotatedGraph, Sample, Timer, calls_within, rounds_within, turns
+from .clock import meet, slowest
 from .processes import Ranks
 from .together import together
 

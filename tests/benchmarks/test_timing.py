@@ -175,7 +175,9 @@ def test_interleaving_takes_turns_and_leaves_out_what_fails() -> None:
         },
         repeats=3,
     )
-    assert "".join(order) == "abcabcac"
+    rounds = "".join(order[:3]), "".join(order[3:6]), "".join(order[6:])
+    assert [sorted(names) for names in rounds] == [list("abc"), list("abc"), list("ac")]
+    assert len(set(rounds)) > 1
     assert samples == {"a": Sample((1, 3, 2)), "c": Sample((7, 7, 7))}
     assert list(failures) == ["b"]
     assert str(failures["b"]) == "gone"
