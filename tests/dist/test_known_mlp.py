@@ -78,11 +78,12 @@ class TestOnGpus:
         if not normed:
             assert check(LEARNED, wide) == 0
         try:
-            set_timeout(9.0)
-            assert check(1, *cases) == 0
+            for seconds in (9.0, 10.0):  # learned anew
+                set_timeout(seconds)
+                assert check(1, *cases) == 0
+                assert check(1, *cases) == 2
         finally:
             set_timeout(10.0)
-        assert check(1, *cases) == 2
         mlp.down_proj.weight.data = torch.randn_like(mlp.down_proj.weight)
         mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)  # no more side by side
         assert check(1, *cases) == 0
@@ -155,9 +156,26 @@ class TestAnywhere:
 
         monkeypatch.setattr(repeated_call, "launched", launched)
         monkeypatch.setattr(repeated_call, "find", lambda key: ("a launch",))
-        plan = SimpleNamespace(memo={"exchange": exchange})
-        monkeypatch.setattr(plans, "find", lambda *call: plan)
+
+        class Exchange:
+            def is_alike(self) -> bool:
+                return calls.alike
+
+            def __call__(self, *tensors: Tensor | None) -> bool:
+                return exchange(*tensors)
+
+        calls.plan = SimpleNamespace(memo={"exchange": Exchange()}, with_norm=False)
+        monkeypatch.setattr(plans, "find", lambda *call: calls.plan)
         return calls
+
+    @staticmethod
+    def forward(known, group, x, y, down, residual=None, how=("auto",)):
+        """As a layer does it: what was found; by parts, it learns."""
+        found, kind = known.run(group, x, y, down, residual, how)
+        if kind is not None:
+            ys = y.split_with_sizes([y.shape[-1] // 2] * 2, -1)
+            known.learn(group, kind, x, ys, ys[0].contiguous(), down, residual, ())
+        return found
 
     @torch.no_grad()
     def test_what_is_launched(self, stand_ins, group) -> None:
@@ -165,13 +183,10 @@ class TestAnywhere:
         x, known = draw(2, 3, 4, device="cpu"), known_mlp.KnownMLP()
         y = F.linear(x, weights)
 
-        def run(x: Tensor, residual=None, y: Tensor = y, down: Tensor = down, known=known):
-            call, _ = known.find(group, x, down, residual)
-            return call and call(x, y, down, residual)
+        def run(x: Tensor, *residual, y: Tensor = y, down: Tensor = down, known=known, **how):
+            return self.forward(known, group, x, y, down, *residual, **how)
 
-        ys = y.split_with_sizes([6, 6], -1)
         assert run(x) is None
-        known.learn(group, x, ys, ys[0].contiguous(), down, None, ())
         found = run(x)
         ((part, total),) = stand_ins.sent
         assert found is total
@@ -180,47 +195,83 @@ class TestAnywhere:
         assert up - gate == 24
         for other in (x[:1], x.double(), x.transpose(0, 1).contiguous().transpose(0, 1)):
             assert run(other) is None
-        norm = nn.RMSNorm(4, eps=1e-6)
-        assert run(x, Residual(x, norm)) is None
-        known.learn(group, x, ys, ys[0].contiguous(), down, Residual(x, norm), ())
-        added, normed = run(x, Residual(x, norm))
-        *given, sent_normed, sent_added = stand_ins.sent[-1]
-        assert given[1:] == [None, x, norm.weight]
-        assert (sent_normed is normed, sent_added is added) == (True, True)
-        assert run(x, Residual(x, nn.RMSNorm(4, eps=0.5))) is None
-        hooked = nn.RMSNorm(4, eps=1e-6)
-        hooked.register_forward_hook(lambda *_: None)
-        assert run(x, Residual(x, hooked)) is None
-        stand_ins.alike = False
-        assert run(x) is None
-        stand_ins.alike, stand_ins.takes = True, False
-        assert run(x) is None
-        stand_ins.takes = True
-        assert run(x) is not None
+        assert run(x, how=("nccl",)) is None
+        for other in ({"y": y[..., :6]}, {"down": down[:3]}):  # of other columns: learned anew
+            assert run(x, **other) is None
+            assert run(x) is None
+            assert run(x) is not None
+        for name, value in (("alike", False), ("takes", False)):
+            setattr(stand_ins, name, value)
+            sent = len(stand_ins.sent)
+            assert run(x) is None
+            assert len(stand_ins.sent) == sent
+            setattr(stand_ins, name, True)
+            assert run(x) is not None  # learned anew
         with torch.enable_grad():
             assert run(x) is None
-        assert run(x, y=ys[0]) is None  # of other columns
-        assert run(x, down=down[:3]) is None
         again = pickle.loads(pickle.dumps(known))
         assert run(x, known=again) is None
+
+    @torch.no_grad()
+    def test_norms(self, stand_ins, group) -> None:
+        """With a plan that has them, and of which all is as it was."""
+        y, down = draw(3, 12, device="cpu"), draw(4, 6, device="cpu")
+        x, known, norm = draw(3, 4, device="cpu"), known_mlp.KnownMLP(), nn.RMSNorm(4, eps=1e-6)
+        added_to = torch.randn_like(x)
+
+        def run(norm: nn.Module = norm, added_to: Tensor = added_to):
+            return self.forward(known, group, x, y, down, Residual(added_to, norm))
+
+        assert [run(), run()] == [None, None]  # the plan's exchange is of the sum alone
+        stand_ins.plan.with_norm = True
+        assert run() is None
+        added, normed = run()
+        part, *given, sent_normed, sent_added = stand_ins.sent[-1]
+        assert part.shape == x.shape
+        assert given[0] is None
+        assert given[1] is added_to
+        assert given[2] is norm.weight
+        assert (sent_normed is normed, sent_added is added) == (True, True)
+        assert self.forward(known, group, x, y, down) is None
+        hooked, other = nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6)
+        hooked.register_forward_hook(lambda *_: None)
+        other.weight = nn.Parameter(torch.ones(1))
+        for wrong in (
+            hooked,
+            nn.RMSNorm(4),
+            nn.Identity(),
+            nn.LayerNorm(4),
+            nn.RMSNorm(4, eps=0.5),
+            other,
+        ):
+            assert run(wrong) is None
+        assert run(added_to=added_to.t().contiguous().t()) is None
+        assert run() is not None
 
     @torch.no_grad()
     def test_what_is_never_known_is_soon_not_asked_for(self, stand_ins, group, monkeypatch) -> None:
         asked = []
         monkeypatch.setattr(plans, "find", lambda *call: asked.append(call))
         x, down, known = draw(8, 4, device="cpu"), draw(4, 6, device="cpu"), known_mlp.KnownMLP()
-        ys = draw(8, 12, device="cpu").split_with_sizes([6, 6], -1)
-
-        def call(rows: int) -> None:
-            found, learns = known.find(group, x[:rows], down, None)
-            assert found is None
-            if learns:
-                known.learn(group, x[:rows], ys, ys[0], down, None, ())
-
+        y = draw(8, 12, device="cpu")
         for _ in range(10):
-            call(3)
+            assert self.forward(known, group, x[:3], y[:3], down) is None
         assert len(asked) == known_mlp._TRIES
         monkeypatch.setattr(known_mlp, "_MOST", 2)
         for rows in range(1, 9):
-            call(rows)
+            self.forward(known, group, x[:rows], y[:rows], down)
         assert all(len(kinds) <= 2 for kinds in known._of.values())
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN)])
+@torch.no_grad()
+def test_residuals_with_any_norm(group, rank_device, norm: nn.Module) -> None:
+    mlp = TPMLP.from_module(
+        dense_mlp(config(), "ours").to(rank_device), group, "all_reduce", "nccl"
+    )
+    x, residual = (draw(3, HIDDEN, device=rank_device) for _ in range(2))
+    dist.broadcast(x, 0)
+    dist.broadcast(residual, 0)
+    added, normed = mlp(x, Residual(residual, norm.to(rank_device)))
+    torch.testing.assert_close(added, residual + mlp(x))
+    torch.testing.assert_close(normed, norm(added))

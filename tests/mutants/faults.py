@@ -71,6 +71,7 @@ SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls", ("tests/dist/test_tp_one_sided.py",), interpret=True, ranks=2
 )
+KNOWN_MLP = Tests("known MLPs", ("tests/dist/test_known_mlp.py",), ranks=2)
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
@@ -350,6 +351,14 @@ FAULTS = (
         "the last tile's flag forgotten", "torch_fdattn/dist/tp_linear/fused_scatter.py",
         "    if waiting >= 0:\n        _raise(",
         "    if waiting >= tiles:\n        _raise(", MATMULS,
+    ),
+    Fault(
+        "a known MLP sums by another method", "torch_fdattn/dist/known_mlp.py",
+        "kind = how, x.shape", "kind = (), x.shape", KNOWN_MLP,
+    ),
+    Fault(
+        "a known MLP takes the sum's launch for the norm's", "torch_fdattn/dist/known_mlp.py",
+        "if plan is None or plan.with_norm != (residual is not None):", "if plan is None:", KNOWN_MLP,
     ),
     Fault(
         "copies learnt for the tensors that were given", f"{_KERNELS}/attention/op.py",

@@ -183,14 +183,14 @@ def _last_time(state_ptr):
 
 
 @triton.jit
-def keep_time(looks, start, state_ptr, limit_ns):
+def keep_time(start, state_ptr, limit_ns):
     """After LOOKS looks in vain, and every LOOKS more: (when the wait began, whether it must end, whether another one
-    timed out), the same for all threads.
+    timed out), the same for all threads. start: 0 the first time.
 
     A wait's time begins here and not at its first look: what comes soon does not wait for the clock's round trips.
     """
     time = _last_time(state_ptr)
-    if looks == LOOKS:
+    if start == 0:
         time = _last_time(state_ptr)  # what the other returned may be of any earlier call
         start = time
     over = time == OVER
@@ -226,7 +226,7 @@ def receive(
         missing = tl.sum(old, 0)
         looks += 1
         if (looks % LOOKS == 0) & (missing > 0):
-            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
                 report(_peer_of(old, sources), epoch, state_ptr, fault_ptr)
     return values, lses, missing == 0
@@ -248,7 +248,7 @@ def await_flags(
         missing = (inside & (flags != raised)).to(tl.int32)
         looks += 1
         if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
-            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
                 report(_peer_of(missing, sources), epoch, state_ptr, fault_ptr)
     if READS:
@@ -269,7 +269,7 @@ def await_flag(flag_ptr, source, epoch, state_ptr, fault_ptr, limit_ns):
         found = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         looks += 1
         if (looks % LOOKS == 0) & (found != raised):
-            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
                 report(source, epoch, state_ptr, fault_ptr)
     tl.debug_barrier()

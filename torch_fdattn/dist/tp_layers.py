@@ -270,10 +270,10 @@ class TPMLP(TPLayer):
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
         ys = self._columns(x, linears)
         weight, bias = weight_and_bias(down)
-        known, learns = None, False
+        found = kind = None
         if len(ys) == 1 and bias is None and self.form == "all_reduce":
-            known, learns = self._known.find(self.group_name, x, weight, residual)
-        found = known and known(x, ys[0], weight, residual)
+            how = self.allreduce_method, self.linear_strategy, self.strategy, self._largest
+            found, kind = self._known.run(self.group_name, x, ys[0], weight, residual, how)
         if found is not None:
             return found
         if len(ys) == 1:
@@ -283,9 +283,9 @@ class TPMLP(TPLayer):
             result = self._row(inner, down)
         else:
             result = self._row_added(inner, down, residual)
-        if learns:
+        if kind is not None:
             summed = self._call_of_row(inner, weight, residual)
-            self._known.learn(self.group_name, x, ys, inner, weight, residual, summed)
+            self._known.learn(self.group_name, kind, x, ys, inner, weight, residual, summed)
         return result
 
 

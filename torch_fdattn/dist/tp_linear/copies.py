@@ -272,9 +272,11 @@ class Copies:
             yield
         finally:
             self.join_products()
-            if not self.finished:
-                self.finish(outputs)
-            self.join()
+            try:
+                if not self.finished:
+                    self.finish(outputs)
+            finally:
+                self.join()
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         with on_device(self._channel.state):

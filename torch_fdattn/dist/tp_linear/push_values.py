@@ -118,7 +118,7 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
         missing = tl.sum((words == 0).to(tl.int32), 1)
         looks += 1
         if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
-            start, stop, elsewhere = keep_time(looks, start, state_ptr, limit_ns)
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
                 late = tl.max(tl.where(missing > 0, sources, -1), 0)
                 report(late, epoch, state_ptr, fault_ptr)
@@ -253,12 +253,15 @@ class Exchange:
         self._where, self._steps, self._limit_ns = where, steps, timeout_ns()
         self._of_channel = where.memory.addresses, where.state, where.fault.tensor
 
+    def is_alike(self) -> bool:
+        """Whether neither its memory was outgrown nor the time limit is another."""
+        return not self._where.outgrown and timeout_ns() == self._limit_ns
+
     def __call__(self, *tensors: Tensor | None) -> bool:
         """Launches it for contiguous tensors of the same sizes; False: nothing was done, since it is no longer like it."""
-        where = self._where
-        if where.outgrown or timeout_ns() != self._limit_ns:
+        if not self.is_alike():
             return False
-        where.enter()
+        self._where.enter()
         return again(self._steps, (*tensors, *self._of_channel))
 
 
