@@ -133,6 +133,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_one_sided",
                 "tp_failures",
                 "row_norm",
+                "known_mlp",
                 "float8_weights",
                 "compiled_matmuls",
             ),
