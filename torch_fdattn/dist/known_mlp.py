@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
 from torch_fdattn.dist import plans
-from torch_fdattn.dist.tp_linear.push_values import Exchange
 from torch_fdattn.ops import library, repeated_call, swiglu
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.norms import plain_weight
 from torch_fdattn.ops.repeated_call import Step
+
+if TYPE_CHECKING:  # imports triton
+    from torch_fdattn.dist.tp_linear.push_values import Exchange
 
 #: Calls of one kind after which it is not looked at again whether they are known; parts are from their third on.
 _TRIES = 5
