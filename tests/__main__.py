@@ -65,6 +65,10 @@ _PROCESSES = (
 COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
 
 
+#: What Inductor makes of a graph is the same for all strategies but their names.
+INDUCED = "through_inductor and (fused or low_latency)"
+
+
 def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
     """The distributed tests, or the files of these names alone; `only` is pytest's -k, `marked` its -m."""
     files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
@@ -110,7 +114,7 @@ def layers(kind: str) -> list[Layer]:
                 "compiled_matmuls",
                 "kv_cache",
                 "agreement",
-                only=f"not ({COMPILED})",
+                only=f"not ({COMPILED} or through_inductor)",
                 marked="not slow",
             ),
             # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
@@ -136,6 +140,7 @@ def layers(kind: str) -> list[Layer]:
                 "known_mlp",
                 "float8_weights",
                 "compiled_matmuls",
+                only=f"not ({INDUCED})",
             ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
@@ -154,6 +159,8 @@ def layers(kind: str) -> list[Layer]:
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
             distributed(2, marked="slow"),
+            one_sided(2, "compiled_matmuls", only=INDUCED),
+            distributed(3, "compiled_matmuls", only="through_inductor"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
             distributed(4, "ring_attention", only="test_drawn"),

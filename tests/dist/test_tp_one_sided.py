@@ -561,7 +561,7 @@ def test_a_rank_that_does_not_come(group, rank_device) -> None:
         for _ in range(2):
             assert call(x, weight, new.group_name).isfinite().all()
     dist.barrier()
-    set_timeout(1)
+    set_timeout(1 if world > 2 else 0.3)  # of two, nobody else can be late
     for name, call in CALLS.items() if rank != lost else ():
         dist.barrier(rest)  # or the one that is late would be the one reported
         y = call(x, weight, new.group_name)
