@@ -72,11 +72,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
         stack.enter_context(mock.patch.object(gemm, "device_capability", return_value=capability))
         for module in (fused_gather, fused_scatter):
             stack.enter_context(mock.patch.object(module, "programs", return_value=132))
-        stack.enter_context(
-            mock.patch.object(gemm_epilogue, "_tickets_of", return_value=words.int())
-        )
-        stack.enter_context(mock.patch.object(gemm_epilogue, "_processors", return_value=132))
-        for module in (low_latency, push_tiles, push_values, row_norm):
+        for module in (gemm_epilogue, low_latency, push_tiles, push_values, row_norm):
             stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
         yield
 
@@ -212,7 +208,7 @@ def test_float8_weights(rows: int) -> None:
         gemm_epilogue.matmul_all_reduce(x, weight, "0", None, scale)
         dequantise.convert(weight, scale, out)
     check(launches, "sm_90")
-    assert "cp.async.cg.shared.global [" in text_of(launches, "gemm_send", "sm_90")
+    assert "cp.async.bulk.tensor" in text_of(launches, "gemm_sum", "sm_90")
     assert "ld.global.v4" in text_of(launches, "dequantise", "sm_90")
     with recorded() as launches:
         dequantise.convert(weight.view(torch.uint8), scale, out)

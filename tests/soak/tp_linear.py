@@ -53,7 +53,7 @@ class Linear:
 
     def __init__(self, group: Group, seed: str, device: torch.device) -> None:
         self.group, self.device = group, device
-        # Values and tiles, of sizes that are small on CPUs; `gemm_epilogue` has words.
+        # Values and tiles, of sizes that are small on CPUs.
         low_latency.VALUES_BYTES = 256 if device.type == "cpu" else 1 << 15
         self.problems = [
             self._problem(i, random.Random(f"{seed} {i}"))
@@ -67,7 +67,7 @@ class Linear:
         sizes = (GPU_ROWS, GPU_FEATURES, GPU_COLUMNS) if cuda else (ROWS, FEATURES, COLUMNS)
         most, features, columns = (max(s) if i == 0 else rng.choice(s) for s in sizes)
         if i == 1 and not cuda:
-            features, columns = 260, 16  # what `gemm_epilogue` cuts in parts
+            features, columns = 260, 40  # several blocks and tiles of `gemm_epilogue`
         rows = [most] * world
         if i % 4 == 3:
             rows = [rng.randint(0, most) for _ in rows[1:]] + [most]

@@ -55,6 +55,8 @@ from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
 AUTO = "auto"
+#: Of `gated_product.MOST_ROWS`, which imports triton.
+_GATED_ROWS = 128
 
 
 class TokenRows:
@@ -230,6 +232,8 @@ class TPMLP(TPLayer):
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         self._known = KnownMLP()
+        #: Of former calls, where they are few.
+        self._eager_rows: set[int] = set()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, group_name)
@@ -268,6 +272,9 @@ class TPMLP(TPLayer):
     def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
+        inner = self._gated(x, linears)
+        if inner is not None:
+            return self._summed(inner, down, residual)
         ys = self._columns(x, linears)
         weight, bias = weight_and_bias(down)
         found = kind = None
@@ -279,14 +286,36 @@ class TPMLP(TPLayer):
         if len(ys) == 1:
             ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
         inner = silu_mul(*ys)
-        if residual is None:
-            result = self._row(inner, down)
-        else:
-            result = self._row_added(inner, down, residual)
+        result = self._summed(inner, down, residual)
         if kind is not None:
             summed = self._call_of_row(inner, weight, residual)
             self._known.learn(self.group_name, kind, x, ys, inner, weight, residual, summed)
         return result
+
+    def _gated(self, x: Tensor, linears: Sequence[nn.Linear]) -> Tensor | None:
+        """SwiGLU of both products, of few replicated rows in one launch; else None.
+
+        In graphs, which need no host time, and in the first eager call of so many rows, which compiles it for them.
+        """
+        rows = x.shape[:-1].numel()
+        if self.form != "all_reduce" or rows > _GATED_ROWS or not x.is_cuda:
+            return None
+        if rows in self._eager_rows and not torch.cuda.is_current_stream_capturing():
+            return None
+        self._eager_rows.add(rows)
+        one = None if torch.is_grad_enabled() else self._as_one(linears)
+        if one is None or one[1] is not None:
+            return None
+        from torch_fdattn.dist.tp_linear import gated_product  # imports triton
+
+        flat = x.flatten(0, -2).contiguous()
+        if not gated_product.is_faster(flat, one[0]):
+            return None
+        inner = gated_product.silu_mul_linear(flat, one[0])
+        return inner.view(*x.shape[:-1], inner.shape[-1])
+
+    def _summed(self, inner: Tensor, down: nn.Linear, residual) -> Tensor | tuple[Tensor, Tensor]:
+        return self._row(inner, down) if residual is None else self._row_added(inner, down, residual)  # fmt: skip
 
 
 class TPHead(nn.Module):

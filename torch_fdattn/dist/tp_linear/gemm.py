@@ -133,7 +133,13 @@ def product(
             inside = k < K - i * BLOCK_K
             x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=inside[:, None] & n_in, other=0.0)
-        acc = tl.dot(x, unquantised(w, x.dtype), acc, input_precision=PRECISION)
+        w = unquantised(w, x.dtype)
+        if (
+            x.dtype == tl.float32
+        ):  # a sum of blocks' sums: one sum of all would round as often as there are features
+            acc += tl.dot(x, w, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * w_stride_k
     return acc

@@ -5,8 +5,7 @@ two ranks send them in parts, and more ranks tiles with flags (`push_tiles.py`).
 the same everywhere: the same bits on all ranks.
 
 Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
-ones, and to merge what the epilogue of a product has sent already (`gemm_epilogue.py`). Cost: (W - 1) times twice the
-bytes sent by every rank, no flag, no fence, no barrier.
+ones. Cost: (W - 1) times twice the bytes sent by every rank, no flag, no fence, no barrier.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import Channel, channel
+from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
@@ -56,10 +55,9 @@ SECOND_TRIP_BYTES = 1_700_000
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
 def _sum_words_kernel(
     x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SENDS: tl.constexpr, PDL: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (count,) -> y (count,), the sum over ranks. Without SENDS the words of all ranks, the own among them, are on
-    their way already."""
+    """x (count,) -> y (count,), the sum over ranks."""
     await_previous(PDL)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
@@ -70,16 +68,14 @@ def _sum_words_kernel(
     inside = at < words
     numbers = first * PER_WORD + tl.arange(0, BLOCK * PER_WORD)
     sources = tl.arange(0, SOURCES)
-    wanted = sources < WORLD
-    if SENDS:
-        x = tl.load(x_ptr + numbers, mask=numbers < count, other=0.0)
-        own = tl.reshape(packed(x[None, :], dtype), [BLOCK])
-        sent = word(own, epoch)
-        sends = inside & may_send(state_ptr, epoch)
-        for i in tl.static_range(1, WORLD):
-            base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-            tl.store(base + rank * words + at, sent, mask=sends)
-        wanted = wanted & (sources != rank)
+    x = tl.load(x_ptr + numbers, mask=numbers < count, other=0.0)
+    own = tl.reshape(packed(x[None, :], dtype), [BLOCK])
+    sent = word(own, epoch)
+    sends = inside & may_send(state_ptr, epoch)
+    for i in tl.static_range(1, WORLD):
+        base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+        tl.store(base + rank * words + at, sent, mask=sends)
+    wanted = (sources < WORLD) & (sources != rank)
     base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
     pointers = base + sources[:, None] * words + at[None, :]
     none = tl.zeros_like(wanted)
@@ -88,35 +84,12 @@ def _sum_words_kernel(
         none[:, None], sources, epoch, state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
     bits = tl.reshape(payload(found, tl.int32), [SOURCES, BLOCK])
-    if SENDS:
-        bits = tl.where((sources == rank)[:, None], own[None, :], bits)
+    bits = tl.where((sources == rank)[:, None], own[None, :], bits)
     bits = tl.where((sources < WORLD)[:, None], bits, 0)
     total = tl.sum(unpacked(bits, dtype), 0)
     total = tl.where(came, total, float("nan"))
     tl.store(y_ptr + numbers, total.to(dtype), mask=numbers < count)
     leave_epoch(state_ptr, epoch, tl.num_programs(0))
-
-
-def words_bytes(count: int, dtype: torch.dtype, world: int) -> int:
-    """Bytes of all ranks' words for so many numbers."""
-    return world * cdiv(count * min(dtype.itemsize, 4), 4) * 8
-
-
-def sum_words(x: Tensor | None, y: Tensor, where: Channel, world: int) -> None:
-    """Writes the sum over ranks into y, contiguous, of x or, without it, of what was sent already."""
-    sources, count = power_of_two(world), y.numel()
-    block = max(32, _TILE_WORDS // sources)
-    words = cdiv(count * y.element_size(), 4)
-    if INTERPRET:
-        block = min(power_of_two(words), 1 << 13)
-    early = starts_early(y)
-    with on_device(y):
-        launch(
-            _sum_words_kernel, cdiv(words, block),
-            y if x is None else x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes,
-            timeout_ns(), where.rank, count, world, sources, block, x is not None, early, num_warps=1,
-            **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
 
 
 def all_gather_matmul(
@@ -158,9 +131,18 @@ def values_bytes(world: int) -> int:
 
 def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
-    where = channel(group_name, "low_latency", words_bytes(x.numel(), x.dtype, world), x.device)
+    count, sources = x.numel(), power_of_two(world)
+    words = cdiv(x.nbytes, 4)
+    where = channel(group_name, "low_latency", world * words * 8, x.device)
     where.enter()
-    sum_words(x, y, where, world)
+    block = min(power_of_two(words), 1 << 13) if INTERPRET else max(32, _TILE_WORDS // sources)
+    early = starts_early(y)
+    with on_device(y):
+        launch(
+            _sum_words_kernel, cdiv(words, block),
+            x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), where.rank,
+            count, world, sources, block, early, num_warps=1, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
 
 
 def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:

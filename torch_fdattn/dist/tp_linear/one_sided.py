@@ -97,10 +97,17 @@ def all_reduce(x, weight, group_name, method, bias=None, scale=None):
         return run(x.contiguous(), weight, group_name, _contiguous(bias), *scaled)
 
 
-def all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias=None, memo=None):
-    """(normed, added): by BLAS, then one launch (`row_norm.py`); bias the same on all ranks."""
+def all_reduce_norm(
+    x, weight, group_name, method, residual, norm_weight, eps, bias=None, memo=None
+):
+    """(normed, added): the norm in the launch that sums BLAS' products (`row_norm.py`), or in one behind the product
+    that sums; bias the same on all ranks."""
+    sum_norm = _module("row_norm").sum_norm
+    if method == "gemm_epilogue":
+        y = _module(method).matmul_all_reduce(x.contiguous(), weight, group_name)
+        return sum_norm(y, bias, residual, norm_weight, eps, None)
     part = F.linear(x, weight)
-    return _module("row_norm").sum_norm(part, bias, residual, norm_weight, eps, group_name, memo)
+    return sum_norm(part, bias, residual, norm_weight, eps, group_name, memo)
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -111,7 +118,7 @@ def _all_reduce_fake(x, weight, group_name, method, scale=None):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _all_reduce_norm_fake(x, weight, group_name, residual, norm_weight, eps, bias=None):
+def _all_reduce_norm_fake(x, weight, group_name, method, residual, norm_weight, eps, bias=None):
     return x.new_empty(residual.shape), x.new_empty(residual.shape)
 
 
@@ -135,8 +142,8 @@ library.define_raw(
 
 
 library.define_raw(
-    "tp_matmul_all_reduce_rms_norm(Tensor x, Tensor weight, str group_name, Tensor residual, Tensor norm_weight, "
-    "float eps, Tensor? bias=None) -> (Tensor, Tensor)",
+    "tp_matmul_all_reduce_rms_norm(Tensor x, Tensor weight, str group_name, str method, Tensor residual, "
+    "Tensor norm_weight, float eps, Tensor? bias=None) -> (Tensor, Tensor)",
     all_reduce_norm,
     _all_reduce_norm_fake,
 )
@@ -286,14 +293,14 @@ def takes_norm(method: str, world: int, x: Tensor, weight: Tensor) -> bool:
 
 
 def matmul_all_reduce_rms_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
-    memo: dict | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, residual: Tensor, norm_weight: Tensor,
+    eps: float, memo: dict | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added), of what `may_take_norm` and `takes_norm` have said yes to."""
+    given = x, weight, group_name, method, residual, norm_weight, eps, bias
     if memo is not None:
-        return all_reduce_norm(x, weight, group_name, residual, norm_weight, eps, bias, memo)
-    run = _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm, memo)
-    return run(x, weight, group_name, residual, norm_weight, eps, bias)
+        return all_reduce_norm(*given, memo)
+    return _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm, memo)(*given)  # fmt: skip
 
 
 def _cast(weight: Tensor, x: Tensor) -> Tensor:

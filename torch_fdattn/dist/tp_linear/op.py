@@ -320,7 +320,15 @@ def run_all_reduce_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.with_norm:
         return one_sided.matmul_all_reduce_rms_norm(
-            x, weight, bias, group_name, residual, norm_weight, eps, plan.memo if known else None
+            x,
+            weight,
+            bias,
+            group_name,
+            plan.way,
+            residual,
+            norm_weight,
+            eps,
+            plan.memo if known else None,
         )
     added = residual + run_all_reduce(plan, x, weight, bias, group_name, None, known)
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added

@@ -152,6 +152,15 @@ def leave_turn(state_ptr, epoch, turn, words):
 
 
 @triton.jit
+def push(
+    words, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD: tl.constexpr
+):  # fmt: skip
+    """Writes this rank's words `at` into a peer's buffer, where it `sends`."""
+    there = buffer(addresses_ptr, peer, turn, third_bytes)
+    tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
+
+
+@triton.jit
 def exchange(
     x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words,
     WORLD: tl.constexpr, SOURCES: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr,
@@ -170,8 +179,7 @@ def exchange(
         if SCATTERED:
             theirs = x_ptr + tl.cast(peer, tl.int64) * words
             part = as_values(tl.load(theirs + at, mask=inside, other=0), DTYPE)
-        there = buffer(addresses_ptr, peer, turn, third_bytes)
-        tl.store(there + slot_of(rank, peer, WORLD) * each + at, part, mask=sends)
+        push(part, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
     clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, at.shape[0])
 
     sources = tl.arange(0, SOURCES)
@@ -236,7 +244,7 @@ def as_words(x: Tensor) -> Tensor:
 def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
     """That of calls of so many words a rank."""
     nbytes = 3 * (world - 1) * cdiv(words, 4) * 16
-    where = channel(group_name, f"low_latency/{purpose}", cdiv(nbytes, 2), device)
+    where = channel(group_name, purpose, cdiv(nbytes, 2), device)
     where.enter()
     return where
 
@@ -281,7 +289,7 @@ def exchanged(memo: dict | None, *tensors: Tensor | None) -> bool:
 def _run(
     op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int, memo: dict | None = None
 ) -> None:  # fmt: skip
-    where = channel_for(words, group_name, op, x.device, world)
+    where = channel_for(words, group_name, f"low_latency/{op}", x.device, world)
     x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
     tensors = x, y, where.memory.addresses, where.state, where.fault.tensor
 

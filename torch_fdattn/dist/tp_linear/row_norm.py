@@ -55,10 +55,10 @@ def _rounded(low, high, dtype: tl.constexpr):
 def _sum_norm_kernel(
     x_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, added_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes,
     limit_ns, rank, words, eps, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """x, residual (m, words), bias (words,) or None, weight (words,) -> added (m, words), the sum over ranks and more,
-    normed (m, words); words of numbers of DTYPE."""
+    normed (m, words); words of numbers of DTYPE. Without SUMS x is that sum."""
     await_previous(PDL)
     x_ptr, residual_ptr, weight_ptr = words_at(x_ptr), words_at(residual_ptr), words_at(weight_ptr)
     normed_ptr, added_ptr = words_at(normed_ptr), words_at(added_ptr)
@@ -68,12 +68,15 @@ def _sum_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * words + columns
     residual = tl.load(residual_ptr + at, mask=inside, other=0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0)
-    found, came, epoch, turn = exchange(
-        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
-        False, DTYPE,
-    )  # fmt: skip
-    low, high = summed(found, came, DTYPE)
-    low, high = _rounded(low, high, DTYPE)
+    if SUMS:
+        found, came, epoch, turn = exchange(
+            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+            False, DTYPE,
+        )  # fmt: skip
+        low, high = summed(found, came, DTYPE)
+        low, high = _rounded(low, high, DTYPE)
+    else:
+        low, high = halves(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
     if bias_ptr is not None:
         bias_low, bias_high = halves(
             tl.load(words_at(bias_ptr) + columns, mask=inside, other=0), DTYPE
@@ -89,7 +92,8 @@ def _sum_norm_kernel(
     weight_low, weight_high = halves(weight, DTYPE)
     normed = joined(low * scale * weight_low, high * scale * weight_high, DTYPE)
     tl.store(normed_ptr + at, normed, mask=inside)
-    leave_turn(state_ptr, epoch, turn, tl.num_programs(0) * words)
+    if SUMS:
+        leave_turn(state_ptr, epoch, turn, tl.num_programs(0) * words)
 
 
 def takes(columns: int, dtype: torch.dtype) -> bool:
@@ -98,11 +102,12 @@ def takes(columns: int, dtype: torch.dtype) -> bool:
 
 
 def sum_norm(
-    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str,
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
     memo: dict | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added) (M, N) of this rank's part x (M, N), bias (N,), residual (M, N) and the norm's weight (N,); all
-    of one dtype of 16 bits or float32, N what this `takes`. memo: of a known call (`op.Plan`) with this eps."""
+    of one dtype of 16 bits or float32, N what this `takes`. group_name None: x is the sum already. memo: of a known
+    call (`op.Plan`) with this eps."""
     normed, added = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     if not x.numel():
         return normed, added
@@ -110,13 +115,15 @@ def sum_norm(
     given = x, bias, residual, weight
     if memo and all(t is None or t.is_contiguous() for t in given) and exchanged(memo, *given, normed, added):  # fmt: skip
         return normed, added
-    _, world = rank_and_size(group_name)
     m, words = x.shape[0], x.shape[1] * x.element_size() // 4
-    where = channel_for(m * words, group_name, "rows", x.device, world)
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)
     bias = None if bias is None else as_words(bias)
-    third_bytes, limit_ns = third_of(where), timeout_ns()
-    of_channel = where.memory.addresses, where.state, where.fault.tensor
+    where, of_channel, numbers, world = None, (None, None, None), (0, 0, 0), 1
+    if group_name is not None:
+        _, world = rank_and_size(group_name)
+        where = channel_for(m * words, group_name, "low_latency/rows", x.device, world)
+        of_channel = where.memory.addresses, where.state, where.fault.tensor
+        numbers = third_of(where), timeout_ns(), where.rank
     tensors = x, bias, residual, weight, normed, added, *of_channel
 
     def run() -> None:
@@ -125,13 +132,14 @@ def sum_norm(
         warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
         launch(
             _sum_norm_kernel, m,
-            *tensors, third_bytes, limit_ns, where.rank, words, eps, world, power_of_two(world), block,
-            triton_dtype(x.dtype), early, num_warps=warps, **({"launch_pdl": True} if early else {}),
+            *tensors, *numbers, words, eps, world, power_of_two(world), block, triton_dtype(x.dtype), early,
+            where is not None, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
     with on_device(x):
         about = bias is None, x.dtype, x.device
-        key = "row norm", m, words, eps, *about, third_bytes, limit_ns, where.rank, world
+        key = "row norm", m, words, eps, *about, *numbers, world
         repeat(key, tensors, run)
-    remember(memo, where, key)
+    if where is not None:
+        remember(memo, where, key)
     return normed, added

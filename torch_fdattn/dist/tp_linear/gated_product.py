@@ -1,0 +1,101 @@
+"""The first half of an MLP of few rows, ``silu(x @ gate.T) * (x @ up.T)``, in one launch (arXiv:2002.05202).
+
+A program has the same columns of both products, which is one pass over the joined weights; BLAS and SwiGLU's kernel
+are two launches, and write and read what is between them. Gate and up are rounded to the dtype before, and their
+product once, as those two round them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.decode.rows import starts_early
+from torch_fdattn.dist.tp_linear.few_rows import AHEAD, prefetch, tile_for
+from torch_fdattn.dist.tp_linear.gemm import Tile, operands, triton_dtype
+from torch_fdattn.ops.dependent_launch import await_previous, pdl_trigger
+from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
+from torch_fdattn.ops.repeated_launch import launch
+
+MOST_ROWS = 128
+#: (rows from, to, programs at least, features at least) where it is taken. One H100, against BLAS and SwiGLU's kernel,
+#: thirteen sizes from 2 × 3072 × 1024 to 2 × 25600 × 5120: 1 to 64 rows 0.81 to 0.99; 128 rows 0.90 to 0.99 with 80
+#: programs or more, to 1.09 with fewer or with 1536 features; 96 rows, for which BLAS has tiles, 0.94 to 1.11.
+FASTER = ((1, 64, 48, 1024), (113, 128, 80, 4096))
+
+
+@triton.jit(do_not_specialize=["m"])
+def _gated_kernel(
+    y_ptr, x, w, w_ptr, w_stride, m, n, k, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """x (m, k), w (2n, k), gate's rows before up's, by descriptors -> y (m, n); m at most BLOCK_M."""
+    first_column = tl.program_id(0) * BLOCK_N
+    if AHEAD:
+        prefetch(w_ptr, first_column, 2 * n, k, w_stride, BLOCK_N, AHEAD)
+        prefetch(w_ptr, n + first_column, 2 * n, k, w_stride, BLOCK_N, AHEAD)
+    await_previous(PDL)
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        few = x.load([0, at]).T
+        gate = tl.dot(w.load([first_column, at]), few, gate, input_precision="ieee")
+        up = tl.dot(w.load([n + first_column, at]), few, up, input_precision="ieee")
+    pdl_trigger(PDL)
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    inner = tl.trans((gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up).to(DTYPE))
+    rows, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(y_ptr + at, inner, mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+def _tile(rows: int, dtype: torch.dtype) -> Tile:
+    """Two weights a stage in place of one."""
+    tile = tile_for(rows, dtype)
+    return tile if INTERPRET else tile._replace(stages=4 if tile.n <= 64 else 5)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `silu_mul_linear` can do it."""
+    dtypes = (torch.float16,) if INTERPRET else (torch.float16, torch.bfloat16)
+    return (
+        (x.is_cuda or INTERPRET)
+        and x.dtype == weight.dtype
+        and x.dtype in dtypes
+        and 0 < len(x) <= MOST_ROWS
+        and operands((weight,), x, _tile(len(x), x.dtype)).layout is not None
+    )
+
+
+def is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether `silu_mul_linear` can do it in less of the device's time than BLAS and a kernel of SwiGLU; it takes more of
+    the host's.
+
+    Args:
+        x: (M, K). weight: (2N, K).
+    """
+    sizes = len(x), len(weight) // 128, x.shape[1]
+    if not any(a <= sizes[0] <= b and sizes[1] >= c and sizes[2] >= d for a, b, c, d in FASTER):
+        return False
+    seen = torch.is_autocast_enabled(x.device.type) or not runs_directly(x, weight)
+    return not seen and fits(x, weight)
+
+
+def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) (M, N), of x (M, K) and weight (2N, K), gate's rows before up's, which it `fits`."""
+    (m, k), n = x.shape, len(weight) // 2
+    y = x.new_empty(m, n)
+    tile = _tile(m, x.dtype)
+    (w,), few, _ = operands((weight,), x, tile)
+    early = starts_early(x)
+    launches["tp_linear/gated_product"] += 1
+    with on_device(x):
+        launch(
+            _gated_kernel, cdiv(n, tile.m),
+            y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
+            early, AHEAD if early else 0, num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return y
