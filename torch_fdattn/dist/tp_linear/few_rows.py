@@ -17,6 +17,10 @@ from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET
 
 
+#: Blocks of features whose sum is added to others'.
+SUMMED = tl.constexpr(4)
+
+
 @triton.jit
 def columns_product(
     x, w, first_column, m, n, k, x_stride, w_strides, LAYOUT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -25,10 +29,14 @@ def columns_product(
     """(BLOCK_N, BLOCK_M) fp32: the weight's rows from first_column on times all of x's; LAYOUT of `Operands`."""
     if LAYOUT is None:
         rows, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-        acc = product(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, w, rows, columns, m, n, 0, k, x_stride, w_strides[0],
-            w_strides[1], EVEN_K, BLOCK_K, STAGES, PRECISION,
-        )  # fmt: skip
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        none = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # A sum of sums: one of all features would round as often as there are features.
+        for first in range(0, k, SUMMED * BLOCK_K):
+            acc += product(
+                none, x, w, rows, columns, m, n, first, tl.minimum(k, first + SUMMED * BLOCK_K), x_stride, w_strides[0],
+                w_strides[1], EVEN_K, BLOCK_K, STAGES, PRECISION,
+            )  # fmt: skip
         return tl.trans(acc)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.tp_linear.few_rows import AHEAD, prefetch, tile_for
-from torch_fdattn.dist.tp_linear.gemm import Tile, operands, triton_dtype
+from torch_fdattn.dist.tp_linear.gemm import PROCESSORS, Tile, operands, triton_dtype
 from torch_fdattn.ops.dependent_launch import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
@@ -52,10 +52,14 @@ def _gated_kernel(
     tl.store(y_ptr + at, inner, mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
-def _tile(rows: int, dtype: torch.dtype) -> Tile:
-    """Two weights a stage in place of one."""
+def _tile(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+    """Two weights a stage in place of one; of 128 rows stages of two programs a processor, where there are as many."""
     tile = tile_for(rows, dtype)
-    return tile if INTERPRET else tile._replace(stages=4 if tile.n <= 64 else 5)
+    if INTERPRET:
+        return tile
+    if tile.n <= 64:
+        return tile._replace(stages=4)
+    return tile._replace(stages=5 if cdiv(columns, tile.m) <= PROCESSORS else 3)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -66,7 +70,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype
         and x.dtype in dtypes
         and 0 < len(x) <= MOST_ROWS
-        and operands((weight,), x, _tile(len(x), x.dtype)).layout is not None
+        and operands((weight,), x, _tile(len(x), len(weight) // 2, x.dtype)).layout is not None
     )
 
 
@@ -88,7 +92,7 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) (M, N), of x (M, K) and weight (2N, K), gate's rows before up's, which it `fits`."""
     (m, k), n = x.shape, len(weight) // 2
     y = x.new_empty(m, n)
-    tile = _tile(m, x.dtype)
+    tile = _tile(m, n, x.dtype)
     (w,), few, _ = operands((weight,), x, tile)
     early = starts_early(x)
     launches["tp_linear/gated_product"] += 1

@@ -24,7 +24,7 @@ from torch_fdattn.ops.library import INTERPRET
 #: The first compute capability with tensor descriptors in hardware, and the first after it with less shared memory.
 _DESCRIPTORS, _SMALLER = (9, 0), (12, 0)
 #: Of an H100 and an H200; a number of its own of each device would not be equal on all ranks.
-_PROCESSORS = 132
+PROCESSORS = 132
 IS_INTERPRETED = tl.constexpr(INTERPRET)
 
 
@@ -57,7 +57,7 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
     wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
 
     def waves(tile: Tile) -> int:
-        return cdiv(ranks * cdiv(rows, tile.m) * cdiv(columns, tile.n), _PROCESSORS)
+        return cdiv(ranks * cdiv(rows, tile.m) * cdiv(columns, tile.n), PROCESSORS)
 
     # A narrow tile takes 0.57 of a wide one's time on an H100.
     return wide if waves(wide) <= 0.57 * waves(narrow) else narrow
@@ -133,13 +133,7 @@ def product(
             inside = k < K - i * BLOCK_K
             x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=inside[:, None] & n_in, other=0.0)
-        w = unquantised(w, x.dtype)
-        if (
-            x.dtype == tl.float32
-        ):  # a sum of blocks' sums: one sum of all would round as often as there are features
-            acc += tl.dot(x, w, input_precision=PRECISION)
-        else:
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        acc = tl.dot(x, unquantised(w, x.dtype), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * w_stride_k
     return acc
