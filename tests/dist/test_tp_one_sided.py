@@ -491,6 +491,32 @@ def test_known_calls_between_larger_ones(rank_device, method: str) -> None:
         assert kept == names.get(method, {"workspace"})
 
 
+def test_known_sums_in_products(rank_device) -> None:
+    """Of weights that lie otherwise, of memory that was outgrown and with another time limit."""
+    cuda, world = rank_device.type == "cuda", dist.get_world_size()
+    group, dtype = dist.new_group(range(world)), torch.bfloat16 if cuda else torch.float16
+
+    def check(rows: int, columns: int, across: bool) -> None:
+        x = draw(rows, 64, device=rank_device, dtype=dtype)
+        weight = draw(columns, 64, device=rank_device, dtype=dtype)
+        lies = weight.t().contiguous().t() if across else weight
+        y = matmul_all_reduce(x, lies, group.group_name, method="gemm_epilogue")
+        check_sum(y, world * x.double() @ weight.double().t(), world * F.linear(x, weight))
+
+    try:
+        with same_everywhere():
+            for case in ((8, 64, False), (8, 64, True), (100, 640 if cuda else 72, False), (8, 64, False)):  # fmt: skip
+                for _ in range(5 if cuda else 1):
+                    check(*case)
+            set_timeout(9.0)
+            check(8, 64, False)
+    finally:
+        set_timeout(10.0)
+    if cuda and world > 1:
+        kept = [len(plan.memo) for plan in plans._plans[group].values() if plan]
+        assert sorted(kept) == [1, 2]
+
+
 def test_exchanges_that_are_no_longer_alike(monkeypatch) -> None:
     """One whose memory was outgrown, or whose time limit is another, does nothing."""
     where = SimpleNamespace(

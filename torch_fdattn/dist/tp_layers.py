@@ -232,8 +232,6 @@ class TPMLP(TPLayer):
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         self._known = KnownMLP()
-        #: Of former calls, where they are few.
-        self._eager_rows: set[int] = set()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, group_name)
@@ -293,17 +291,11 @@ class TPMLP(TPLayer):
         return result
 
     def _gated(self, x: Tensor, linears: Sequence[nn.Linear]) -> Tensor | None:
-        """SwiGLU of both products, of few replicated rows in one launch; else None.
-
-        In graphs, which need no host time, and in the first eager call of so many rows, which compiles it for them.
-        """
-        rows = x.shape[:-1].numel()
-        if self.form != "all_reduce" or rows > _GATED_ROWS or not x.is_cuda:
+        """SwiGLU of both products, of few replicated rows in one launch where that is faster; else None."""
+        few = x.is_cuda and x.shape[:-1].numel() <= _GATED_ROWS
+        if not few or self.form != "all_reduce" or torch.is_grad_enabled():
             return None
-        if rows in self._eager_rows and not torch.cuda.is_current_stream_capturing():
-            return None
-        self._eager_rows.add(rows)
-        one = None if torch.is_grad_enabled() else self._as_one(linears)
+        one = self._as_one(linears)
         if one is None or one[1] is not None:
             return None
         from torch_fdattn.dist.tp_linear import gated_product  # imports triton

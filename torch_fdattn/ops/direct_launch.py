@@ -1,8 +1,8 @@
 """Launches of a compiled kernel through the CUDA driver, its arguments laid out once.
 
 Triton's launcher binds and converts every argument at every call. Between calls of equal metadata only the
-tensors' addresses change, so here the other arguments lie ready, and a launch writes addresses and asks the
-driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from 12.0).
+tensors' addresses change, so here the other arguments lie ready, and a launch writes addresses, or tensor maps in the
+place of descriptors, and asks the driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from 12.0).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops.cuda_driver import INVALID_CONTEXT, bind_context, loaded
+from torch_fdattn.ops.tensor_map import BYTES, TensorMaps, aligned_buffer
 
 _WIDTHS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -64,19 +66,39 @@ class DirectLaunch:
         bytes of shared memory a program at least."""
         metadata = compiled.metadata
         kinds = [pair for pair in flat(compiled.src.signature.values(), arguments)]
-        pointers = [value for kind, value in kinds if kind.startswith("*")]
-        self._addresses = (ctypes.c_uint64 * len(pointers))()
-        self.layout = [_WIDTHS.get(kind, ctypes.c_uint64) for kind, _ in kinds]
-        self._numbers = []  # what the driver reads from must stay where it is
-        at = ctypes.addressof(self._addresses)
-        places = []
+        count = sum(is_tensor(kind) for kind, _ in kinds)
+        self._addresses = (ctypes.c_uint64 * count)()
+        self.layout: list[type] = []
+        self._numbers: list = []  # what the driver reads from must stay where it is
+        #: (which of the addresses, the maps of a descriptor, where the driver reads one)
+        self._maps: list[tuple[int, TensorMaps, int]] = []
+        places: list[int] = []
+        described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+
+        def add(kind: type, value: object) -> None:
+            self._numbers.append(kind(value))
+            self.layout.append(kind)
+            places.append(ctypes.addressof(self._numbers[-1]))
+
+        index = 0
         for kind, value in kinds:
             if kind.startswith("*"):
+                self.layout.append(ctypes.c_uint64)
+                places.append(ctypes.addressof(self._addresses) + 8 * index)
+            elif is_tensor(kind):
+                owner, at = aligned_buffer()
+                self._numbers.append(owner)
+                self._maps.append((index, TensorMaps(value, next(described), driver), at))
+                self.layout.append(ctypes.c_char * BYTES)
                 places.append(at)
-                at += 8
+                for size in value.shape:
+                    add(ctypes.c_int32, size)
+                for stride in value.strides:
+                    add(ctypes.c_int64, stride)
             else:
-                self._numbers.append(_WIDTHS[kind](value))
-                places.append(ctypes.addressof(self._numbers[-1]))
+                add(_WIDTHS[kind], value)
+            index += is_tensor(kind)
+        self._mapped = [0] * len(self._maps)  # the addresses whose maps lie there
         # Scratch memory, of which such a kernel has none: global, and the profiler's.
         self._scratch = ctypes.c_uint64(0)
         places += [ctypes.addressof(self._scratch)] * 2
@@ -105,6 +127,10 @@ class DirectLaunch:
         """Launches on `stream` with the tensors at these addresses; those that are None are left out."""
         with self._lock:
             self._addresses[:] = addresses
+            for i, (index, maps, at) in enumerate(self._maps):
+                if self._mapped[i] != addresses[index]:
+                    ctypes.memmove(at, maps[addresses[index]], BYTES)
+                    self._mapped[i] = addresses[index]
             self._config.stream = stream
             given = self._config_at, self._function, self._parameters, None
             failure = self._launch(*given)
@@ -128,6 +154,12 @@ def direct_launch(
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
     driver = loaded()
     if driver is None or not plain or scratch:
+        return None
+    kinds = [kind for kind, _ in flat(compiled.src.signature.values(), arguments)]
+    descriptors = sum(is_descriptor(kind) for kind in kinds)
+    if descriptors != len(getattr(metadata, "tensordesc_meta", None) or ()):
+        return None  # loaded by pointers
+    if descriptors and not hasattr(driver, "cuTensorMapEncodeTiled"):
         return None
     shared = 0
     if beside is not None:
@@ -154,6 +186,20 @@ def flat(kinds, values) -> Iterator[tuple[str, object]]:
             yield from flat(kind, value)
         elif kind != "constexpr":
             yield kind, value
+
+
+def is_descriptor(kind: str) -> bool:
+    return kind.startswith("tensordesc")
+
+
+def is_tensor(kind: str) -> bool:
+    """Whether an argument has an address, which each launch is given: tensors and their descriptors."""
+    return kind.startswith("*") or is_descriptor(kind)
+
+
+def address_of(value) -> int:
+    """Of a tensor or its descriptor."""
+    return (value.base if isinstance(value, TensorDescriptor) else value).data_ptr()
 
 
 def aligned(addresses: Sequence[int]) -> bool:

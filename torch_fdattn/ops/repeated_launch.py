@@ -18,9 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from torch_fdattn.ops import repeated_call
 from torch_fdattn.ops.direct_launch import (
     DirectLaunch,
+    address_of,
     aligned,
     direct_launch,
     flat,
+    is_tensor,
     somebody_watches,
 )
 from torch_fdattn.ops.library import INTERPRET
@@ -43,8 +45,8 @@ def launch(
 
     Args:
         kernel: of `triton.jit`.
-        arguments: the first a tensor, or a tuple of them; all are on the current device. Tensor descriptors among
-            them are Triton's to launch.
+        arguments: the first a tensor, or a tuple of them; all are on the current device. Tensor descriptors may be
+            among them.
         also: further arguments by name, tensors in the order of the kernel's parameters.
         options: numbers, flags and strings alone.
     """
@@ -60,12 +62,7 @@ def launch(
     _sign(arguments, addresses, key)
     _sign(also.values(), addresses, key)
     same = tuple(key)
-    try:
-        found = _known.get(same, _NEVER)
-    except TypeError:
-        if not any(type(x) is TensorDescriptor for x in arguments):
-            raise
-        found = False  # descriptors have no hash, and are made anew for every launch
+    found = _known.get(same, _NEVER)
     direct = aligned(addresses) and torch._C._cuda_getDevice() == index and not somebody_watches()
     if direct and type(found) is DirectLaunch:
         found(torch._C._cuda_getCurrentRawStream(index), addresses)
@@ -79,8 +76,8 @@ def launch(
         _known[same], _kernels[id(kernel)] = None, kernel
     elif found is None and direct and compiled is not None:
         bound = _bound(kernel, arguments, {**options, **also})
-        pairs = flat(compiled.src.signature.values(), bound)
-        in_order = [x.data_ptr() for kind, x in pairs if kind.startswith("*")] == addresses
+        pairs = list(flat(compiled.src.signature.values(), bound))
+        in_order = [address_of(x) for kind, x in pairs if is_tensor(kind)] == addresses
         made = direct_launch(compiled, (programs, 1, 1), bound, first.device) if in_order else None
         _known[same] = made or False
 
@@ -106,6 +103,10 @@ def _sign(values: Iterable, addresses: list[int], key: list[object]) -> None:
         elif isinstance(value, Tensor):
             addresses.append(value.data_ptr())
             key.append(value.dtype)
+        elif kind is TensorDescriptor:
+            addresses.append(value.base.data_ptr())
+            about = value.shape, value.strides, value.block_shape
+            key += [value.base.dtype, value.padding, *map(tuple, about)]
         else:
             key.append(value)
 

@@ -16,7 +16,6 @@ from torch_fdattn.ops.decode.kernel import unquantised
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET
 
-
 #: Blocks of features whose sum is added to others'.
 SUMMED = tl.constexpr(4)
 

@@ -78,10 +78,7 @@ def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: Tile) -> Operands:
     """Of xs (M, K) with one weight (N, K): descriptors where the device, the dtype, strides and addresses allow it."""
     by_rows = weight.stride(1) == 1
     matrices = *xs, weight if by_rows else weight.t()
-    in_hardware = INTERPRET or (
-        device_capability(weight.device) >= _DESCRIPTORS and weight.dtype.itemsize == 2
-    )
-    if not in_hardware or not all(map(_describable, matrices)):
+    if not describes(weight.device, weight.dtype) or not all(map(describable, matrices)):
         return Operands(xs, weight, None)
     block = (tile.n, tile.k) if by_rows else (tile.k, tile.n)
     blocks = [*((tile.m, tile.k) for _ in xs), block]
@@ -92,7 +89,13 @@ def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: Tile) -> Operands:
     return Operands(tuple(of_xs), of_weight, "rows" if by_rows else "columns")
 
 
-def _describable(x: Tensor) -> bool:
+def describes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are loaded by descriptors there, of matrices that are `describable`."""
+    return INTERPRET or (device_capability(device) >= _DESCRIPTORS and dtype.itemsize == 2)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a matrix lies as a tensor descriptor needs it."""
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0 and len(x) > 0
 

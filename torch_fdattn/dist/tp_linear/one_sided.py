@@ -104,7 +104,7 @@ def all_reduce_norm(
     that sums; bias the same on all ranks."""
     sum_norm = _module("row_norm").sum_norm
     if method == "gemm_epilogue":
-        y = _module(method).matmul_all_reduce(x.contiguous(), weight, group_name)
+        y = _module(method).matmul_all_reduce(x.contiguous(), weight, group_name, memo=memo)
         return sum_norm(y, bias, residual, norm_weight, eps, None)
     part = F.linear(x, weight)
     return sum_norm(part, bias, residual, norm_weight, eps, group_name, memo)
@@ -263,7 +263,8 @@ def matmul_all_reduce(
     memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
-    if memo is not None and method == "low_latency" and scale is None:
+    if memo is not None and method in METHODS and scale is None:
+        x = x if method == "low_latency" else x.contiguous()
         return _plus(_module(method).matmul_all_reduce(x, weight, group_name, memo=memo), bias)
     weight = _cast(weight, x) if scale is None else weight
     if memo is None and _trained(x, weight):

@@ -273,16 +273,16 @@ class Exchange:
         return again(self._steps, (*tensors, *self._of_channel))
 
 
-def remember(memo: dict | None, where: Channel, key: tuple) -> None:
-    """Leaves an `Exchange` in a plan's memo, where the call of that key was a launch alone."""
+def remember(memo: dict | None, where: Channel, key: tuple, name: object = "exchange") -> None:
+    """Leaves an `Exchange` of this name in a plan's memo, where the call of that key was a launch alone."""
     steps = None if memo is None else find(key)
     if steps is not None:
-        memo["exchange"] = Exchange(where, steps)
+        memo[name] = Exchange(where, steps)
 
 
-def exchanged(memo: dict | None, *tensors: Tensor | None) -> bool:
+def exchanged(memo: dict | None, *tensors: Tensor | None, name: object = "exchange") -> bool:
     """Whether an `Exchange` that a plan's memo holds did it."""
-    exchange = memo.get("exchange") if memo else None
+    exchange = memo.get(name) if memo else None
     return exchange is not None and exchange(*tensors)
 
 

@@ -1,0 +1,80 @@
+"""Tensor maps, which a kernel is handed in the place of a tensor descriptor, made without the way through Triton.
+
+A map holds its tensor's address; sizes, strides and blocks are those of the descriptor that the kernel was compiled
+for. (cuTensorMapEncodeTiled, CUDA driver API 12.0; PTX ISA, tensors.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BYTES = 128
+#: Where a map lies.
+ALIGNMENT = 64
+#: CUtensorMapDataType of what the compiler calls a tensor's elements, where that is another number.
+_TYPES = {8: 10, 9: 8, 10: 9}
+_TF32 = 11
+_L2_PROMOTION_128_BYTES = 2
+_NANS_OUTSIDE = 1
+#: Drivers up to this one read small tensors wrongly unless a bit of the map is cleared (CUTLASS, b7ecaa6).
+_LAST_WRONG_DRIVER, _SMALL, _WRONG_BIT = 13010, 128 * 1024, 1 << 21
+#: Addresses whose maps are kept.
+_MOST = 512
+
+
+def aligned_buffer() -> tuple[ctypes.Array, int]:
+    """(what owns the memory, the address where a map may lie in it)."""
+    owner = (ctypes.c_char * (BYTES + ALIGNMENT))()
+    return owner, -(-ctypes.addressof(owner) // ALIGNMENT) * ALIGNMENT
+
+
+class TensorMaps:
+    """The maps of tensors that differ from a descriptor's in nothing but their addresses."""
+
+    def __init__(self, like: TensorDescriptor, meta: Mapping[str, object], driver) -> None:
+        """meta: of the compiled kernel, `tensordesc_meta`."""
+        rank = len(like.shape)
+        self._sizes = (ctypes.c_uint64 * rank)(*reversed(like.shape))
+        strides = [meta["elem_size"] * stride for stride in reversed(like.strides)][1:]
+        self._strides = (ctypes.c_uint64 * rank)(*strides, 0)
+        self._block = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+        self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        kind, swizzle = meta["elem_type"], meta["swizzle"]
+        if getattr(like, "round_f32_to_tf32", False):
+            kind = _TF32
+        fill = _NANS_OUTSIDE if like.padding == "nan" else 0
+        self._before = _TYPES.get(kind, kind), rank
+        self._behind = 0, swizzle, _L2_PROMOTION_128_BYTES, fill
+        last = sum((n - 1) * stride for n, stride in zip(reversed(like.shape), [meta["elem_size"], *strides], strict=True))  # fmt: skip
+        self._small = last + 1 < _SMALL
+        self._driver = driver
+        self._made: dict[int, bytes] = {}
+
+    def __getitem__(self, address: int) -> bytes:
+        """The map of the tensor at an address."""
+        made = self._made.get(address)
+        if made is None:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            made = self._made[address] = self._make(address)
+        return made
+
+    def _make(self, address: int) -> bytes:
+        _owner, at = aligned_buffer()
+        kind, rank = self._before
+        interleave, swizzle, promotion, fill = self._behind
+        failure = self._driver.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(address), self._sizes, self._strides, self._block,
+            self._steps, interleave, swizzle, promotion, fill,
+        )  # fmt: skip
+        if failure:
+            raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {failure}")
+        if self._small:
+            version = ctypes.c_int()
+            self._driver.cuDriverGetVersion(ctypes.byref(version))
+            if version.value <= _LAST_WRONG_DRIVER:
+                ctypes.c_uint64.from_address(at + 8).value &= ~_WRONG_BIT
+        return ctypes.string_at(at, BYTES)
