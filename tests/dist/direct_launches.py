@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops import repeated_call
 
@@ -26,7 +28,7 @@ class StandIn:
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         there = iter([at(*pair) for pair in zip(addresses, self._given, strict=True)])
-        arguments = [next(there) if isinstance(x, Tensor) else x for x in self._arguments]
+        arguments = [_with(x, there) for x in self._arguments]
         self._kernel[(self._programs,)](*arguments, **self._options)
 
 
@@ -38,7 +40,19 @@ def launch(kernel, programs: int, *arguments, **options) -> None:
 
 
 def tensors_of(arguments: Sequence) -> Iterator[Tensor]:
-    return (x for x in arguments if isinstance(x, Tensor))
+    """Descriptors' among them."""
+    for x in arguments:
+        if isinstance(x, TensorDescriptor):
+            yield x.base
+        elif isinstance(x, Tensor):
+            yield x
+
+
+def _with(argument, tensors: Iterator[Tensor]):
+    """The argument, of the next tensor where it is one or describes one."""
+    if isinstance(argument, TensorDescriptor):
+        return dataclasses.replace(argument, base=next(tensors))
+    return next(tensors) if isinstance(argument, Tensor) else argument
 
 
 def at(address: int, like: Tensor) -> Tensor:

@@ -17,9 +17,15 @@ from tests.dist import direct_launches
 from tests.dist.dense_layers import HIDDEN, config, dense_mlp
 from torch_fdattn.dist import TPMLP, known_mlp, plans, set_timeout
 from torch_fdattn.dist.groups import same_everywhere
-from torch_fdattn.dist.tp_linear import one_sided, push_values, row_norm
+from torch_fdattn.dist.tp_linear import (
+    gated_product,
+    gemm_epilogue,
+    one_sided,
+    push_values,
+    row_norm,
+)
 from torch_fdattn.models.transformer import Residual
-from torch_fdattn.ops import repeated_call, swiglu_kernel
+from torch_fdattn.ops import repeated_call, swiglu, swiglu_kernel
 from torch_fdattn.ops.library import INTERPRET, launches
 
 #: Calls after which a layer knows one, whose parts keep what they know from the third on, of launches through Triton
@@ -37,8 +43,11 @@ def draw(*shape: int, device, dtype=torch.float32) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def by_parts(mlp: TPMLP, *arguments) -> Tensor | tuple[Tensor, Tensor]:
-    return copy.deepcopy(mlp)(*arguments)  # copies know nothing
+def by_parts(mlp: TPMLP, *arguments, joined: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    other = copy.deepcopy(mlp)  # which knows nothing
+    if joined:
+        other._lay_side_by_side()
+    return other(*arguments)
 
 
 def same(found, expected) -> bool:
@@ -59,7 +68,7 @@ class TestWhole:
             return
         if not INTERPRET:
             pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
-        for module in (push_values, row_norm, swiglu_kernel):
+        for module in (gated_product, gemm_epilogue, push_values, row_norm, swiglu_kernel):
             monkeypatch.setattr(module, "launch", direct_launches.launch)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         plans.forget()
@@ -117,6 +126,65 @@ class TestWhole:
         for _ in range(2):
             graph.replay()
             expected = by_parts(mlp, *given)
+            assert all(same(one, expected) for one in found)
+
+    @pytest.mark.parametrize("method", ["low_latency", "gemm_epilogue"])
+    @pytest.mark.parametrize("normed", [False, True])
+    @torch.inference_mode()
+    def test_few_rows(self, group, rank_device, monkeypatch, method: str, normed: bool) -> None:
+        """SwiGLU in the product: the same bits, as long as all is as it was; nobody's weights but the layer's."""
+        monkeypatch.setattr(swiglu, "IN_PRODUCT", ((1, 8, 1, 1),))
+        dtype = torch.bfloat16 if rank_device.type == "cuda" else torch.float16
+        mlp = layer(group, rank_device, dtype, method)
+        norm = nn.RMSNorm(HIDDEN, 1e-5, device=rank_device, dtype=dtype)
+
+        def case(*shape: int) -> tuple:
+            x = draw(*shape, HIDDEN, device=rank_device, dtype=dtype)
+            return (x, Residual(torch.randn_like(x), norm)) if normed else (x,)
+
+        def check(times: int, *cases: tuple, joined: bool = True) -> tuple[int, int]:
+            """(calls that were known as a whole, launches of the product with SwiGLU by others)"""
+            before = launches["dist/known_mlp"], launches["tp_linear/gated_product"]
+            for _ in range(times):
+                for given in cases:
+                    found, expected = mlp(*given), by_parts(mlp, *given, joined=joined)
+                    assert same(found, expected)
+            return tuple(
+                launches[name] - count
+                for name, count in zip(("dist/known_mlp", "tp_linear/gated_product"), before, strict=True)
+            )  # fmt: skip
+
+        cases = case(1, 2), case(3)
+        check(LEARNED, *cases)
+        assert check(2, *cases, case(3)) == (6, 6)  # of the copies
+        assert check(LEARNED, case(9))[1] == 0  # too many rows
+        try:
+            for seconds in (9.0, 10.0):
+                set_timeout(seconds)
+                assert check(1, *cases)[0] == 0
+                check(LEARNED, *cases)
+                assert check(1, *cases)[0] == 2
+        finally:
+            set_timeout(10.0)
+        mlp.down_proj.weight.data = torch.randn_like(mlp.down_proj.weight)
+        assert check(1, *cases)[0] == 2
+        mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)  # no more side by side
+        assert check(1, *cases, joined=False) == (0, 0)
+        mlp._lay_side_by_side()  # elsewhere
+        check(LEARNED, *cases)
+        assert check(1, *cases)[0] == 2
+        with torch.autocast(rank_device.type, torch.float16):
+            before = launches["dist/known_mlp"]
+            mlp(*cases[0])
+            assert launches["dist/known_mlp"] == before
+        if rank_device.type == "cpu":
+            return
+        graph, given = torch.cuda.CUDAGraph(), cases[0]
+        with torch.cuda.graph(graph):
+            found = [mlp(*given) for _ in range(LEARNED)]
+        for _ in range(2):
+            graph.replay()
+            expected = by_parts(mlp, *given, joined=True)
             assert all(same(one, expected) for one in found)
 
     @torch.no_grad()
@@ -249,10 +317,10 @@ class TestAnywhere:
         for other in (x[:1], x.double(), x.transpose(0, 1).contiguous().transpose(0, 1)):
             assert run(other) is None
         assert run(x, how=("nccl",)) is None
-        for other in ({"y": y[..., :6]}, {"down": down[:3]}):  # of other columns: learned anew
-            assert run(x, **other) is None
-            assert run(x) is None
-            assert run(x) is not None
+        assert run(x, y=y[..., :6]) is None  # of other columns: learned anew
+        assert [run(x) is None for _ in range(2)] == [True, False]
+        assert run(x, down=down[:3]) is None  # another kind
+        assert run(x) is not None
         for name, value in (("alike", False), ("takes", False)):
             setattr(stand_ins, name, value)
             sent = len(stand_ins.sent)

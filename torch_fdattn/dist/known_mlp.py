@@ -1,7 +1,7 @@
 """Replicated MLPs of few rows, past what their parts look up one by one.
 
 A call like former ones is two products by BLAS, a launch of SwiGLU and a launch that sums over the ranks
-(`low_latency`). Its parts each ask who watches, what they are given and what was decided before, which takes the host
+(`low_latency`), or a product with SwiGLU in it and one that sums (`gemm_epilogue`), and a norm's. Its parts each ask who watches, what they are given and what was decided before, which takes the host
 as long as all the rest; here it is asked once, while the device is at the first product. Without gradients, on GPUs,
 where the two launches are known (`ops/repeated_call.py`, `plans.py`).
 """
@@ -61,17 +61,65 @@ class Call(NamedTuple):
         addresses = at, at + self.up_bytes, inner.data_ptr()
         if not repeated_call.launched(self.activation, addresses):
             return None
-        part = F.linear(inner, down)
-        if part.shape != self.part:
+        return _by_values(self.exchange, inner, down, self.part, added_to, norm_weight)
+
+
+def _by_values(
+    exchange: Exchange, inner: Tensor, down: Tensor, shape: torch.Size, added_to: Tensor | None, norm_weight: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+    """A product by BLAS, of this shape, and a launch that sums; None: nothing was sent."""
+    part = F.linear(inner, down)
+    if part.shape != shape:
+        return None
+    if added_to is None:
+        result = total = torch.empty_like(part)
+        done = exchange(part, total)
+    else:
+        result = added, normed = torch.empty_like(part), torch.empty_like(part)
+        done = exchange(part, None, added_to, norm_weight, normed, added)
+    launches["dist/known_mlp"] += done
+    return result if done else None
+
+
+class FewCall(NamedTuple):
+    """What one kind of call of few rows came to: SwiGLU in the product, and a sum by either way."""
+
+    gated: tuple[Step, ...]
+    sums: Exchange
+    by_product: bool  # whether it multiplies as well, or is `Call`'s
+    norm: tuple[Step, ...] | None  # behind it, if that multiplies and there is a residual
+    inner: Tensor  # as `Call`'s
+    part: Tensor  # so, of the result
+    weights: tuple[int, int]  # where gate's and up's lay, side by side
+
+    def __call__(
+        self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], added_to: Tensor | None, norm_weight: Tensor | None,
+        eps: float | None,
+    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+        """As `Call`. weights: of gate, up and down."""
+        gate, up, down = weights
+        at = gate.data_ptr()
+        if (at, up.data_ptr()) != self.weights or not self.sums.is_alike():
             return None
+        inner = torch.empty_like(self.inner, memory_format=torch.contiguous_format)
+        if not repeated_call.launched(self.gated, (inner.data_ptr(), x.data_ptr(), at, at)):
+            return None
+        if not self.by_product:
+            return _by_values(self.sums, inner, down, self.part.shape, added_to, norm_weight)
+        y = torch.empty_like(self.part, memory_format=torch.contiguous_format)
+        if not self.sums(y, inner, down, down):
+            return None
+        launches["dist/known_mlp"] += 1
         if added_to is None:
-            result = total = torch.empty_like(part)
-            done = self.exchange(part, total)
-        else:
-            result = added, normed = torch.empty_like(part), torch.empty_like(part)
-            done = self.exchange(part, None, added_to, norm_weight, normed, added)
-        launches["dist/known_mlp"] += done
-        return result if done else None
+            return y
+        normed, added = torch.empty_like(y), torch.empty_like(y)
+        if not repeated_call.again(self.norm, (y, added_to, norm_weight, normed, added)):
+            # The sum is made: not once more, which the other ranks would not take part in.
+            from torch_fdattn.dist.tp_linear.row_norm import sum_norm  # imports triton
+
+            flat = [t.flatten(0, -2) for t in (y, added_to)]
+            normed, added = sum_norm(flat[0], None, flat[1], norm_weight, eps, None)
+        return added.view_as(y), normed.view_as(y)
 
 
 class KnownMLP:
@@ -79,9 +127,9 @@ class KnownMLP:
 
     def __init__(self) -> None:
         # Weak: what a group's ranks map goes with it. An int: how often such a call was made that is not known.
-        self._of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Call | int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of: weakref.WeakKeyDictionary[
+            dist.ProcessGroup, dict[tuple, Call | FewCall | int]
+        ] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
         return KnownMLP, ()
@@ -95,26 +143,76 @@ class KnownMLP:
             y, down: as `Call`'s.
             how: what decides how the sum is made, of the layer.
         """
-        if checks.CHECK_VALUES or torch.is_grad_enabled():
-            return None, None
-        added_to = weight = None
-        if residual is not None:
-            added_to, weight = residual.x, plain_weight(residual.norm, x.dtype, residual.x.dtype)
-            if weight is None:
-                return None, None
-        if not library.runs_unseen(x, down, added_to, weight):
-            return None, None
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # where the host has time
-            return None, None
-        kind = how, x.shape, x.stride(), x.dtype, x.device, down.dtype
-        if added_to is not None:
-            kind += residual.norm.eps, *repeated_call.metadata(added_to, weight)
-        known = self._of.get(distributed_c10d._resolve_process_group(group_name))
-        call = 0 if known is None else known.get(kind, 0)
+        kind, added_to, norm_weight = _kind(how, x, residual, down)
+        call = self._find(group_name, kind)
         if type(call) is not Call:
             return None, kind if call < _TRIES else None
-        found = call(y, down, added_to, weight)
+        found = call(y, down, added_to, norm_weight)
         return found, kind if found is None else None
+
+    def run_few(
+        self, group_name: str, x: Tensor, weights: tuple[Tensor, Tensor, Tensor], residual: Any, how: tuple
+    ) -> tuple[Tensor | tuple[Tensor, Tensor] | None, tuple | None]:  # fmt: skip
+        """`run`, of `FewCall`s, before anything was launched, and for `learn_few`."""
+        *first, down = weights
+        kind, added_to, norm_weight = _kind(("few", *how), x, residual, down, *first)
+        call = self._find(group_name, kind)
+        if type(call) is not FewCall:
+            return None, kind if call < _TRIES else None
+        eps = None if residual is None else residual.norm.eps
+        found = call(x, weights, added_to, norm_weight, eps)
+        return found, kind if found is None else None
+
+    def _find(self, group_name: str, kind: tuple | None) -> Call | FewCall | int:
+        """What is known of such calls, or how many there were."""
+        if kind is None:
+            return _TRIES
+        known = self._of.get(distributed_c10d._resolve_process_group(group_name))
+        return 0 if known is None else known.get(kind, 0)
+
+    def _tried(self, group_name: str, kind: tuple) -> dict[tuple, Call | FewCall | int]:
+        """Counts a call that was not known; the group's calls."""
+        group = distributed_c10d._resolve_process_group(group_name)
+        known = self._of.setdefault(group, {})
+        if len(known) >= _MOST:
+            known.clear()
+        tries = known.get(kind, 0)
+        known[kind] = tries + 1 if type(tries) is int else 1
+        return known
+
+    def learn_few(
+        self, group_name: str, kind: tuple, x: Tensor, joined: Tensor, weights: tuple[Tensor, Tensor, Tensor],
+        inner: Tensor, residual: Any, summed: tuple,
+    ) -> None:  # fmt: skip
+        """`learn`, of what `run_few` gave. joined: gate's and up's weights as one."""
+        from torch_fdattn.dist.tp_linear import (  # import triton
+            gated_product,
+            gemm_epilogue,
+            row_norm,
+        )
+
+        known = self._tried(group_name, kind)
+        plan, (gate, up, down) = plans.find(*summed), weights
+        if plan is None or plan.with_norm != (residual is not None):
+            return
+        gated = repeated_call.find(gated_product.key_of(x.flatten(0, -2), joined))
+        name = gemm_epilogue.name_of(inner.flatten(0, -2), down, None, None)
+        sums, by_product = plan.memo.get("exchange"), name in plan.memo
+        part, norm = x.new_empty(1).expand(*x.shape[:-1], len(down)), None
+        if by_product:
+            sums = plan.memo[name]
+        if residual is not None:
+            if by_product:
+                key = row_norm.key_of_sum(part.flatten(0, -2), residual.norm.eps)
+                norm = repeated_call.find(key)
+            whole = residual.x.shape == part.shape and residual.x.is_contiguous()
+            if not whole or not residual.norm.weight.is_contiguous() or (by_product and norm is None):  # fmt: skip
+                return
+        if sums is None or gated is None or not x.is_contiguous():
+            return
+        like = inner.new_empty(1).expand_as(inner)
+        where = gate.data_ptr(), up.data_ptr()
+        known[kind] = FewCall(gated, sums, by_product, norm, like, part, where)
 
     def learn(
         self, group_name: str, kind: tuple, x: Tensor, ys: Sequence[Tensor], inner: Tensor, down: Tensor, residual: Any,
@@ -129,12 +227,7 @@ class KnownMLP:
             down: as `Call`'s.
             summed: what `plans.find` knows the last part by.
         """
-        group = distributed_c10d._resolve_process_group(group_name)
-        known = self._of.setdefault(group, {})
-        if len(known) >= _MOST:
-            known.clear()
-        tries = known.get(kind, 0)
-        known[kind] = tries + 1 if type(tries) is int else 1
+        known = self._tried(group_name, kind)
         plan = plans.find(*summed)
         if plan is None or plan.with_norm != (residual is not None):
             return
@@ -151,3 +244,26 @@ class KnownMLP:
         joined = torch.Size((*x.shape[:-1], gate.shape[-1] + up.shape[-1]))
         like, up_bytes = inner.new_empty(1).expand_as(inner), up.data_ptr() - gate.data_ptr()
         known[kind] = Call(activation, exchange, joined, like, part, up_bytes)
+
+
+def _kind(
+    how: tuple, x: Tensor, residual: Any, down: Tensor, *others: Tensor
+) -> tuple[tuple | None, Tensor | None, Tensor | None]:
+    """(what such calls are known by; None: by nothing), the residual and its norm's weight, if there are any."""
+    none = None, None, None
+    if checks.CHECK_VALUES or torch.is_grad_enabled():
+        return none
+    added_to = norm_weight = None
+    if residual is not None:
+        added_to = residual.x
+        norm_weight = plain_weight(residual.norm, x.dtype, added_to.dtype)
+        if norm_weight is None:
+            return none
+    if not library.runs_unseen(x, down, *others, added_to, norm_weight):
+        return none
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # where the host has time
+        return none
+    kind = how, *repeated_call.metadata(x, down)
+    if added_to is not None:
+        kind += residual.norm.eps, *repeated_call.metadata(added_to, norm_weight)
+    return kind, added_to, norm_weight

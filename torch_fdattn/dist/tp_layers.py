@@ -50,13 +50,13 @@ from torch_fdattn.dist.tp_weights import (
     sum_gradient,
     weight_and_bias,
 )
+from torch_fdattn.ops import swiglu
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.norms import plain_weight
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
 AUTO = "auto"
-#: Of `gated_product.MOST_ROWS`, which imports triton.
-_GATED_ROWS = 128
 
 
 class TokenRows:
@@ -270,14 +270,18 @@ class TPMLP(TPLayer):
     def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
-        inner = self._gated(x, linears)
-        if inner is not None:
-            return self._summed(inner, down, residual)
-        ys = self._columns(x, linears)
         weight, bias = weight_and_bias(down)
+        replicated = self.form == "all_reduce"
+        how = self.allreduce_method, self.linear_strategy, self.strategy, self._largest
+        if replicated and (x.is_cuda or INTERPRET) and not torch.is_grad_enabled():
+            sizes = x.shape[:-1].numel(), linears[0].out_features, x.shape[-1]
+            if swiglu.is_better_in_product(*sizes):
+                result = self._few(x, linears, down, residual, how)
+                if result is not None:
+                    return result
+        ys = self._columns(x, linears)
         found = kind = None
-        if len(ys) == 1 and bias is None and self.form == "all_reduce":
-            how = self.allreduce_method, self.linear_strategy, self.strategy, self._largest
+        if len(ys) == 1 and bias is None and replicated:
             found, kind = self._known.run(self.group_name, x, ys[0], weight, residual, how)
         if found is not None:
             return found
@@ -290,11 +294,17 @@ class TPMLP(TPLayer):
             self._known.learn(self.group_name, kind, x, ys, inner, weight, residual, summed)
         return result
 
-    def _gated(self, x: Tensor, linears: Sequence[nn.Linear]) -> Tensor | None:
-        """SwiGLU of both products, of few replicated rows in one launch where that is faster; else None."""
-        few = x.is_cuda and x.shape[:-1].numel() <= _GATED_ROWS
-        if not few or self.form != "all_reduce" or torch.is_grad_enabled():
-            return None
+    def _few(
+        self, x: Tensor, linears: Sequence[nn.Linear], down: nn.Linear, residual, how: tuple
+    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+        """`forward`, of few replicated rows: SwiGLU in the product of gate and up. None: not for these."""
+        pairs = [weight_and_bias(x) for x in (*linears, down)]
+        weights = tuple([weight for weight, _ in pairs])
+        kind = None
+        if all(bias is None for _, bias in pairs):
+            found, kind = self._known.run_few(self.group_name, x, weights, residual, how)
+            if found is not None:
+                return found
         one = self._as_one(linears)
         if one is None or one[1] is not None:
             return None
@@ -304,7 +314,13 @@ class TPMLP(TPLayer):
         if not gated_product.is_faster(flat, one[0]):
             return None
         inner = gated_product.silu_mul_linear(flat, one[0])
-        return inner.view(*x.shape[:-1], inner.shape[-1])
+        inner = inner.view(*x.shape[:-1], inner.shape[-1])
+        result = self._summed(inner, down, residual)
+        if kind is not None:
+            summed = self._call_of_row(inner, weights[-1], residual)
+            given = self.group_name, kind, x, one[0], weights, inner, residual, summed
+            self._known.learn_few(*given)
+        return result
 
     def _summed(self, inner: Tensor, down: nn.Linear, residual) -> Tensor | tuple[Tensor, Tensor]:
         return self._row(inner, down) if residual is None else self._row_added(inner, down, residual)  # fmt: skip

@@ -12,6 +12,11 @@ from torch_fdattn.ops.library import INTERPRET, runs_directly
 from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: (rows from, to, inner features at least, features at least) of which a product with SwiGLU in its own launch takes less
+#: time than BLAS and SwiGLU's. One H100, thirteen sizes from 2 × 3072 × 1024 to 2 × 25600 × 5120: 1 to 64 rows 0.81 to
+#: 0.99; 128 rows 0.90 to 0.99 from 5120 inner features on, to 1.09 below and with 1536 features; 96 rows, for which BLAS
+#: has tiles, 0.94 to 1.11.
+IN_PRODUCT = ((1, 64, 3072, 1024), (113, 128, 5120, 4096))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -34,6 +39,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
         learn(key, (gate, up, out), run)
     return out
+
+
+def is_better_in_product(rows: int, inner: int, features: int) -> bool:
+    """Whether (rows, features) @ (features, 2 × inner) and SwiGLU are faster as one launch (`dist/tp_linear/gated_product.py`)."""
+    return any(
+        first <= rows <= last and inner >= least and features >= deep
+        for first, last, least, deep in IN_PRODUCT
+    )
 
 
 def key_of(gate: Tensor, up: Tensor) -> tuple:

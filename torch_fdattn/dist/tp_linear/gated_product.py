@@ -27,12 +27,9 @@ from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
 from torch_fdattn.ops.repeated_call import metadata, repeat
 from torch_fdattn.ops.repeated_launch import launch
+from torch_fdattn.ops.swiglu import is_better_in_product
 
 MOST_ROWS = 128
-#: (rows from, to, programs at least, features at least) where it is taken. One H100, against BLAS and SwiGLU's kernel,
-#: thirteen sizes from 2 × 3072 × 1024 to 2 × 25600 × 5120: 1 to 64 rows 0.81 to 0.99; 128 rows 0.90 to 0.99 with 80
-#: programs or more, to 1.09 with fewer or with 1536 features; 96 rows, for which BLAS has tiles, 0.94 to 1.11.
-FASTER = ((1, 64, 48, 1024), (113, 128, 80, 4096))
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -90,11 +87,15 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
     Args:
         x: (M, K). weight: (2N, K).
     """
-    sizes = len(x), len(weight) // 128, x.shape[1]
-    if not any(a <= sizes[0] <= b and sizes[1] >= c and sizes[2] >= d for a, b, c, d in FASTER):
+    if not is_better_in_product(len(x), len(weight) // 2, x.shape[1]):
         return False
     seen = torch.is_autocast_enabled(x.device.type) or not runs_directly(x, weight)
     return not seen and fits(x, weight)
+
+
+def key_of(x: Tensor, weight: Tensor) -> tuple:
+    """What `repeated_call` knows a launch by."""
+    return "gated product", *metadata(x, weight)
 
 
 def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -114,6 +115,5 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
         )  # fmt: skip
 
     with on_device(x):
-        key = "gated product", *metadata(x, weight)
-        repeat(key, (y, x, weight, weight), run, "tp_linear/gated_product")
+        repeat(key_of(x, weight), (y, x, weight, weight), run, "tp_linear/gated_product")
     return y

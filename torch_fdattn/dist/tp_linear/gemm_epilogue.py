@@ -126,7 +126,7 @@ def matmul_all_reduce(
         return y
     launches["tp_linear/gemm_epilogue"] += 1
     given = y, x, weight, weight, scale, bias
-    if exchanged(memo, *given, name=_name(x, weight, bias, scale)):
+    if exchanged(memo, *given, name=name_of(x, weight, bias, scale)):
         return y
     rank, world = rank_and_size(group_name)
     where = channel_for(y.nbytes // 4, group_name, "gemm_epilogue", x.device, world)
@@ -150,11 +150,11 @@ def matmul_all_reduce(
     with on_device(x):
         key = "gemm_epilogue", *metadata(x, weight, scale, bias), *numbers, world
         repeat(key, tensors, run)
-    remember(memo, where, key, _name(x, weight, bias, scale))
+    remember(memo, where, key, name_of(x, weight, bias, scale))
     return y
 
 
-def _name(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> tuple:
+def name_of(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> tuple:
     """What a plan, which knows no strides, keeps a launch by."""
     given = bias is None, None if scale is None else scale.stride(0)
     return "gemm_epilogue", x.stride(0), weight.stride(), *given

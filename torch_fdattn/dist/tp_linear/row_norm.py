@@ -101,6 +101,15 @@ def takes(columns: int, dtype: torch.dtype) -> bool:
     return 0 < columns <= MOST_COLUMNS and columns * dtype.itemsize % 4 == 0
 
 
+def _key(m: int, words: int, eps: float, plain: bool, x: Tensor, numbers: tuple, world: int) -> tuple:  # fmt: skip
+    return "row norm", m, words, eps, plain, x.dtype, x.device, *numbers, world
+
+
+def key_of_sum(y: Tensor, eps: float) -> tuple:
+    """What `repeated_call` knows the launch by of a sum y (M, N) of which nothing is to be summed, without a bias."""
+    return _key(y.shape[0], y.shape[1] * y.element_size() // 4, eps, True, y, (0, 0, 0), 1)
+
+
 def sum_norm(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
     memo: dict | None = None,
@@ -137,8 +146,7 @@ def sum_norm(
         )  # fmt: skip
 
     with on_device(x):
-        about = bias is None, x.dtype, x.device
-        key = "row norm", m, words, eps, *about, *numbers, world
+        key = _key(m, words, eps, bias is None, x, numbers, world)
         repeat(key, tensors, run)
     if where is not None:
         remember(memo, where, key)
