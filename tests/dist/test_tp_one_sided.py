@@ -277,17 +277,29 @@ def test_many_numbers(group, rank_device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_uneven_rows(group, rank_device, strategy: str) -> None:
-    """Any number of rows on any rank; `fused` and `low_latency` leave them to `collective`."""
+    """Any number of rows on any rank; `fused` leaves them to `collective`."""
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [5, 0, 3, 1][:world]
     first = sum(rows[:rank])
     x, weight = draw(sum(rows), 16, device=rank_device), draw(8, 16, device=rank_device)
     own = slice(first, first + rows[rank])
+    before = launches.total()
     for _ in range(2):
         (y,) = all_gather_matmul(x[own], [weight], group, rows=rows, strategy=strategy)
         torch.testing.assert_close(y, F.linear(x, weight))
         y = matmul_reduce_scatter(x, weight, group, rows=rows, strategy=strategy)
         torch.testing.assert_close(y, world * F.linear(x, weight)[own])
+        assert y.data_ptr() % 16 == 0
+    assert world == 1 or (launches.total() > before) == (strategy != "fused")
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    (y,) = all_gather_matmul(x[own], [weight], group, rows=rows, strategy=strategy)
+    z = matmul_reduce_scatter(x, weight, group, rows=rows, strategy=strategy)
+    (y.sum() + z.sum()).backward()
+    ones = torch.ones(len(x), 8, device=rank_device)
+    right = ones @ weight.detach()
+    right[own] *= 1 + world
+    torch.testing.assert_close(x.grad, right)
+    torch.testing.assert_close(weight.grad, 2 * ones.t() @ x.detach())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

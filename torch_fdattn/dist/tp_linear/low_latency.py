@@ -96,15 +96,24 @@ def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool,
     memo: dict | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept]; rows all alike.
+    """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept].
+
+    Ranks of fewer rows than others send zeros besides.
 
     memo: of a known call (`op.Plan`), here and below.
     """
-    gathered = x.new_empty(sum(rows), x.shape[1])
-    if x.numel():
+    most, features = max(rows), x.shape[1]
+    even = most == min(rows)
+    if not even and len(x) < most:
+        x = F.pad(x, (0, 0, 0, most - len(x)))
+    gathered = x.new_empty(most * len(rows), features)
+    if gathered.numel():
         launches["tp_linear/low_latency_all_gather"] += 1
         if not push_values.exchanged(memo, x, gathered):
             push_values.all_gather(x, gathered, group_name, *rank_and_size(group_name), memo)
+    if not even:
+        parts = zip(gathered.split(most), rows, strict=True)
+        gathered = torch.cat([part[:count] for part, count in parts])
     return [*(F.linear(gathered, weight) for weight in weights), *([gathered] if keep else [])]
 
 
@@ -112,8 +121,16 @@ def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None,
     memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's rows (m, N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,); rows all alike."""
+    """This rank's rows (m, N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,).
+
+    Where ranks have different numbers of rows, they are of the sum of all rows.
+    """
     part = F.linear(x, weight, bias)
+    if max(rows) > min(rows):
+        rank = rank_and_size(group_name)[0]
+        first = sum(rows[:rank])
+        own = all_reduce(part, group_name, memo)[first : first + rows[rank]]
+        return own if own.data_ptr() % 16 == 0 else own.clone()  # as aligned as what is made
     y = part.new_empty(rows[0], part.shape[1])
     if y.numel():
         launches["tp_linear/low_latency_reduce_scatter"] += 1

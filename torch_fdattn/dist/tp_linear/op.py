@@ -67,9 +67,8 @@ def chosen(
 ) -> str:  # fmt: skip
     """The strategy that runs.
 
-    `fused` cuts every rank's rows into the same tiles, and `low_latency` everything into the same words of 32 bits:
-    where ranks have different numbers of rows they are `collective`, as the latter is for odd numbers of 16 bits, and
-    everything on one rank.
+    `fused` cuts every rank's rows into the same tiles, and is `collective` where ranks have different numbers of them, as
+    `low_latency` is for odd numbers of 16 bits, and everything on one rank.
     """
     if sizes.ranks == 1:
         return "collective"
@@ -77,7 +76,7 @@ def chosen(
         strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
-    if strategy in ("fused", "low_latency") and any(count != rows[0] for count in rows):
+    if strategy == "fused" and any(count != rows[0] for count in rows):
         return "collective"
     travels = sizes.features if op == auto.GATHER else sizes.columns
     if strategy == "low_latency" and travels * compute_dtype(x).itemsize % 4:
