@@ -50,7 +50,7 @@ WAYS = {
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
 MOST_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
 #: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
-EVEN = ("fused", "low_latency")
+EVEN = ("fused",)
 #: A choice that is slower than the first by more than this is none.
 SLACK = 1.02
 

@@ -19,13 +19,15 @@ HEAD = ["| test | parameters | torch | ours | speed-up |", "| --- | --- | --- | 
 def lines_of(results: Results, every: bool = False) -> list[str]:
     """One Markdown row for each test that has both times; tokens/s beside the time where measured.
 
-    `every`: a row for each of ours and of the others, not for the first ones alone.
+    `every`: a row for each of ours and of the others, not for the first ones alone, of ours what chooses by itself where
+    that was measured.
     """
     lines = []
     rates = values_of(results, "tokens_per_s")
     for case, times in values_of(results, "latency_ms").items():
         peer = next((name for name in PEERS if name in times), None)
-        own, others = [ours(times)], [peer]
+        chooses = (name for name in times if is_ours(name) and name.endswith("-auto"))
+        own, others = [next(chooses, ours(times))], [peer]
         if every:
             own = [name for name in times if is_ours(name)]
             others += [x for x in times if not is_ours(x) and x not in (peer, *FLOORS)]

@@ -23,6 +23,7 @@ from torch_fdattn.dist.tp_linear import (
     dequantise,
     fused_gather,
     fused_scatter,
+    gated_product,
     gemm,
     gemm_epilogue,
     low_latency,
@@ -72,7 +73,14 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
         stack.enter_context(mock.patch.object(gemm, "device_capability", return_value=capability))
         for module in (fused_gather, fused_scatter):
             stack.enter_context(mock.patch.object(module, "programs", return_value=132))
-        for module in (gemm_epilogue, low_latency, push_tiles, push_values, row_norm):
+        for module in (
+            gated_product,
+            gemm_epilogue,
+            low_latency,
+            push_tiles,
+            push_values,
+            row_norm,
+        ):
             stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
         yield
 
@@ -197,6 +205,32 @@ def test_all_reduce(rows: int) -> None:
         with ranks(), recorded() as launches:
             method.matmul_all_reduce(x, weight, "0", meta(5120) if rows == 16 else None)
         check(launches, "sm_90")
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_products_of_few_rows(rows: int) -> None:
+    """By descriptors, wgmma one after another without waits between, words by wide stores and loads."""
+    x, weight = meta(rows, 6400), meta(5120, 6400)
+    with ranks(), recorded() as launches:
+        gemm_epilogue.matmul_all_reduce(x, weight, "0")
+        gated_product.silu_mul_linear(x, weight)
+    check(launches, "sm_90")
+    for name in ("gemm_sum", "gated"):
+        text = text_of(launches, name, "sm_90")
+        assert "cp.async.bulk.tensor" in text
+        assert "wgmma" in text
+        assert not serialised(text)
+        assert "st.global.v4" in text
+    assert "ld.volatile.global.v4" in text_of(launches, "gemm_sum", "sm_90")
+
+
+def test_products_of_few_rows_with_less_shared_memory() -> None:
+    x, weight = meta(128, 6400), meta(5120, 6400)
+    with ranks(capability=(12, 0)), recorded() as launches:
+        gemm_epilogue.matmul_all_reduce(x, weight, "0")
+        gated_product.silu_mul_linear(x, weight)
+    for launch in launches:
+        assert resources_of(launch, ARCHS["sm_90"]).shared <= 99 * 1024
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(128, marks=pytest.mark.slow)])

@@ -71,6 +71,10 @@ SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls", ("tests/dist/test_tp_one_sided.py",), interpret=True, ranks=2
 )
+FEW_ROWS = Tests(
+    "known MLPs of few rows", ("tests/dist/test_known_mlp.py",), interpret=True, ranks=2
+)
+LAUNCHES = Tests("direct launches", ("tests/compile_only/test_repeated_launch.py",))
 KNOWN_MLP = Tests("known MLPs", ("tests/dist/test_known_mlp.py",), ranks=2)
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
@@ -354,11 +358,27 @@ FAULTS = (
     ),
     Fault(
         "a known MLP sums by another method", "torch_fdattn/dist/known_mlp.py",
-        "kind = how, x.shape", "kind = (), x.shape", KNOWN_MLP,
+        "kind = how, *repeated_call", "kind = (), *repeated_call", KNOWN_MLP,
     ),
     Fault(
         "a known MLP takes the sum's launch for the norm's", "torch_fdattn/dist/known_mlp.py",
-        "if plan is None or plan.with_norm != (residual is not None):", "if plan is None:", KNOWN_MLP,
+        "plan is not None and plan.with_norm == (residual is not None)", "plan is not None", KNOWN_MLP,
+    ),
+    Fault(
+        "a known MLP by weights that were replaced", "torch_fdattn/dist/known_mlp.py",
+        "if (at, up.data_ptr()) != self.weights or not", "if not", FEW_ROWS,
+    ),
+    Fault(
+        "what the last call brought is left in memory", "torch_fdattn/dist/tp_linear/gemm_epilogue.py",
+        "    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, _CLEARED)\n", "", MATMULS,
+    ),
+    Fault(
+        "the first tensor's map for all tensors", f"{_KERNELS}/direct_launch.py",
+        "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", LAUNCHES,
+    ),
+    Fault(
+        "an uneven rank's rows from the first on", "torch_fdattn/dist/tp_linear/low_latency.py",
+        "first = sum(rows[:rank])", "first = 0", MATMULS,
     ),
     Fault(
         "copies learnt for the tensors that were given", f"{_KERNELS}/attention/op.py",

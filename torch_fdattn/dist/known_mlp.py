@@ -192,8 +192,8 @@ class KnownMLP:
         )
 
         known = self._tried(group_name, kind)
-        plan, (gate, up, down) = plans.find(*summed), weights
-        if plan is None or plan.with_norm != (residual is not None):
+        plan, (gate, up, down) = _plan(summed, residual), weights
+        if plan is None:
             return
         gated = repeated_call.find(gated_product.key_of(x.flatten(0, -2), joined))
         name = gemm_epilogue.name_of(inner.flatten(0, -2), down, None, None)
@@ -228,8 +228,8 @@ class KnownMLP:
             summed: what `plans.find` knows the last part by.
         """
         known = self._tried(group_name, kind)
-        plan = plans.find(*summed)
-        if plan is None or plan.with_norm != (residual is not None):
+        plan = _plan(summed, residual)
+        if plan is None:
             return
         exchange = plan.memo.get("exchange")
         activation = repeated_call.find(swiglu.key_of(*ys))
@@ -244,6 +244,12 @@ class KnownMLP:
         joined = torch.Size((*x.shape[:-1], gate.shape[-1] + up.shape[-1]))
         like, up_bytes = inner.new_empty(1).expand_as(inner), up.data_ptr() - gate.data_ptr()
         known[kind] = Call(activation, exchange, joined, like, part, up_bytes)
+
+
+def _plan(summed: tuple, residual: Any) -> Any:
+    """The plan of the last part, if it is one with a norm where there is a residual, and only there."""
+    plan = plans.find(*summed)
+    return plan if plan is not None and plan.with_norm == (residual is not None) else None
 
 
 def _kind(

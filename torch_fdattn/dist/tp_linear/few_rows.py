@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_fdattn.dist.tp_linear.gemm import Tile, product
+from torch_fdattn.dist.tp_linear.gemm import Tile, has_room, product
 from torch_fdattn.ops.decode.kernel import unquantised
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET
@@ -68,17 +68,21 @@ def prefetch(w_ptr, first_column, n, k, stride, BLOCK_N: tl.constexpr, AHEAD: tl
 AHEAD = 1024
 
 
-def tile_for(rows: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, like: torch.Tensor) -> Tile:
     """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as shared memory has room for: 80
-    programs on 132 processors are the faster the more each of them has in flight, to the last one that fits."""
+    programs on 132 processors are the faster the more each of them has in flight, to the last one that fits.
+
+    like: of the product's dtype and device.
+    """
     n = max(16, power_of_two(rows))
     if INTERPRET:
         return Tile(16, n, 32, 4, 1)
-    if dtype.itemsize > 2:
+    if like.dtype.itemsize > 2:
         return Tile(64, n, 32, 4, 3)
-    return Tile(64, n, 128, 4, 6) if n <= 64 else Tile(64, n, 64, 4, 9)
+    tile = Tile(64, n, 128, 4, 6) if n <= 64 else Tile(64, n, 64, 4, 9)
+    return tile if has_room(like.device) else smaller(tile)
 
 
-def by_pointers(tile: Tile) -> Tile:
-    """What fits devices without tensor descriptors."""
+def smaller(tile: Tile) -> Tile:
+    """Of what is loaded by pointers, and for devices with less shared memory."""
     return tile if INTERPRET else tile._replace(k=min(tile.k, 64), stages=3)

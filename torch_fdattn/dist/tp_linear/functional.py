@@ -150,8 +150,8 @@ def matmul_all_reduce(
         method: "auto" is what was measured to be the fastest, and "nccl" where nothing was. "nccl" is the functional
             all-reduce of the group's backend, gloo included; "one_shot" and "two_shot" are torch's
             symmetric-memory kernels (CUDA, one host, bfloat16 or float32). Ours, for the few rows of a decode step
-            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_epilogue" sends
-            from inside the product (up to 128 rows and for an even N, or else it is "low_latency").
+            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_epilogue" one
+            that multiplies as well (up to 128 rows and for an even N, or else it is "low_latency").
         strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_epilogue"
             and "low_latency" the method of that name.
         group_name: as `all_gather_matmul`.
@@ -189,8 +189,8 @@ def matmul_all_reduce_rms_norm(
 
     ``added = residual + matmul_all_reduce(x, weight, bias)``, ``normed = rms_norm(added) * norm_weight``.
 
-    One launch after BLAS where `method` is, or "auto" chooses, one of our own, without gradients, for up to 2048
-    rows of up to 8192 columns and one dtype (`tp_linear/row_norm.py`); else the three parts.
+    Two launches where `method` is, or "auto" chooses, one of our own, without gradients, for up to 2048 rows of up to
+    8192 columns and one dtype (`tp_linear/row_norm.py`); else the three parts.
 
     Args:
         residual: (M, N), the same on every rank, in x's dtype.

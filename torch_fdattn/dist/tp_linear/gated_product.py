@@ -19,6 +19,7 @@ from torch_fdattn.dist.tp_linear.gemm import (
     Tile,
     describable,
     describes,
+    has_room,
     operands,
     triton_dtype,
 )
@@ -57,10 +58,10 @@ def _gated_kernel(
     tl.store(y_ptr + at, inner, mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
-def _tile(rows: int, columns: int, dtype: torch.dtype) -> Tile:
+def _tile(columns: int, x: Tensor) -> Tile:
     """Two weights a stage in place of one; of 128 rows stages of two programs a processor, where there are as many."""
-    tile = tile_for(rows, dtype)
-    if INTERPRET:
+    tile = tile_for(len(x), x)
+    if INTERPRET or not has_room(x.device):
         return tile
     if tile.n <= 64:
         return tile._replace(stages=4)
@@ -104,7 +105,7 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     y = x.new_empty(m, n)
 
     def run() -> None:
-        tile = _tile(m, n, x.dtype)
+        tile = _tile(n, x)
         (w,), few, _ = operands((weight,), x, tile)
         early = starts_early(x)
         launches["tp_linear/gated_product"] += 1

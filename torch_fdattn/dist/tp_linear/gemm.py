@@ -51,8 +51,7 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
         return Tile(64, 64, 32, 4, 3)
     if rows <= 64:
         return Tile(64, 128, 64, 4, 4)
-    few = not _DESCRIPTORS <= device_capability(like.device) < _SMALLER
-    if few or columns % 16:  # stores that are not wide need registers, too
+    if not has_room(like.device) or columns % 16:  # stores that are not wide need registers, too
         return Tile(128, 128, 64, 8, 3)
     wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
 
@@ -61,6 +60,11 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
 
     # A narrow tile takes 0.57 of a wide one's time on an H100.
     return wide if waves(wide) <= 0.57 * waves(narrow) else narrow
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether programs have the shared memory and the descriptors of datacentre GPUs from sm_90 on."""
+    return _DESCRIPTORS <= device_capability(device) < _SMALLER
 
 
 class Operands(NamedTuple):

@@ -19,9 +19,9 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import may_send, packed, read_epoch
 from torch_fdattn.dist.tp_linear.few_rows import (
     AHEAD,
-    by_pointers,
     columns_product,
     prefetch,
+    smaller,
     tile_for,
 )
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
@@ -134,10 +134,10 @@ def matmul_all_reduce(
     tensors = *given, where.memory.addresses, where.state, where.fault.tensor
 
     def run() -> None:
-        tile = tile_for(m, x.dtype)
+        tile = tile_for(m, x)
         (w,), few, layout = operands((weight,), x, tile)
         if layout is None:
-            tile = by_pointers(tile)
+            tile = smaller(tile)
         early = starts_early(x)
         launch(
             _gemm_sum_kernel, cdiv(n, tile.m),
