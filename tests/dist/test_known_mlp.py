@@ -188,6 +188,18 @@ class TestWhole:
             assert all(same(one, expected) for one in found)
 
     @torch.no_grad()
+    def test_compiled_once(self, group, rank_device) -> None:
+        """How many rows are few is no guard of graphs."""
+        mlp, graphs = layer(group, rank_device, method="nccl"), []
+        compiled = torch.compile(
+            mlp, backend=lambda graph, _: graphs.append(graph) or graph, dynamic=True, fullgraph=True
+        )  # fmt: skip
+        for rows in (3, 70, 120, 200):
+            x = draw(rows, HIDDEN, device=rank_device)
+            torch.testing.assert_close(compiled(x), mlp(x))
+        assert len(graphs) == 1
+
+    @torch.no_grad()
     def test_memory_that_grows(self, rank_device) -> None:
         """What a larger call outgrew is not used again, and the call is learned anew."""
         new = dist.new_group()

@@ -275,11 +275,12 @@ def test_many_numbers(group, rank_device, monkeypatch) -> None:
     assert parts == [4] * 3 + ([4, 4, 1] * 3 if world == 2 else [])
 
 
+@pytest.mark.parametrize("shares", [(5, 0, 3, 1), (2, 3, 0, 4)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_uneven_rows(group, rank_device, strategy: str) -> None:
+def test_uneven_rows(group, rank_device, strategy: str, shares: tuple[int, ...]) -> None:
     """Any number of rows on any rank; `fused` leaves them to `collective`."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    rows = [5, 0, 3, 1][:world]
+    rows = list(shares[:world])
     first = sum(rows[:rank])
     x, weight = draw(sum(rows), 16, device=rank_device), draw(8, 16, device=rank_device)
     own = slice(first, first + rows[rank])
@@ -294,6 +295,7 @@ def test_uneven_rows(group, rank_device, strategy: str) -> None:
     x, weight = x.requires_grad_(), weight.requires_grad_()
     (y,) = all_gather_matmul(x[own], [weight], group, rows=rows, strategy=strategy)
     z = matmul_reduce_scatter(x, weight, group, rows=rows, strategy=strategy)
+    z += 1  # nobody's view
     (y.sum() + z.sum()).backward()
     ones = torch.ones(len(x), 8, device=rank_device)
     right = ones @ weight.detach()
@@ -503,8 +505,8 @@ def test_known_calls_between_larger_ones(rank_device, method: str) -> None:
         assert kept == names.get(method, {"workspace"})
 
 
-def test_known_sums_in_products(rank_device) -> None:
-    """Of weights that lie otherwise, of memory that was outgrown and with another time limit."""
+def test_known_sums_in_products(rank_device, monkeypatch) -> None:
+    """Of weights that lie otherwise, of memory that was outgrown, with another time limit and another precision."""
     cuda, world = rank_device.type == "cuda", dist.get_world_size()
     group, dtype = dist.new_group(range(world)), torch.bfloat16 if cuda else torch.float16
 
@@ -525,8 +527,20 @@ def test_known_sums_in_products(rank_device) -> None:
     finally:
         set_timeout(10.0)
     if cuda and world > 1:
+        x, weight = (draw(n, 64, device=rank_device) for n in (8, 64))
+        given = x, weight, group.group_name
+        exact = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+            coarse = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
+        assert not torch.equal(exact[-1], coarse[-1])
+        assert torch.equal(exact[-1], matmul_all_reduce(*given, method="gemm_epilogue"))
+        plans._plans[group].clear()
+        for across in (False, True):
+            for _ in range(4):
+                check(8, 64, across)
         kept = [len(plan.memo) for plan in plans._plans[group].values() if plan]
-        assert sorted(kept) == [1, 2]
+        assert kept == [2]
 
 
 def test_exchanges_that_are_no_longer_alike(monkeypatch) -> None:

@@ -77,6 +77,8 @@ def test_what_fits(kernel_device) -> None:
         (x.float(), weight.float()) if not INTERPRET else (x.double(), weight.double()),
         (x, weight.float()),
         (x[:0], weight),
+        (x[:, :16].contiguous(), weight),  # other features
+        (x, weight[:79]),
         (x.repeat(33, 1), weight),  # too many rows
         (
             x,

@@ -273,12 +273,13 @@ class TPMLP(TPLayer):
         weight, bias = weight_and_bias(down)
         replicated = self.form == "all_reduce"
         how = self.allreduce_method, self.linear_strategy, self.strategy, self._largest
-        if replicated and (x.is_cuda or INTERPRET) and not torch.is_grad_enabled():
-            sizes = x.shape[:-1].numel(), linears[0].out_features, x.shape[-1]
-            if swiglu.is_better_in_product(*sizes):
-                result = self._few(x, linears, down, residual, how)
-                if result is not None:
-                    return result
+        traced = (
+            torch.is_grad_enabled() or torch.compiler.is_compiling()
+        )  # where sizes would be guards
+        if replicated and (x.is_cuda or INTERPRET) and not traced:
+            result = self._few(x, linears, down, residual, how)
+            if result is not None:
+                return result
         ys = self._columns(x, linears)
         found = kind = None
         if len(ys) == 1 and bias is None and replicated:
@@ -299,7 +300,14 @@ class TPMLP(TPLayer):
     ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
         """`forward`, of few replicated rows: SwiGLU in the product of gate and up. None: not for these."""
         pairs = [weight_and_bias(x) for x in (*linears, down)]
-        weights = tuple([weight for weight, _ in pairs])
+        weights = gate, up, _ = tuple([weight for weight, _ in pairs])
+        sizes = x.shape[:-1].numel(), len(gate), x.shape[-1]
+        if not swiglu.is_better_in_product(*sizes) or len(gate) != len(up):
+            return None
+        from torch_fdattn.dist.tp_linear import gated_product  # imports triton
+
+        if not gated_product.describes(x.device, x.dtype):
+            return None
         kind = None
         if all(bias is None for _, bias in pairs):
             found, kind = self._known.run_few(self.group_name, x, weights, residual, how)
@@ -308,8 +316,6 @@ class TPMLP(TPLayer):
         one = self._as_one(linears)
         if one is None or one[1] is not None:
             return None
-        from torch_fdattn.dist.tp_linear import gated_product  # imports triton
-
         flat = x.flatten(0, -2).contiguous()
         if not gated_product.is_faster(flat, one[0]):
             return None

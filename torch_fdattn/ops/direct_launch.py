@@ -88,7 +88,9 @@ class DirectLaunch:
             elif is_tensor(kind):
                 owner, at = aligned_buffer()
                 self._numbers.append(owner)
-                self._maps.append((index, TensorMaps(value, next(described), driver), at))
+                self._maps.append(
+                    (index, TensorMaps(value, next(described), driver, device_index), at)
+                )
                 self.layout.append(ctypes.c_char * BYTES)
                 places.append(at)
                 for size in value.shape:

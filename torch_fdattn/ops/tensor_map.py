@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torch_fdattn.ops.cuda_driver import INVALID_CONTEXT, bind_context
+
 BYTES = 128
 #: Where a map lies.
 ALIGNMENT = 64
@@ -34,7 +36,9 @@ def aligned_buffer() -> tuple[ctypes.Array, int]:
 class TensorMaps:
     """The maps of tensors that differ from a descriptor's in nothing but their addresses."""
 
-    def __init__(self, like: TensorDescriptor, meta: Mapping[str, object], driver) -> None:
+    def __init__(
+        self, like: TensorDescriptor, meta: Mapping[str, object], driver, device_index: int = 0
+    ) -> None:
         """meta: of the compiled kernel, `tensordesc_meta`."""
         rank = len(like.shape)
         self._sizes = (ctypes.c_uint64 * rank)(*reversed(like.shape))
@@ -50,7 +54,7 @@ class TensorMaps:
         self._behind = 0, swizzle, _L2_PROMOTION_128_BYTES, fill
         last = sum((n - 1) * stride for n, stride in zip(reversed(like.shape), [meta["elem_size"], *strides], strict=True))  # fmt: skip
         self._small = last + 1 < _SMALL
-        self._driver = driver
+        self._driver, self._device_index = driver, device_index
         self._made: dict[int, bytes] = {}
 
     def __getitem__(self, address: int) -> bytes:
@@ -66,10 +70,14 @@ class TensorMaps:
         _owner, at = aligned_buffer()
         kind, rank = self._before
         interleave, swizzle, promotion, fill = self._behind
-        failure = self._driver.cuTensorMapEncodeTiled(
+        given = (
             ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(address), self._sizes, self._strides, self._block,
             self._steps, interleave, swizzle, promotion, fill,
         )  # fmt: skip
+        failure = self._driver.cuTensorMapEncodeTiled(*given)
+        if failure == INVALID_CONTEXT:
+            bind_context(self._driver, self._device_index)
+            failure = self._driver.cuTensorMapEncodeTiled(*given)
         if failure:
             raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {failure}")
         if self._small:

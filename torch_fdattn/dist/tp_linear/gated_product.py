@@ -74,6 +74,9 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return (
         (x.is_cuda or INTERPRET)
         and x.dtype == weight.dtype
+        and x.device == weight.device
+        and x.shape[1] == weight.shape[1]
+        and len(weight) % 2 == 0
         and x.dtype in dtypes
         and 0 < len(x) <= MOST_ROWS
         and describes(x.device, x.dtype)

@@ -136,8 +136,8 @@ def matmul_all_reduce(
     def run() -> None:
         tile = tile_for(m, x)
         (w,), few, layout = operands((weight,), x, tile)
-        if layout is None:
-            tile = smaller(tile)
+        if layout != "rows":  # x of one feature may lie by "columns"
+            w, few, layout, tile = weight, x, None, smaller(tile)
         early = starts_early(x)
         launch(
             _gemm_sum_kernel, cdiv(n, tile.m),
@@ -148,13 +148,13 @@ def matmul_all_reduce(
         )  # fmt: skip
 
     with on_device(x):
-        key = "gemm_epilogue", *metadata(x, weight, scale, bias), *numbers, world
+        key = name_of(x, weight, bias, scale), *metadata(x, weight, scale, bias), *numbers, world
         repeat(key, tensors, run)
     remember(memo, where, key, name_of(x, weight, bias, scale))
     return y
 
 
 def name_of(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> tuple:
-    """What a plan, which knows no strides, keeps a launch by."""
+    """What a plan, which knows neither strides nor precisions, keeps a launch by."""
     given = bias is None, None if scale is None else scale.stride(0)
-    return "gemm_epilogue", x.stride(0), weight.stride(), *given
+    return "gemm_epilogue", dot_precision(x.dtype), x.stride(0), weight.stride(), *given
