@@ -377,8 +377,8 @@ FAULTS = (
         "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", LAUNCHES,
     ),
     Fault(
-        "an uneven rank's rows from the first on", "torch_fdattn/dist/tp_linear/low_latency.py",
-        "first = sum(rows[:rank])", "first = 0", MATMULS,
+        "an uneven rank's rows by those of the ranks behind it", "torch_fdattn/dist/tp_linear/low_latency.py",
+        "first = sum(rows[:rank])", "first = sum(rows[rank + 1 :])", MATMULS,
     ),
     Fault(
         "copies learnt for the tensors that were given", f"{_KERNELS}/attention/op.py",
