@@ -1,7 +1,8 @@
 """Method `gemm_epilogue`: a product of few rows and its sum over the ranks in one launch.
 
-A program has some columns of y, for all rows (`few_rows.py`). A finished tile goes to all other ranks as values that tell themselves that they came (`push_values.py`);
-then the program takes theirs and sums in fp32, in the order of ranks: the same bits on all ranks.
+A program has some columns of y, for all rows (`few_rows.py`). A finished tile goes to all other ranks as values that
+tell themselves that they came (`push_values.py`); then the program takes theirs and sums in fp32, in the order of ranks:
+the same bits on all ranks.
 
 A program waits for the same columns alone, and only once it has sent its own: the first columns that any rank has not
 finished wait for nobody. With tiles that fit a device at once, none waits for a place.
@@ -118,8 +119,8 @@ def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, scale: Tensor | None = None,
     memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even, x's features
-    and the bias contiguous. memo: of a known call (`op.Plan`)."""
+    """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even,
+    x's features and the bias contiguous. memo: of a known call (`op.Plan`)."""
     (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty(m, n)
     if not y.numel():
