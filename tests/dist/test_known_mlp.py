@@ -128,8 +128,10 @@ class TestWhole:
             expected = by_parts(mlp, *given)
             assert all(same(one, expected) for one in found)
 
-    @pytest.mark.parametrize("method", ["low_latency", "gemm_epilogue"])
-    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize(
+        ("method", "normed"),
+        [("low_latency", True), ("gemm_epilogue", False), ("gemm_epilogue", True)],
+    )
     @torch.inference_mode()
     def test_few_rows(self, group, rank_device, monkeypatch, method: str, normed: bool) -> None:
         """SwiGLU in the product: the same bits, as long as all is as it was; nobody's weights but the layer's."""
@@ -156,23 +158,24 @@ class TestWhole:
 
         cases = case(1, 2), case(3)
         check(LEARNED, *cases)
-        assert check(2, *cases, case(3)) == (6, 6)  # of the copies
-        assert check(LEARNED, case(9))[1] == 0  # too many rows
+        assert check(1, *cases, case(3)) == (3, 3)  # of the copies
+        assert check(1, case(9))[1] == 0  # too many rows
+        cases = cases[:1]
         try:
-            for seconds in (9.0, 10.0):
-                set_timeout(seconds)
-                assert check(1, *cases)[0] == 0
-                check(LEARNED, *cases)
-                assert check(1, *cases)[0] == 2
+            set_timeout(9.0)
+            assert check(1, *cases)[0] == 0
+            check(LEARNED, *cases)
+            assert check(1, *cases)[0] == 1
         finally:
             set_timeout(10.0)
         mlp.down_proj.weight.data = torch.randn_like(mlp.down_proj.weight)
-        assert check(1, *cases)[0] == 2
+        check(LEARNED, *cases)
+        assert check(1, *cases)[0] == 1
         mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)  # no more side by side
         assert check(1, *cases, joined=False) == (0, 0)
         mlp._lay_side_by_side()  # elsewhere
         check(LEARNED, *cases)
-        assert check(1, *cases)[0] == 2
+        assert check(1, *cases)[0] == 1
         with torch.autocast(rank_device.type, torch.float16):
             before = launches["dist/known_mlp"]
             mlp(*cases[0])
