@@ -576,6 +576,22 @@ def test_maps_that_the_driver_refuses(mapper: Mapper) -> None:
         tensor_map.TensorMaps(like, meta, mapper)[16]
 
 
+def test_a_thread_without_a_context_gets_one_for_its_maps(mapper: Mapper) -> None:
+    like = TensorDescriptor(torch.zeros(64, 64).half(), [64, 64], [64, 1], [64, 64])
+    meta = dict(elem_size=2, elem_type=6, block_size=[64, 64], swizzle=3)
+    calls, encode = [], mapper.cuTensorMapEncodeTiled
+    mapper.cuTensorMapEncodeTiled = lambda *a: encode(*a) if "set" in calls else 201
+    for name, call in (
+        ("DeviceGet", "get"),
+        ("DevicePrimaryCtxRetain", "retain"),
+        ("CtxSetCurrent", "set"),
+    ):
+        setattr(mapper, f"cu{name}", lambda *_, call=call: calls.append(call) or 0)
+    assert tensor_map.TensorMaps(like, meta, mapper, 1)[16]
+    assert calls == ["get", "retain", "set"]
+    assert [made[0] for made in mapper.made] == [16]
+
+
 def test_descriptors_without_maps_are_tritons_to_launch(driver: Driver, through_triton: list) -> None:  # fmt: skip
     """A driver that makes none."""
     x, y = torch.zeros(64, 64).half(), torch.zeros(64, 64).half()

@@ -56,6 +56,17 @@ def same(found, expected) -> bool:
     return torch.equal(found, expected)
 
 
+def check_graph(mlp: TPMLP, *arguments, joined: bool = False) -> None:
+    """Captured calls give what the parts give."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [mlp(*arguments) for _ in range(LEARNED)]
+    for _ in range(2):
+        graph.replay()
+        expected = by_parts(mlp, *arguments, joined=joined)
+        assert all(same(one, expected) for one in found)
+
+
 class TestWhole:
     """On GPUs, or with stand-ins for their direct launches in the interpreter."""
 
@@ -118,15 +129,8 @@ class TestWhole:
         assert check(1, *cases) == 0
         mlp._lay_side_by_side()
         assert check(1, *cases) == 2
-        if rank_device.type == "cpu":
-            return
-        graph, given = torch.cuda.CUDAGraph(), cases[0]
-        with torch.cuda.graph(graph):
-            found = [mlp(*given) for _ in range(LEARNED)]
-        for _ in range(2):
-            graph.replay()
-            expected = by_parts(mlp, *given)
-            assert all(same(one, expected) for one in found)
+        if rank_device.type == "cuda":
+            check_graph(mlp, *cases[0])
 
     @pytest.mark.parametrize(
         ("method", "normed"),
@@ -180,15 +184,8 @@ class TestWhole:
             before = launches["dist/known_mlp"]
             mlp(*cases[0])
             assert launches["dist/known_mlp"] == before
-        if rank_device.type == "cpu":
-            return
-        graph, given = torch.cuda.CUDAGraph(), cases[0]
-        with torch.cuda.graph(graph):
-            found = [mlp(*given) for _ in range(LEARNED)]
-        for _ in range(2):
-            graph.replay()
-            expected = by_parts(mlp, *given, joined=True)
-            assert all(same(one, expected) for one in found)
+        if rank_device.type == "cuda":
+            check_graph(mlp, *cases[0], joined=True)
 
     @torch.no_grad()
     def test_compiled_once(self, group, rank_device) -> None:

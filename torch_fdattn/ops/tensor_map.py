@@ -19,6 +19,7 @@ ALIGNMENT = 64
 #: CUtensorMapDataType of what the compiler calls a tensor's elements, where that is another number.
 _TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
+_NOT_INTERLEAVED = 0
 _L2_PROMOTION_128_BYTES = 2
 _NANS_OUTSIDE = 1
 #: Drivers up to this one read small tensors wrongly unless a bit of the map is cleared (CUTLASS, b7ecaa6).
@@ -46,12 +47,11 @@ class TensorMaps:
         self._strides = (ctypes.c_uint64 * rank)(*strides, 0)
         self._block = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
         self._steps = (ctypes.c_uint32 * rank)(*[1] * rank)
-        kind, swizzle = meta["elem_type"], meta["swizzle"]
+        kind = meta["elem_type"]
         if getattr(like, "round_f32_to_tf32", False):
             kind = _TF32
-        fill = _NANS_OUTSIDE if like.padding == "nan" else 0
-        self._before = _TYPES.get(kind, kind), rank
-        self._behind = 0, swizzle, _L2_PROMOTION_128_BYTES, fill
+        self._kind, self._rank, self._swizzle = _TYPES.get(kind, kind), rank, meta["swizzle"]
+        self._fill = _NANS_OUTSIDE if like.padding == "nan" else 0
         last = sum((n - 1) * stride for n, stride in zip(reversed(like.shape), [meta["elem_size"], *strides], strict=True))  # fmt: skip
         self._small = last + 1 < _SMALL
         self._driver, self._device_index = driver, device_index
@@ -68,11 +68,9 @@ class TensorMaps:
 
     def _make(self, address: int) -> bytes:
         _owner, at = aligned_buffer()
-        kind, rank = self._before
-        interleave, swizzle, promotion, fill = self._behind
         given = (
-            ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(address), self._sizes, self._strides, self._block,
-            self._steps, interleave, swizzle, promotion, fill,
+            ctypes.c_void_p(at), self._kind, self._rank, ctypes.c_void_p(address), self._sizes, self._strides, self._block,
+            self._steps, _NOT_INTERLEAVED, self._swizzle, _L2_PROMOTION_128_BYTES, self._fill,
         )  # fmt: skip
         failure = self._driver.cuTensorMapEncodeTiled(*given)
         if failure == INVALID_CONTEXT:
