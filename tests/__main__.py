@@ -138,6 +138,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_failures",
                 "row_norm",
                 "known_mlp",
+                "gathered_swiglu",
                 "float8_weights",
                 "compiled_matmuls",
                 only=f"not ({INDUCED})",

@@ -534,6 +534,21 @@ def copied(y: torch.Tensor, x: torch.Tensor, **options) -> None:
     repeated_launch.launch(_copy_kernel, 1, y, described, 64)
 
 
+@triton.jit
+def _fill_kernel(y, BLOCK: tl.constexpr):
+    y.store([0, 0], tl.zeros([BLOCK, BLOCK], tl.float16))
+
+
+def test_a_descriptor_comes_first(mapper: Mapper, through_triton: list) -> None:
+    """What is stored by one."""
+    y = torch.zeros(64, 64).half()
+    for _ in range(3):
+        described = TensorDescriptor(y, [64, 64], [64, 1], [64, 64])
+        repeated_launch.launch(_fill_kernel, 1, described, 64)
+    assert len(through_triton) == 2
+    assert [made[0] for made in mapper.made] == [y.data_ptr()]
+
+
 def test_descriptors(mapper: Mapper, through_triton: list) -> None:
     """From the third launch on as maps, one an address; other sizes are another launch."""
     y, xs = torch.zeros(64, 64).half(), [torch.zeros(64, 64).half() for _ in range(2)]
@@ -550,7 +565,7 @@ def test_descriptors(mapper: Mapper, through_triton: list) -> None:
         assert values[2:] == [64, 64, 64, 1, 0, 0]
     assert len(through_triton) == 2
     (meta,) = through_triton[0][2].metadata.tensordesc_meta
-    about = 6, [64, 64], [128], list(reversed(meta["block_size"])), [1, 1], (0, meta["swizzle"], 2, 0)  # fmt: skip
+    about = 6, [64, 64], [128], list(reversed(meta["block_size"])), [1, 1], (0, meta["swizzle"], 3, 0)  # fmt: skip
     assert mapper.made == [(x.data_ptr(), *about) for x in xs]
     copied(y, torch.zeros(64, 128).half()[:, :64])
     copied(y, xs[0], padding="nan")
@@ -566,6 +581,14 @@ def test_maps_that_need_no_mending(mapper: Mapper, version: int, rows: int, monk
     meta = dict(elem_size=2, elem_type=6, block_size=[64, 64], swizzle=3)
     made = tensor_map.TensorMaps(like, meta, mapper)[16]
     assert list((ctypes.c_uint64 * 2).from_buffer_copy(made)) == [1, 1 << 21 | 5]
+
+
+@pytest.mark.parametrize(("columns", "promoted"), [(64, 3), (128, 2)])
+def test_blocks_of_one_line_bring_the_next(mapper: Mapper, columns: int, promoted: int) -> None:
+    like = TensorDescriptor(torch.zeros(64, 128).half(), [64, 128], [128, 1], [64, columns])
+    meta = dict(elem_size=2, elem_type=6, block_size=[64, 64], swizzle=3)
+    assert tensor_map.TensorMaps(like, meta, mapper)[16]
+    assert mapper.made[0][-1][2] == promoted
 
 
 def test_maps_that_the_driver_refuses(mapper: Mapper) -> None:

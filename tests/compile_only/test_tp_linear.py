@@ -224,6 +224,20 @@ def test_products_of_few_rows(rows: int) -> None:
     assert "ld.volatile.global.v4" in text_of(launches, "gemm_sum", "sm_90")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])  # fmt: skip
+def test_swiglu_in_tiles(dtype: torch.dtype) -> None:
+    """Gate and up are one operand, which stays in shared memory."""
+    x, weight = meta(4096, 5120, dtype=dtype), meta(25600, 5120, dtype=dtype)
+    with ranks(), recorded() as launches:
+        gated_product.silu_mul_linear(x, weight)
+    check(launches, "sm_90")
+    text = text_of(launches, "gated_tiles", "sm_90")
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in text
+    assert "cp.async.bulk.tensor.3d" in text
+    assert "ld.shared" not in text
+    assert not serialised(text)
+
+
 def test_products_of_few_rows_with_less_shared_memory() -> None:
     x, weight = meta(128, 6400), meta(5120, 6400)
     with ranks(capability=(12, 0)), recorded() as launches:

@@ -1,4 +1,4 @@
-"""SwiGLU in the product of few rows: against its parts, in the interpreter and on GPUs."""
+"""SwiGLU in the product of gate and up: against its parts, in the interpreter and on GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,17 @@ def check(x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "inner", "features"),
-    [(1, 16, 32), (3, 40, 64), (17, 8, 40), (33, 72, 200), (65, 24, 16), (128, 16, 8)],
+    [
+        (1, 16, 32),
+        (3, 40, 64),
+        (17, 8, 40),
+        (33, 72, 200),
+        (65, 24, 16),
+        (128, 16, 8),
+        (129, 8, 8),
+        (150, 40, 72),
+        (300, 136, 40),
+    ],
 )
 def test_right(kernel_device, rows: int, inner: int, features: int) -> None:
     """Rows, columns and features that no block divides among them."""
@@ -79,7 +89,7 @@ def test_what_fits(kernel_device) -> None:
         (x[:0], weight),
         (x[:, :16].contiguous(), weight),  # other features
         (x, weight[:79]),
-        (x.repeat(33, 1), weight),  # too many rows
+        (x.repeat(33, 1), weight[:72]),  # of many rows, whose results are rows of no whole 16 bytes
         (
             x,
             drawn(80, 33, device=kernel_device, dtype=torch.float16)[:, 1:],

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fdattn.ops import swiglu_kernel
-from torch_fdattn.ops.swiglu import silu_mul
+from torch_fdattn.ops.swiglu import is_better_in_product, silu_mul
 
 
 @pytest.fixture
@@ -71,3 +71,13 @@ def test_compiled(device) -> None:
     compiled = torch.compile(silu_mul, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(gate, up), F.silu(gate) * up)
+
+
+def test_where_one_launch_is_faster() -> None:
+    """As measured: few rows by sizes, many by how full the last wave of tiles is."""
+    faster = [(1, 3072, 1024), (64, 3072, 1024), (128, 5120, 4096), (4096, 12800, 5120), (2048, 14336, 8192), (1024, 14336, 4096)]  # fmt: skip
+    slower = [(65, 12800, 5120), (128, 5119, 4096), (512, 12800, 5120), (2048, 12800, 5120), (384, 65536, 5120), (512, 3072, 4096), (4096, 2048, 5120), (4096, 12800, 512)]  # fmt: skip
+    for sizes in faster:
+        assert is_better_in_product(*sizes), sizes
+    for sizes in slower:
+        assert not is_better_in_product(*sizes), sizes

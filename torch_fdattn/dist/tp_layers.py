@@ -150,13 +150,18 @@ class TPLayer(nn.Module):
                     "strategy 'auto' has gradients for replicated activations alone, got sharded rows where gradients "
                     "are wanted: make the layer with strategy 'ag_rs'"
                 )
-            return all_gather_matmul(
-                x, list(weights), self.group_name, list(biases), rows=self.tokens.rows, strategy=self.linear_strategy,
-                largest=self._largest and self._largest[0],
-            )  # fmt: skip
+            return self._gathered(x, list(weights), list(biases))
         if torch.is_grad_enabled() and x.requires_grad:
             x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def _gathered(
+        self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str | None = None
+    ) -> list[Tensor]:  # fmt: skip
+        return all_gather_matmul(
+            x, weights, self.group_name, biases, rows=self.tokens.rows, strategy=self.linear_strategy,
+            largest=self._largest and self._largest[0], activation=activation,
+        )  # fmt: skip
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
@@ -277,9 +282,13 @@ class TPMLP(TPLayer):
             torch.is_grad_enabled() or torch.compiler.is_compiling()
         )  # where sizes would be guards
         if replicated and (x.is_cuda or INTERPRET) and not traced:
-            result = self._few(x, linears, down, residual, how)
+            result = self._gated(x, linears, down, residual, how)
             if result is not None:
                 return result
+        one = None if replicated or traced else self._as_one(linears)
+        if one is not None and len(one[0]) == 2 * linears[0].out_features:
+            (inner,) = self._gathered(x, [one[0]], [one[1]], "swiglu")
+            return self._summed(inner, down, residual)
         ys = self._columns(x, linears)
         found = kind = None
         if len(ys) == 1 and bias is None and replicated:
@@ -295,10 +304,10 @@ class TPMLP(TPLayer):
             self._known.learn(self.group_name, kind, x, ys, inner, weight, residual, summed)
         return result
 
-    def _few(
+    def _gated(
         self, x: Tensor, linears: Sequence[nn.Linear], down: nn.Linear, residual, how: tuple
     ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
-        """`forward`, of few replicated rows: SwiGLU in the product of gate and up. None: not for these."""
+        """`forward`, of replicated rows: SwiGLU in the product of gate and up. None: not for these."""
         pairs = [weight_and_bias(x) for x in (*linears, down)]
         weights = gate, up, _ = tuple([weight for weight, _ in pairs])
         sizes = x.shape[:-1].numel(), len(gate), x.shape[-1]
@@ -308,8 +317,8 @@ class TPMLP(TPLayer):
 
         if not gated_product.describes(x.device, x.dtype):
             return None
-        kind = None
-        if all(bias is None for _, bias in pairs):
+        kind, few = None, sizes[0] <= gated_product.MOST_ROWS
+        if few and all(bias is None for _, bias in pairs):
             found, kind = self._known.run_few(self.group_name, x, weights, residual, how)
             if found is not None:
                 return found

@@ -45,14 +45,14 @@ def launch(
 
     Args:
         kernel: of `triton.jit`.
-        arguments: the first a tensor, or a tuple of them; all are on the current device. Tensor descriptors may be
-            among them.
+        arguments: the first a tensor, its descriptor, or a tuple of them; all are on the current device.
         also: further arguments by name, tensors in the order of the kernel's parameters.
         options: numbers, flags and strings alone.
     """
     first = arguments[0]
     while type(first) is tuple:
         first = first[0]
+    first = first.base if type(first) is TensorDescriptor else first
     if not _on_gpu(first):
         kernel[(programs,)](*arguments, **options, **also)
         return

@@ -17,6 +17,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: 0.99; 128 rows 0.90 to 0.99 from 5120 inner features on, to 1.09 below and with 1536 features; 96 rows, for which BLAS
 #: has tiles, 0.94 to 1.11.
 IN_PRODUCT = ((1, 64, 3072, 1024), (113, 128, 5120, 4096))
+#: (rows, inner features, features) from which on products by tiles take less, where `fills_waves` (`tp_linear/gated_tiles.py`).
+BY_TILES = (512, 3072, 1024)
+#: Rows of such a tile, and columns of each of its products.
+GATED_TILE = 128
+#: Processors of an H100, and how much of all waves of tiles must be tiles.
+_PROCESSORS, _FULL = 132, 0.95
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -43,10 +49,25 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def is_better_in_product(rows: int, inner: int, features: int) -> bool:
     """Whether (rows, features) @ (features, 2 × inner) and SwiGLU are faster as one launch (`dist/tp_linear/gated_product.py`)."""
-    return any(
+    few = any(
         first <= rows <= last and inner >= least and features >= deep
         for first, last, least, deep in IN_PRODUCT
     )
+    return few or is_better_by_tiles(rows, inner, features)
+
+
+def is_better_by_tiles(rows: int, inner: int, features: int) -> bool:
+    """`is_better_in_product`, of many rows."""
+    sizes = rows, inner, features
+    many = all(size >= least for size, least in zip(sizes, BY_TILES, strict=True))
+    return many and fills_waves(rows, inner)
+
+
+def fills_waves(rows: int, inner: int) -> bool:
+    """Whether hardly a processor is idle while the last tiles are multiplied."""
+    tiles = -(-rows // GATED_TILE) * -(-inner // GATED_TILE)
+    waves = -(-tiles // _PROCESSORS)
+    return waves > 1 and tiles >= _FULL * waves * _PROCESSORS
 
 
 def key_of(gate: Tensor, up: Tensor) -> tuple:

@@ -14,6 +14,18 @@ _COLUMNS = 2048
 
 
 @triton.jit
+def swiglu(gate, up):
+    """silu(gate) * up, of fp32."""
+    return gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
+
+
+@triton.jit
+def rounded_swiglu(gate, up, DTYPE: tl.constexpr):
+    """swiglu of products in fp32, with all that is rounded to DTYPE where it is the result of a launch of its own."""
+    return swiglu(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, blocks, BLOCK: tl.constexpr
 ):
@@ -22,8 +34,9 @@ def _silu_mul_kernel(
     inside = at < columns
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=inside).to(tl.float32)
-    out = gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
-    tl.store(out_ptr + row * columns + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row * columns + at, swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def launch_silu_mul(

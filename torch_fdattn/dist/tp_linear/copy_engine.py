@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import TICKETS, as_words, await_flag, read_epoch
+from torch_fdattn.dist.tp_linear import gated_tiles
 from torch_fdattn.dist.tp_linear.copies import Copies, finish, using
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.launch import cdiv, on_device
@@ -61,18 +62,23 @@ def keep_rows(copies: Copies, gathered: Tensor, x: Tensor, first: int, kept: Ten
 
 
 def all_gather_matmul(
-    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool
-) -> list[Tensor]:
-    """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous."""
+    x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool, gated: bool = False
+) -> list[Tensor]:  # fmt: skip
+    """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous.
+
+    gated: y_i (sum(rows), N_i / 2), by `gated_tiles.py`."""
     copies, gathered = gathering(x, group_name, rows, "copy_engine/all_gather")
     rank, world, first = copies.rank, copies.world, starts(rows)
     launches["tp_linear/copy_engine_all_gather"] += 1
-    ys = [x.new_empty(len(gathered), weight.shape[0]) for weight in weights]
+    ys = [x.new_empty(len(gathered), weight.shape[0] // (1 + gated)) for weight in weights]
 
     def multiply(chunk: Tensor, source: int) -> None:
         own = slice(first[source], first[source] + rows[source])
         for weight, y in zip(weights, ys, strict=True):
-            torch.mm(chunk, weight.t(), out=y[own])
+            if not gated:
+                torch.mm(chunk, weight.t(), out=y[own])
+            elif len(chunk):
+                gated_tiles.silu_mul_linear(chunk, weight, y[own])
 
     found = [*ys, torch.empty_like(gathered)] if keep else ys
     at_once = x.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -48,6 +48,7 @@ def all_gather_matmul(
     x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
     strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None, largest: int | None = None,
+    activation: str | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``y_i = all_gather(x_shard) @ weights[i].T + biases[i]``: one gather for several column-parallel weights.
 
@@ -70,9 +71,12 @@ def all_gather_matmul(
             neither has a gradient (`tp_linear/float8.py`).
         largest: the most columns, of all weights, that any rank has, where all ranks say so: "auto" then goes by it,
             asks nobody, and takes measurements of nearby numbers too.
+        activation: None, or "swiglu": a weight's first N_i / 2 rows are a gate's, and ``silu(y[:, :N_i / 2]) *
+            y[:, N_i / 2:]`` is returned in y_i's place (arXiv:2002.05202). For thousands of rows, without biases and
+            gradients, in the products themselves, which are written nowhere then (`tp_linear/gated_tiles.py`).
 
     Returns:
-        y_i (sum(rows), N_i). Differentiable: ranks may use their results differently; the gradient of
+        y_i (sum(rows), N_i), with an activation (sum(rows), N_i / 2). Differentiable: ranks may use their results differently; the gradient of
         x_shard is summed over the ranks (in x_shard's dtype), those of weights and biases are local.
 
     Raises:
@@ -80,11 +84,13 @@ def all_gather_matmul(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
     if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
-        given = x_shard, weights, biases, rows, strategy, weight_scales, largest
+        given = x_shard, weights, biases, rows, strategy, weight_scales, largest, activation
         plan = plans.find(*op.gather_call(group_name, *given))
         if plan is not None:
             biases = biases or [None] * len(weights)
-            return op.run_gather(plan, x_shard, weights, biases, group_name, weight_scales, True)
+            return op.run_gather(
+                plan, x_shard, weights, biases, group_name, weight_scales, activation, True
+            )
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -96,7 +102,7 @@ def all_gather_matmul(
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,
-        strategy=strategy, weight_scales=weight_scales, largest=largest,
+        strategy=strategy, weight_scales=weight_scales, largest=largest, activation=activation,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.groups import is_traced
 from torch_fdattn.dist.tp_linear import float8
-from torch_fdattn.ops import library
+from torch_fdattn.ops import library, swiglu
 from torch_fdattn.ops.launch import on_device
 
 STRATEGIES = ("copy_engine", "fused", "low_latency")
@@ -60,10 +60,10 @@ def _module(name: str):
     return importlib.import_module(f"torch_fdattn.dist.tp_linear.{name}")
 
 
-def gather(x, weights, group_name, strategy, rows, keep):
+def gather(x, weights, group_name, strategy, rows, keep, **options):
     run = _module(_GATHERS[strategy]).all_gather_matmul
     with on_device(x):
-        return run(x.contiguous(), weights, group_name, list(rows), keep)
+        return run(x.contiguous(), weights, group_name, list(rows), keep, **options)
 
 
 def _gather_fake(x, weights, group_name, strategy, rows, keep):
@@ -239,6 +239,27 @@ def all_gather_matmul(
         run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul, memo)
         ys = run(x, weights, group_name, strategy, rows, False)
     return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
+
+
+def takes_swiglu(
+    strategy: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]
+) -> bool:  # fmt: skip
+    """Whether products that are gathered for had better be `all_gather_swiglu`'s: of many rows, in chunks."""
+    if strategy != "copy_engine" or any(bias is not None for bias in biases):
+        return False
+    sizes = [(sum(rows), len(weight) // 2, x.shape[1]) for weight in weights]
+    if not all(swiglu.is_better_by_tiles(*size) for size in sizes):
+        return False
+    fits = _module("gated_product").fits_unseen
+    whole = x.shape[1] * x.element_size() % 16 == 0  # rows as they are gathered
+    return whole and all(fits(x, weight) for weight in weights)
+
+
+def all_gather_swiglu(
+    x: Tensor, weights: Sequence[Tensor], group_name: str, strategy: str, rows: Sequence[int]
+) -> list[Tensor]:
+    """[silu(gate) * up (sum(rows), N_i / 2)] of the products' halves, where this `takes_swiglu`."""
+    return gather(x, weights, group_name, strategy, rows, False, gated=True)
 
 
 def matmul_reduce_scatter(

@@ -23,6 +23,7 @@ from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.tp_linear import auto, collective, float8, one_sided
 from torch_fdattn.dist.tp_linear.auto import Sizes, compute_dtype
 from torch_fdattn.ops import library
+from torch_fdattn.ops.swiglu import silu_mul
 
 
 class Plan(NamedTuple):
@@ -134,11 +135,13 @@ def _check_linear(
 
 def _all_gather_matmul(
     x_shard, weights, group_name, biases=None, *, rank=None, world_size=None, rows=None,
-    strategy="auto", weight_scales=None, largest=None,
+    strategy="auto", weight_scales=None, largest=None, activation=None,
 ):  # fmt: skip
     check_linear_strategy("strategy", strategy)
     if not weights:
         raise ValueError("weights must hold at least one weight, got none")
+    if activation not in (None, "swiglu"):
+        raise ValueError(f"activation must be None or 'swiglu', got {activation!r}")
     if biases is None:
         biases = [None] * len(weights)
     if len(biases) != len(weights):
@@ -151,8 +154,15 @@ def _all_gather_matmul(
     for i, parts in enumerate(zip(weights, biases, scales, strict=True)):
         names = ("weights", "biases", "weight_scales")
         _check_linear(x_shard, *parts, ("x_shard", *(f"{name}[{i}]" for name in names)))
+        if activation is not None and len(parts[0]) % 2:
+            raise ValueError(
+                f"weights[{i}] must have an even number of rows, gate's and up's, for activation {activation!r}, got "
+                f"{len(parts[0])}"
+            )
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = gather_call(group_name, x_shard, weights, biases, rows, strategy, weight_scales, largest)
+    call = gather_call(
+        group_name, x_shard, weights, biases, rows, strategy, weight_scales, largest, activation
+    )
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = largest or sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
@@ -172,13 +182,15 @@ def _all_gather_matmul(
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None)
     plan = Plan(strategy, rows, rank, world_size, {})
     plans.keep(plan, *call)
-    return run_gather(plan, x_shard, weights, biases, group_name, weight_scales)
+    return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
 
 
-def gather_call(group_name, x_shard, weights, biases, rows, strategy, scales, largest) -> tuple:
+def gather_call(
+    group_name, x_shard, weights, biases, rows, strategy, scales, largest, activation
+) -> tuple:
     """What `plans` knows a call by."""
     none = [None] * len(weights)
-    options = strategy, _hashable(rows), len(weights), largest
+    options = strategy, _hashable(rows), len(weights), largest, activation
     return auto.GATHER, group_name, options, x_shard, *weights, *(biases or none), *(scales or none)
 
 
@@ -187,18 +199,23 @@ def _hashable(rows):
 
 
 def run_gather(
-    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, known: bool = False
-) -> list[Tensor]:
+    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None, known: bool = False
+) -> list[Tensor]:  # fmt: skip
     """known: the plan was found, so that nobody watches, casts or differentiates; as in the others."""
     way, rows, rank, world_size = plan[:4]
     x = x if known else x.to(compute_dtype(x))
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
+    gated = activation is not None
+    if gated and one_sided.takes_swiglu(way, x, weights, biases, rows):
+        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows)
     if way != "collective":
         memo = plan.memo if known else None
-        return one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, memo)
-    return collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size, known)  # fmt: skip
+        ys = one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, memo)
+    else:
+        ys = collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size, known)  # fmt: skip
+    return [silu_mul(*y.chunk(2, -1)) for y in ys] if gated else ys
 
 
 def _matmul_reduce_scatter(
@@ -359,7 +376,7 @@ def _define(schema: str, function) -> None:
 _define(
     "all_gather_matmul(Tensor x_shard, Tensor[] weights, str group_name, Tensor?[]? biases=None, *, "
     "int? rank=None, int? world_size=None, SymInt[]? rows=None, str strategy='auto', "
-    "Tensor?[]? weight_scales=None, int? largest=None) -> Tensor[]",
+    "Tensor?[]? weight_scales=None, int? largest=None, str? activation=None) -> Tensor[]",
     _all_gather_matmul,
 )
 _define(
