@@ -505,7 +505,7 @@ def test_known_calls_between_larger_ones(rank_device, method: str) -> None:
         assert kept == names.get(method, {"workspace"})
 
 
-def test_known_sums_in_products(rank_device, monkeypatch) -> None:
+def test_known_sums_in_products(rank_device) -> None:
     """Of weights that lie otherwise, of memory that was outgrown, with another time limit and another precision."""
     cuda, world = rank_device.type == "cuda", dist.get_world_size()
     group, dtype = dist.new_group(range(world)), torch.bfloat16 if cuda else torch.float16
@@ -530,9 +530,12 @@ def test_known_sums_in_products(rank_device, monkeypatch) -> None:
         x, weight = (draw(n, 64, device=rank_device) for n in (8, 64))
         given = x, weight, group.group_name
         exact = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+        try:
+            settings.allow_tf32 = True
             coarse = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
+        finally:  # not by monkeypatch, which would take it away
+            settings.allow_tf32 = before
         assert not torch.equal(exact[-1], coarse[-1])
         assert torch.equal(exact[-1], matmul_all_reduce(*given, method="gemm_epilogue"))
         plans._plans[group].clear()

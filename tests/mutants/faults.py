@@ -74,6 +74,9 @@ MATMULS = Tests(
 FEW_ROWS = Tests(
     "known MLPs of few rows", ("tests/dist/test_known_mlp.py",), interpret=True, ranks=2
 )
+SWIGLU = Tests(
+    "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
+)
 LAUNCHES = Tests("direct launches", ("tests/compile_only/test_repeated_launch.py",))
 KNOWN_MLP = Tests("known MLPs", ("tests/dist/test_known_mlp.py",), ranks=2)
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
@@ -367,6 +370,14 @@ FAULTS = (
     Fault(
         "a known MLP by weights that were replaced", "torch_fdattn/dist/known_mlp.py",
         "if (at, up.data_ptr()) != self.weights or not", "if not", FEW_ROWS,
+    ),
+    Fault(
+        "gate and up in each other's place", "torch_fdattn/dist/tp_linear/gated_tiles.py",
+        "rounded_swiglu(gate, up, DTYPE)", "rounded_swiglu(up, gate, DTYPE)", SWIGLU,
+    ),
+    Fault(
+        "SwiGLU before a bias is added", "torch_fdattn/dist/tp_linear/one_sided.py",
+        'if strategy != "copy_engine" or any(bias is not None for bias in biases):', 'if strategy != "copy_engine":', SWIGLU,
     ),
     Fault(
         "what the last call brought is left in memory", "torch_fdattn/dist/tp_linear/gemm_epilogue.py",

@@ -6,7 +6,7 @@ gate and up lie one after the other, as a matrix (2, N, K), so both are one oper
 `flatten` lets a tile's loads begin while the last one is stored.
 
 One H100, eleven sizes from 2 × 3072 × 1024 to 2 × 28672 × 8192, 512 to 8192 rows: 0.80 to 0.99 of BLAS and SwiGLU's kernel
-where the last wave of tiles is full (`swiglu.fills_waves`), up to 1.2 where it is not.
+where the last wave of tiles is full (`swiglu.fills_waves`), up to 1.2 where it is not; six of them under load 0.89 to 0.98.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.swiglu import GATED_TILE
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
-#: Columns of each of the two products. Two H100's sizes: groups of 16 take 0.99 of the time of groups of 8.
+#: n: columns of each of the two products. Groups of 16 tiles take 0.99 of the time of groups of 8 on an H100.
 _TILE = Tile(16, 16, 32, 4, 1, 2) if INTERPRET else Tile(GATED_TILE, GATED_TILE, 64, 8, 4, 16)
 
 
