@@ -247,6 +247,8 @@ def takes_swiglu(
     """Whether products that are gathered for had better be `all_gather_swiglu`'s: of many rows, in chunks."""
     if strategy != "copy_engine" or any(bias is not None for bias in biases):
         return False
+    if is_traced(x):  # where sizes would be guards
+        return False
     sizes = [(sum(rows), len(weight) // 2, x.shape[1]) for weight in weights]
     if not all(swiglu.is_better_by_tiles(*size) for size in sizes):
         return False
