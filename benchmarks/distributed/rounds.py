@@ -15,9 +15,9 @@ from .processes import Ranks
 from .together import together
 
 GRAPH, EAGER = "graph_us", "eager_us"
-_TURN_US = 5e3  # of measuring: a replay, or eager calls in a row
-_EAGER_CALLS = 10
-_TURNS = 4  # of each, a repeat
+_GRAPH_US, _EAGER_US = 5e3, 20e3  # of measuring: a replay, and a round of eager calls
+_EAGER_CALLS = 40
+_TURNS = 4  # of each graph, a repeat
 
 
 class Rounds:
@@ -40,9 +40,9 @@ class Rounds:
         for _ in range(2 if on_gpu else 1):
             taken = together(ranks, "eager", lambda: timer.eager_us(calls, len(calls)))
         estimate = slowest(ranks, [taken])[0]  # the same on all ranks, and so what follows from it
-        count = calls_within(estimate, _TURN_US, 1, _EAGER_CALLS)
+        count = calls_within(estimate, _EAGER_US, 1, _EAGER_CALLS)
         if in_graph and on_gpu:
-            rounds = rounds_within(estimate, _TURN_US, len(calls))
+            rounds = rounds_within(estimate, _GRAPH_US, len(calls))
             meet(ranks)  # nothing of another implementation is under way in the capture
             graph = together(ranks, "graph", lambda: RotatedGraph(timer, calls, rounds=rounds))
             self.add(name, GRAPH, graph.next)
@@ -60,13 +60,13 @@ class Rounds:
     def sample(self, repeats: int) -> dict[str, dict[str, float]]:
         """Records `repeats` rounds over all samplers; the medians by metric and name.
 
-        In short turns, so that all meet the same clocks, and the median forgets turns in which others had the host; a
-        first turn is for nothing.
+        Graphs take turns of one replay, so that all of them meet the same clocks; a first turn is for nothing.
         """
         medians: dict[str, dict[str, float]] = {}
         for metric, samplers in self._samplers.items():
             values: dict[str, list[float]] = {name: [] for name in samplers}
-            for turn, names in enumerate(turns(samplers, 1 + repeats * _TURNS)):
+            count = 1 + repeats * (_TURNS if metric == GRAPH else 1)
+            for turn, names in enumerate(turns(samplers, count)):
                 for name in names:
                     meet(self._ranks)
                     found = slowest(self._ranks, [samplers[name]()])
