@@ -34,9 +34,8 @@ def _silu_mul_kernel(
     inside = at < columns
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=inside).to(tl.float32)
-    tl.store(
-        out_ptr + row * columns + at, swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=inside
-    )
+    out = swiglu(gate, up)
+    tl.store(out_ptr + row * columns + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_silu_mul(

@@ -76,8 +76,9 @@ def all_gather_matmul(
             gradients, in the products themselves, which are written nowhere then (`tp_linear/gated_tiles.py`).
 
     Returns:
-        y_i (sum(rows), N_i), with an activation (sum(rows), N_i / 2). Differentiable: ranks may use their results differently; the gradient of
-        x_shard is summed over the ranks (in x_shard's dtype), those of weights and biases are local.
+        y_i (sum(rows), N_i), with an activation (sum(rows), N_i / 2). Differentiable: ranks may use their results
+        differently; the gradient of x_shard is summed over the ranks (in x_shard's dtype), those of weights and biases
+        are local.
 
     Raises:
         ValueError, TypeError: naming the argument, before any communication.

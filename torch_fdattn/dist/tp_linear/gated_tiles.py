@@ -53,10 +53,8 @@ def _gated_tiles_kernel(
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `silu_mul_linear` can do it; the rest `gated_product.fits` asks for."""
-    whole = (
-        len(weight) // 2 * x.element_size() % 16 == 0
-    )  # the result's rows, which a descriptor stores
-    return whole and (INTERPRET or has_room(x.device))
+    row_bytes = len(weight) // 2 * x.element_size()  # of the result, which a descriptor stores
+    return row_bytes % 16 == 0 and (INTERPRET or has_room(x.device))
 
 
 def silu_mul_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
