@@ -105,6 +105,22 @@ def test_where_it_is_not_in_them(group, rank_device, many) -> None:
     assert launches[COUNTER] > before
 
 
+def test_own_rows_are_few(group, rank_device, monkeypatch) -> None:
+    """A rank of few rows multiplies others' by tiles, and must not where those do not fit."""
+    kernels(rank_device)
+    monkeypatch.setattr(swiglu, "is_better_by_tiles", lambda *_: True)
+    rank, rows = dist.get_rank(), [100] + [200] * (dist.get_world_size() - 1)
+    x = draw(sum(rows), 16, device=rank_device, dtype=torch.float16)
+    own = x[sum(rows[:rank]) : sum(rows[: rank + 1])]
+    for columns, taken in ((24, False), (32, True)):  # results' rows of 24 and of 32 bytes
+        weight = draw(columns, 16, device=rank_device, dtype=torch.float16)
+        before = launches[COUNTER]
+        with torch.no_grad():
+            (y,) = all_gather_matmul(own, [weight], group, rows=rows, strategy="copy_engine", activation="swiglu")  # fmt: skip
+        assert (launches[COUNTER] > before) == taken
+        check_sum(y, halves(x.double() @ weight.double().t()), halves(x @ weight.t()))
+
+
 @pytest.mark.parametrize("form", ["ag_rs", "all_reduce"])
 def test_layers(group, rank_device, many, form: str) -> None:
     torch.manual_seed(0)
@@ -130,5 +146,7 @@ def test_wrong_calls(group, rank_device) -> None:
     x, weight = draw(2, 8, device=rank_device), draw(4, 8, device=rank_device)
     with pytest.raises(ValueError, match="activation must be None or 'swiglu', got 'gelu'"):
         all_gather_matmul(x, [weight], group, activation="gelu")
+    with pytest.raises(TypeError, match="activation must be a str or None, got list"):
+        all_gather_matmul(x, [weight], group, activation=["swiglu"])
     with pytest.raises(ValueError, match=r"weights\[1\] must have an even number of rows.*got 3"):
         all_gather_matmul(x, [weight, weight[:3]], group, activation="swiglu")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fdattn.ops import swiglu_kernel
-from torch_fdattn.ops.swiglu import is_better_in_product, silu_mul
+from torch_fdattn.ops.swiglu import is_better_by_tiles, is_better_in_product, silu_mul
 
 
 @pytest.fixture
@@ -81,3 +81,11 @@ def test_where_one_launch_is_faster() -> None:
         assert is_better_in_product(*sizes), sizes
     for sizes in slower:
         assert not is_better_in_product(*sizes), sizes
+
+
+def test_where_launches_of_chunks_are_faster() -> None:
+    """Each chunk has tiles of its own, which are to be full, and is to fill the device."""
+    assert is_better_by_tiles((2048, 2048), 12800, 5120)
+    assert not is_better_by_tiles((1040,), 14336, 5120)  # 9 tiles for 8.1
+    for chunks, inner in (([136] * 8, 3584), ([180] * 4, 8192), ([520] * 2, 14336), ([128] * 8, 4224)):  # fmt: skip
+        assert not is_better_by_tiles(chunks, inner, 5120), chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -53,21 +54,25 @@ def is_better_in_product(rows: int, inner: int, features: int) -> bool:
         first <= rows <= last and inner >= least and features >= deep
         for first, last, least, deep in IN_PRODUCT
     )
-    return few or is_better_by_tiles(rows, inner, features)
+    return few or is_better_by_tiles((rows,), inner, features)
 
 
-def is_better_by_tiles(rows: int, inner: int, features: int) -> bool:
-    """`is_better_in_product`, of many rows."""
-    sizes = rows, inner, features
+def is_better_by_tiles(chunks: Sequence[int], inner: int, features: int) -> bool:
+    """`is_better_in_product`, of many rows, in so many launches of so many rows each."""
+    sizes = sum(chunks), inner, features
     many = all(size >= least for size, least in zip(sizes, BY_TILES, strict=True))
-    return many and fills_waves(rows, inner)
+    return many and fills_waves(chunks, inner)
 
 
-def fills_waves(rows: int, inner: int) -> bool:
-    """Whether hardly a processor is idle while the last tiles are multiplied."""
-    tiles = -(-rows // GATED_TILE) * -(-inner // GATED_TILE)
+def fills_waves(chunks: Sequence[int], inner: int) -> bool:
+    """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
+    tiles = sum(-(-rows // GATED_TILE) for rows in chunks) * -(-inner // GATED_TILE)
     waves = -(-tiles // _PROCESSORS)
-    return waves > 1 and tiles >= _FULL * waves * _PROCESSORS
+    whole = tiles >= _FULL * waves * _PROCESSORS and tiles >= len(chunks) * _PROCESSORS
+    # What chunks fill up to whole tiles is work for nothing.
+    return (
+        waves > 1 and whole and sum(chunks) * -(-inner // GATED_TILE) >= _FULL * tiles * GATED_TILE
+    )
 
 
 def key_of(gate: Tensor, up: Tensor) -> tuple:

@@ -37,6 +37,11 @@ def _expect_largest(largest: object) -> None:
         raise ValueError(f"largest must not be negative, got {largest}")
 
 
+def _expect_activation(activation: object) -> None:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation must be a str or None, got {type(activation).__name__}")
+
+
 def _expect_linear(x: object, weight: object, bias: object) -> None:
     expect_tensor("x", x)
     expect_tensor("weight", weight)
@@ -72,8 +77,9 @@ def all_gather_matmul(
         largest: the most columns, of all weights, that any rank has, where all ranks say so: "auto" then goes by it,
             asks nobody, and takes measurements of nearby numbers too.
         activation: None, or "swiglu": a weight's first N_i / 2 rows are a gate's, and ``silu(y[:, :N_i / 2]) *
-            y[:, N_i / 2:]`` is returned in y_i's place (arXiv:2002.05202). For thousands of rows, without biases and
-            gradients, in the products themselves, which are written nowhere then (`tp_linear/gated_tiles.py`).
+            y[:, N_i / 2:]`` is returned in y_i's place (arXiv:2002.05202). By strategy "copy_engine", in bfloat16 and
+            float16, without biases and gradients, for 512 rows and more whose tiles fill the device, in the products
+            themselves, which are written nowhere then (`tp_linear/gated_tiles.py`); else behind them.
 
     Returns:
         y_i (sum(rows), N_i), with an activation (sum(rows), N_i / 2). Differentiable: ranks may use their results
@@ -100,6 +106,7 @@ def all_gather_matmul(
         _expect_list("weight_scales", weight_scales, "tensors or None", (Tensor, type(None)))
     _expect_rows(rows)
     _expect_largest(largest)
+    _expect_activation(activation)
     rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.all_gather_matmul(
         x_shard, weights, group_name, biases, rank=rank, world_size=world_size, rows=rows,

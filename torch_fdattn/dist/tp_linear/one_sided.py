@@ -249,12 +249,13 @@ def takes_swiglu(
         return False
     if is_traced(x):  # where sizes would be guards
         return False
-    sizes = [(sum(rows), len(weight) // 2, x.shape[1]) for weight in weights]
+    sizes = [(rows, len(weight) // 2, x.shape[1]) for weight in weights]
     if not all(swiglu.is_better_by_tiles(*size) for size in sizes):
         return False
-    fits = _module("gated_product").fits_unseen
+    # Own rows may be few, but every rank's are multiplied by tiles.
+    fits, by_tiles = _module("gated_product").fits_unseen, _module("gated_tiles").fits
     whole = x.shape[1] * x.element_size() % 16 == 0  # rows as they are gathered
-    return whole and all(fits(x, weight) for weight in weights)
+    return whole and all(fits(x, weight) and by_tiles(x, weight) for weight in weights)
 
 
 def all_gather_swiglu(
