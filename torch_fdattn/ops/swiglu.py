@@ -66,13 +66,13 @@ def is_better_by_tiles(chunks: Sequence[int], inner: int, features: int) -> bool
 
 def fills_waves(chunks: Sequence[int], inner: int) -> bool:
     """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
-    tiles = sum(-(-rows // GATED_TILE) for rows in chunks) * -(-inner // GATED_TILE)
+    across = -(-inner // GATED_TILE)
+    tiles = across * sum(-(-rows // GATED_TILE) for rows in chunks)
     waves = -(-tiles // _PROCESSORS)
-    whole = tiles >= _FULL * waves * _PROCESSORS and tiles >= len(chunks) * _PROCESSORS
     # What chunks fill up to whole tiles is work for nothing.
-    return (
-        waves > 1 and whole and sum(chunks) * -(-inner // GATED_TILE) >= _FULL * tiles * GATED_TILE
-    )
+    needed = across * sum(chunks) / GATED_TILE
+    full = tiles >= _FULL * waves * _PROCESSORS and needed >= _FULL * tiles
+    return full and waves > 1 and tiles >= len(chunks) * _PROCESSORS
 
 
 def key_of(gate: Tensor, up: Tensor) -> tuple:
