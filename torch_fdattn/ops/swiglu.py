@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fdattn.ops.launch import PROCESSORS
 from torch_fdattn.ops.library import INTERPRET, runs_directly
 from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
@@ -22,8 +23,8 @@ IN_PRODUCT = ((1, 64, 3072, 1024), (113, 128, 5120, 4096))
 BY_TILES = (512, 3072, 1024)
 #: Rows of such a tile, and columns of each of its products.
 GATED_TILE = 128
-#: Processors of an H100, and how much of all waves of tiles must be tiles.
-_PROCESSORS, _FULL = 132, 0.95
+#: How much of all waves of tiles must be tiles.
+_FULL = 0.95
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -68,11 +69,11 @@ def fills_waves(chunks: Sequence[int], inner: int) -> bool:
     """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
     across = -(-inner // GATED_TILE)
     tiles = across * sum(-(-rows // GATED_TILE) for rows in chunks)
-    waves = -(-tiles // _PROCESSORS)
+    waves = -(-tiles // PROCESSORS)
     # What chunks fill up to whole tiles is work for nothing.
     needed = across * sum(chunks) / GATED_TILE
-    full = tiles >= _FULL * waves * _PROCESSORS and needed >= _FULL * tiles
-    return full and waves > 1 and tiles >= len(chunks) * _PROCESSORS
+    full = tiles >= _FULL * waves * PROCESSORS and needed >= _FULL * tiles
+    return full and waves > 1 and tiles >= len(chunks) * PROCESSORS
 
 
 def key_of(gate: Tensor, up: Tensor) -> tuple:

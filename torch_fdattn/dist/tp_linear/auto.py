@@ -7,7 +7,7 @@ measured sizes speak, and far from all of them nothing does.
 
 Captured graphs and eager calls have choices of their own: few rows take the host longer to launch than the device to
 compute. The first eager call of its sizes takes the choice of graphs, so that a capture finds it compiled and
-connected; of calls with a norm the first of these, too.
+connected; of calls with a norm or SwiGLU the first of these, too.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def _for_graphs(group_name: str, device: torch.device, call: tuple) -> bool:
 
 
 def choose(
-    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False, normed: bool = False,
+    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False,
+    fused: str | None = None,
 ) -> str:  # fmt: skip
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
 
-    normed: an all-reduce that may have a norm in its launch, whose kernel and memory are its own: its first call is
-    one, too.
+    fused: what may be in the product's or the sum's launch, whose kernel and memory are then its own: "norm", "swiglu".
 
     Nothing is chosen in traces, nor where sizes are a rank's own (see `lookup`) and ranks find different things.
     """
@@ -137,7 +137,7 @@ def choose(
     in_graphs, found, measured = _known(op, gpu, dtype, sizes, alike)
     graphs = False
     if in_graphs != found:
-        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes, normed))
+        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes, fused))
         found = in_graphs if graphs else found
     if measured and not alike:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0}), graphs

@@ -16,7 +16,6 @@ from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.tp_linear import gated_tiles
 from torch_fdattn.dist.tp_linear.few_rows import AHEAD, prefetch, tile_for
 from torch_fdattn.dist.tp_linear.gemm import (
-    PROCESSORS,
     Tile,
     describable,
     describes,
@@ -25,7 +24,7 @@ from torch_fdattn.dist.tp_linear.gemm import (
     triton_dtype,
 )
 from torch_fdattn.ops.dependent_launch import await_previous, pdl_trigger
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
 from torch_fdattn.ops.repeated_call import metadata, repeat
 from torch_fdattn.ops.repeated_launch import launch

@@ -18,13 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.kernel import unquantised
-from torch_fdattn.ops.launch import cdiv
+from torch_fdattn.ops.launch import PROCESSORS, cdiv
 from torch_fdattn.ops.library import INTERPRET
 
 #: The first compute capability with tensor descriptors in hardware, and the first after it with less shared memory.
 _DESCRIPTORS, _SMALLER = (9, 0), (12, 0)
-#: Of an H100 and an H200; a number of its own of each device would not be equal on all ranks.
-PROCESSORS = 132
 IS_INTERPRETED = tl.constexpr(INTERPRET)
 
 

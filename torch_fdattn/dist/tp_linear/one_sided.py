@@ -74,6 +74,14 @@ def _gather_fake(x, weights, group_name, strategy, rows, keep):
     ]
 
 
+def gather_swiglu(x, weights, group_name, strategy, rows):
+    return gather(x, weights, group_name, strategy, rows, False, gated=True)
+
+
+def _gather_swiglu_fake(x, weights, group_name, strategy, rows):
+    return [x.new_empty(sum(rows), weight.shape[0] // 2) for weight in weights]
+
+
 def scatter(x, weight, group_name, strategy, rows, rank, bias=None):
     """bias (N,): this rank's own, which all ranks' are summed with."""
     run = _module(_SCATTERS[strategy]).matmul_reduce_scatter
@@ -127,6 +135,11 @@ library.define_raw(
     "-> Tensor[]",
     gather,
     _gather_fake,
+)
+library.define_raw(
+    "tp_all_gather_swiglu(Tensor x, Tensor[] weights, str group_name, str strategy, SymInt[] rows) -> Tensor[]",
+    gather_swiglu,
+    _gather_swiglu_fake,
 )
 library.define_raw(
     "tp_matmul_reduce_scatter(Tensor x, Tensor weight, str group_name, str strategy, SymInt[] rows, int rank) "
@@ -259,10 +272,12 @@ def takes_swiglu(
 
 
 def all_gather_swiglu(
-    x: Tensor, weights: Sequence[Tensor], group_name: str, strategy: str, rows: Sequence[int]
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], group_name: str, strategy: str, rows: Sequence[int],
+    memo: dict | None = None,
+) -> list[Tensor]:  # fmt: skip
     """[silu(gate) * up (sum(rows), N_i / 2)] of the products' halves, where this `takes_swiglu`."""
-    return gather(x, weights, group_name, strategy, rows, False, gated=True)
+    run = _forward(x, gather_swiglu, torch.ops.fdattn.tp_all_gather_swiglu, memo)
+    return run(x, weights, group_name, strategy, rows)
 
 
 def matmul_reduce_scatter(

@@ -65,6 +65,7 @@ def check_linear_strategy(name: str, strategy: str) -> None:
 
 def chosen(
     op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int], alike: bool = False,
+    fused: str | None = None,
 ) -> str:  # fmt: skip
     """The strategy that runs.
 
@@ -74,7 +75,7 @@ def chosen(
     if sizes.ranks == 1:
         return "collective"
     if strategy == "auto":
-        strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
+        strategy = auto.choose(op, group_name, x, sizes, "collective", alike, fused)
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
     if strategy == "fused" and any(count != rows[0] for count in rows):
@@ -86,7 +87,8 @@ def chosen(
 
 
 def chosen_method(
-    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False, normed: bool = False,
+    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False,
+    fused: str | None = None,
 ) -> str:  # fmt: skip
     """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
@@ -99,7 +101,7 @@ def chosen_method(
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
-        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike, normed)
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike, fused)
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
@@ -179,7 +181,9 @@ def _all_gather_matmul(
         },
         once=strategy in one_sided.STRATEGIES,
     )
-    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None)
+    strategy = chosen(
+        auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None, activation
+    )
     plan = Plan(strategy, rows, rank, world_size, {})
     plans.keep(plan, *call)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
@@ -207,11 +211,10 @@ def run_gather(
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
-    gated = activation is not None
+    gated, memo = activation is not None, plan.memo if known else None
     if gated and one_sided.takes_swiglu(way, x, weights, biases, rows):
-        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows)
+        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows, memo)
     if way != "collective":
-        memo = plan.memo if known else None
         ys = one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, memo)
     else:
         ys = collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size, known)  # fmt: skip
@@ -277,7 +280,7 @@ def _matmul_all_reduce(
 
 
 def _all_reduce_plan(
-    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None, normed=False
+    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None, fused=None
 ) -> Plan:  # fmt: skip
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
@@ -295,7 +298,7 @@ def _all_reduce_plan(
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
-    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None, normed)
+    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None, fused)
     return Plan(method, (), rank, world_size, {})
 
 
@@ -307,7 +310,9 @@ def _matmul_all_reduce_rms_norm(
     may = compute_dtype(x) == x.dtype and one_sided.may_take_norm(
         x, weight, residual, norm_weight, bias
     )
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, normed=may)
+    plan = _all_reduce_plan(
+        x, weight, group_name, bias, rank, world_size, *options, fused="norm" if may else None
+    )
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
     plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
     plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options))
