@@ -42,17 +42,11 @@ from torch_fdattn.dist.tp_linear.functional import (
     matmul_reduce_scatter,
 )
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
-from torch_fdattn.dist.tp_weights import (
-    AsOne,
-    expect_linear,
-    lay_side_by_side,
-    sliced_linear,
-    sum_gradient,
-    weight_and_bias,
-)
+from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.norms import plain_weight
+from torch_fdattn.ops.side_by_side import AsOne, lay_side_by_side, weight_and_bias
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -323,13 +317,9 @@ class TPMLP(TPLayer):
             if found is not None:
                 return found
         one = self._as_one(linears)
-        if one is None or one[1] is not None:
+        inner = gated_product.silu_mul_layers(x, one)
+        if inner is None:
             return None
-        flat = x.flatten(0, -2).contiguous()
-        if not gated_product.is_faster(flat, one[0]):
-            return None
-        inner = gated_product.silu_mul_linear(flat, one[0])
-        inner = inner.view(*x.shape[:-1], inner.shape[-1])
         result = self._summed(inner, down, residual)
         if kind is not None:
             summed = self._call_of_row(inner, weights[-1], residual)

@@ -115,6 +115,8 @@ def load_model(
         raise ModelError(f"{path}: the configuration's sizes are too large ({error})") from None
     _check_names(model, weights, path)
     _fill(model, weights, device, progress)
+    if device.type == "cuda":
+        model.lay_side_by_side()
     model.rotary = Rotary(config).to(device)
     return model.eval()
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
+from torch_fdattn.models.fewer_launches import added_and_normed, gated, projected
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.ops.norms import is_hooked
 from torch_fdattn.ops.rotary import norm_and_rotate
-from torch_fdattn.ops.swiglu import silu_mul
+from torch_fdattn.ops.side_by_side import AsOne, lay_side_by_side
 
 
 class KVCache(Protocol):
@@ -42,14 +43,14 @@ class Residual(NamedTuple):
 
     def add(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """(the sum, its norm)."""
-        x = self.x + y
-        return x, self.norm(x)
+        return added_and_normed(self.x, y, self.norm)
 
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self._as_one = AsOne()
         hidden, bias = config.hidden_size, config.attention_bias
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, bias=bias)
@@ -62,6 +63,9 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
+    def of_one_input(self) -> tuple[nn.Linear, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # (B, T, H or K, D)
 
@@ -69,7 +73,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, residual: Residual | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The layer's result, or what `residual` makes of it."""
-        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (self._heads(y) for y in projected(x, self.of_one_input(), self._as_one))
         q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
         v = v.transpose(1, 2)
         if cache is None:
@@ -91,12 +95,16 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self._as_one = AsOne()
+
+    def of_one_input(self) -> tuple[nn.Linear, ...]:
+        return self.gate_proj, self.up_proj
 
     def forward(
         self, x: Tensor, residual: Residual | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `Attention.forward`."""
-        y = self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        y = self.down_proj(gated(x, *self.of_one_input(), self._as_one))
         return y if residual is None else residual.add(y)
 
 
@@ -159,6 +167,16 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             return F.linear(x, self.embed_tokens.weight)
         return self.lm_head(x)
+
+    def lay_side_by_side(self) -> None:
+        """Moves projections of one input to where one product takes them all, without gradients; `load_model` does so
+        on GPUs. Parameters stay what they are, but not where: before graphs are captured. `to` undoes it."""
+        for block in self.layers:
+            for layer in (block.self_attn, block.mlp):
+                if isinstance(layer, (Attention, MLP)):  # no parallel form, which does so itself
+                    lay_side_by_side(*layer.of_one_input())
+        if self.norm.weight.is_cuda:
+            torch.cuda.empty_cache()  # of parts that no larger tensor can take the place of
 
     def _norms_between(self) -> list[nn.RMSNorm | None]:
         """For each block the next one's first norm, where the block may compute it: an all-reduce can have it in its

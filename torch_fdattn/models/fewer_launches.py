@@ -1,0 +1,78 @@
+"""What a block computes in fewer launches on a GPU where nobody sees the difference: no gradients, hooks or compilers.
+
+Projections of one input are one product where they lie side by side (`Transformer.lay_side_by_side`), SwiGLU is part
+of it where that takes less time, and a residual's addition and the norm behind it are one pass. Sums and norms are
+rounded where their own launches round them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fdattn.ops import swiglu
+from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.norms import is_hooked, plain_weight
+from torch_fdattn.ops.side_by_side import AsOne
+
+_DTYPES = (torch.float16, torch.float32) if INTERPRET else swiglu.DTYPES
+
+
+def projected(x: Tensor, linears: Sequence[nn.Module], as_one: AsOne) -> Sequence[Tensor]:
+    """[linear(x) (…, N_i)] of x (…, K)."""
+    one = _joined(x, linears, as_one)
+    if one is None:
+        return [linear(x) for linear in linears]
+    return F.linear(x, *one).split_with_sizes([linear.out_features for linear in linears], -1)
+
+
+def gated(x: Tensor, gate: nn.Module, up: nn.Module, as_one: AsOne) -> Tensor:
+    """``silu(gate(x)) * up(x)`` (…, N) of x (…, K)."""
+    one = _joined(x, (gate, up), as_one)
+    if one is None:
+        return swiglu.silu_mul(gate(x), up(x))
+    if swiglu.is_better_in_product(x.shape[:-1].numel(), gate.out_features, x.shape[-1]):
+        from torch_fdattn.dist.tp_linear.gated_product import silu_mul_layers  # imports triton
+
+        inner = silu_mul_layers(x, one)
+        if inner is not None:
+            return inner
+    return swiglu.silu_mul(*F.linear(x, *one).chunk(2, -1))
+
+
+def _joined(
+    x: Tensor, linears: Sequence[nn.Module], as_one: AsOne
+) -> tuple[Tensor, Tensor | None] | None:
+    if torch.compiler.is_compiling() or not (x.is_cuda or INTERPRET):
+        return None
+    plain = all(type(linear) is nn.Linear and not is_hooked(linear) for linear in linears)
+    return as_one(linears) if plain else None
+
+
+def added_and_normed(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(x + y, its norm)."""
+    found = _in_one_pass(x, y, norm)
+    if found is not None:
+        return found
+    x = x + y
+    return x, norm(x)
+
+
+def _in_one_pass(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor] | None:
+    if torch.compiler.is_compiling() or not (y.is_cuda or INTERPRET) or y.dtype not in _DTYPES:
+        return None
+    weight = plain_weight(norm, x.dtype, y.dtype)
+    if weight is None or torch.is_autocast_enabled(y.device.type) or not runs_directly(x, y, weight):  # fmt: skip
+        return None
+    alike = x.shape == y.shape and weight.shape == y.shape[-1:] and y.dim() > 1
+    if not alike or not x.device == y.device == weight.device:
+        return None
+    from torch_fdattn.dist.tp_linear.row_norm import sum_norm, takes  # imports triton
+
+    if not takes(y.shape[-1], y.dtype):
+        return None
+    normed, added = sum_norm(y.flatten(0, -2), None, x.flatten(0, -2), weight, norm.eps, None)
+    return added.view_as(x), normed.view_as(x)
