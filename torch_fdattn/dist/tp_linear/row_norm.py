@@ -114,17 +114,19 @@ def sum_norm(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
     memo: dict | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(normed, added) (M, N) of this rank's part x (M, N), bias (N,), residual (M, N) and the norm's weight (N,); all
+    """(normed, added) (…, N) of this rank's part x (…, N), bias (N,), residual (…, N) and the norm's weight (N,); all
     of one dtype of 16 bits or float32, N what this `takes`. group_name None: x is the sum already. memo: of a known
     call (`op.Plan`) with this eps."""
-    normed, added = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    x = x.contiguous()
+    normed, added = torch.empty_like(x), torch.empty_like(x)
     if not x.numel():
         return normed, added
     launches["tp_linear/row_norm"] += 1
     given = x, bias, residual, weight
     if memo and all(t is None or t.is_contiguous() for t in given) and exchanged(memo, *given, normed, added):  # fmt: skip
         return normed, added
-    m, words = x.shape[0], x.shape[1] * x.element_size() // 4
+    columns = x.shape[-1]
+    m, words = x.numel() // columns, columns * x.element_size() // 4
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)
     bias = None if bias is None else as_words(bias)
     where, of_channel, numbers, world = None, (None, None, None), (0, 0, 0), 1
