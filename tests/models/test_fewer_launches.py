@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.engine.tiny import random_model
 from torch_fdattn.models.fewer_launches import added_and_normed, gated, projected
@@ -166,13 +170,99 @@ def test_models_lie_side_by_side(device) -> None:
         assert all(AsOne()(layer.of_one_input()) is None for layer in layers)
 
 
-def test_mlps_are_copied_with_their_own_weights(kernel_device) -> None:
-    import copy
-
-    mlp = MLP(random_model("cpu").config).to(kernel_device, torch.float16).requires_grad_(False)
+def laid(device, dtype=torch.float16) -> MLP:
+    mlp = MLP(random_model("cpu").config).to(device, dtype).requires_grad_(False)
     lay_side_by_side(*mlp.of_one_input())
-    x = draw(1, 2, 32, device=kernel_device)
+    return mlp
+
+
+def test_models_compute_the_same(kernel_device, monkeypatch) -> None:
+    model = random_model(kernel_device).half().requires_grad_(False)
+    tokens = torch.arange(12, device=kernel_device).view(2, 6)
+    expected = model(tokens)
+    model.lay_side_by_side()
+    columns = products(monkeypatch)
+    found = model(tokens)
+    assert columns[:-1] == [128, 32, 96, 32] * len(model.layers)  # q, k and v, o, gate and up, down
+    check(found, expected, copy.deepcopy(model).double()(tokens))
+
+
+def test_copies_have_their_own_weights(kernel_device) -> None:
+    mlp, x = laid(kernel_device), draw(1, 2, 32, device=kernel_device)
     expected, copied = mlp(x), copy.deepcopy(mlp)
     for parameter in mlp.parameters():
         parameter.zero_()
-    assert torch.equal(copied(x), expected)
+    torch.testing.assert_close(copied(x), expected)
+
+
+def test_memory_that_weights_left_is_free(kernel_device) -> None:
+    """After a move, and after other layers took their places."""
+    mlp, x = laid(kernel_device), draw(1, 2, 32, device=kernel_device)
+    for leave in (mlp.float, lambda: setattr(mlp, "gate_proj", nn.Sequential(mlp.gate_proj))):
+        mlp.half()
+        lay_side_by_side(*mlp.of_one_input())
+        mlp(x)
+        assert mlp._as_one._kept is not None
+        leave()
+        mlp(x.to(mlp.down_proj.weight.dtype))
+        kept = mlp._as_one._kept
+        assert kept is None or kept[1] is None
+
+
+def test_one_row_alone(kernel_device, monkeypatch) -> None:
+    monkeypatch.setattr(swiglu, "is_better_in_product", lambda *_: True)
+    mlp, x = laid(kernel_device), draw(32, device=kernel_device)
+    torch.testing.assert_close(mlp(x), mlp(x[None])[0])
+
+
+def test_halves_that_differ(kernel_device) -> None:
+    """One is broadcast, as without."""
+    linears = [linear(n, 32, kernel_device, seed=n) for n in (1, 3)]
+    x = draw(2, 32, device=kernel_device)
+    expected = F.silu(linears[0](x)) * linears[1](x)
+    lay_side_by_side(*linears)
+    torch.testing.assert_close(gated(x, *linears, AsOne()), expected)
+
+
+def test_transforms_see_every_weight(kernel_device) -> None:
+    """torch.func's, forward-mode derivatives and traces, which one tensor over several parameters would be hidden from."""
+    mlp = laid(kernel_device, torch.float32)
+    weights = {name: p.detach() for name, p in mlp.named_parameters()}
+    apart = {name: p.clone() for name, p in weights.items()}
+    x = draw(2, 32, device=kernel_device, dtype=torch.float32)
+    tangents = {name: torch.ones_like(p) for name, p in apart.items()}
+
+    def call(parameters):
+        return torch.func.functional_call(mlp, parameters, (x,))
+
+    mlp(x)
+    found, expected = (torch.func.jvp(call, (given,), (tangents,)) for given in (weights, apart))
+    torch.testing.assert_close(found, expected)
+    with forward_ad.dual_level():
+        dual = {name: forward_ad.make_dual(p, tangents[name]) for name, p in weights.items()}
+        torch.testing.assert_close(forward_ad.unpack_dual(call(dual)).tangent, expected[1])
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in apart.items()}
+    torch.testing.assert_close(torch.func.vmap(call)(stacked)[0], expected[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        traced = torch.jit.trace(mlp, (x,))
+    assert {"gate_proj", "up_proj", "down_proj"} <= {name for name, _ in traced.named_children()}
+    torch.testing.assert_close(traced.double()(x.double()), mlp.double()(x.double()))
+    torch.fx.symbolic_trace(mlp)
+
+
+def test_frozen_weights_are_guarded(kernel_device) -> None:
+    """What was saved for a backward and changed since is an error, of every weight."""
+    mlp = laid(kernel_device)
+    y = mlp(draw(1, 2, 32, device=kernel_device).requires_grad_())
+    mlp.up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_laid_in_inference_mode_and_trained(device) -> None:
+    model = random_model(device)
+    with torch.inference_mode():
+        model.lay_side_by_side()
+    model(torch.arange(4, device=device)[None]).sum().backward()
+    assert all(p.grad is not None for p in model.layers[0].mlp.parameters())

@@ -13,6 +13,7 @@ the host takes as long as before (9 to 11 ms for the 28 layers of Qwen3-0.6B).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.library import INTERPRET, runs_directly
 from torch_fdattn.ops.norms import is_hooked, plain_weight
-from torch_fdattn.ops.side_by_side import AsOne
+from torch_fdattn.ops.side_by_side import AsOne, weight_and_bias
 
 _DTYPES = (torch.float16, torch.float32) if INTERPRET else swiglu.DTYPES
 
@@ -32,15 +33,15 @@ def projected(x: Tensor, linears: Sequence[nn.Module], as_one: AsOne) -> Sequenc
     one = _joined(x, linears, as_one)
     if one is None:
         return [linear(x) for linear in linears]
-    return F.linear(x, *one).split_with_sizes([linear.out_features for linear in linears], -1)
+    return F.linear(x, *one).split_with_sizes([len(linear.weight) for linear in linears], -1)
 
 
 def gated(x: Tensor, gate: nn.Module, up: nn.Module, as_one: AsOne) -> Tensor:
     """``silu(gate(x)) * up(x)`` (…, N) of x (…, K)."""
     one = _joined(x, (gate, up), as_one)
-    if one is None:
+    if one is None or len(gate.weight) != len(up.weight):
         return swiglu.silu_mul(gate(x), up(x))
-    if swiglu.is_better_in_product(x.shape[:-1].numel(), gate.out_features, x.shape[-1]):
+    if swiglu.is_better_in_product(x.shape[:-1].numel(), len(gate.weight), x.shape[-1]):
         from torch_fdattn.dist.tp_linear.gated_product import silu_mul_layers  # imports triton
 
         inner = silu_mul_layers(x, one)
@@ -52,10 +53,18 @@ def gated(x: Tensor, gate: nn.Module, up: nn.Module, as_one: AsOne) -> Tensor:
 def _joined(
     x: Tensor, linears: Sequence[nn.Module], as_one: AsOne
 ) -> tuple[Tensor, Tensor | None] | None:
-    if torch.compiler.is_compiling() or not (x.is_cuda or INTERPRET):
+    if not _may_run_here(x):
         return None
     plain = all(type(linear) is nn.Linear and not is_hooked(linear) for linear in linears)
-    return as_one(linears) if plain else None
+    if not plain or not runs_directly(x, *itertools.chain(*map(weight_and_bias, linears))):
+        as_one.forget()  # or else it kept the memory that weights have left
+        return None
+    return as_one(linears)
+
+
+def _may_run_here(x: Tensor) -> bool:
+    # What is traced may be no tensor.
+    return type(x) is Tensor and not torch.compiler.is_compiling() and (x.is_cuda or INTERPRET)
 
 
 def added_and_normed(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -68,7 +77,7 @@ def added_and_normed(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Ten
 
 
 def _in_one_pass(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor] | None:
-    if torch.compiler.is_compiling() or not (y.is_cuda or INTERPRET) or y.dtype not in _DTYPES:
+    if not _may_run_here(y) or y.dtype not in _DTYPES:
         return None
     weight = plain_weight(norm, x.dtype, y.dtype)
     if weight is None or not runs_directly(x, y, weight) or torch._C._is_any_autocast_enabled():

@@ -94,7 +94,7 @@ def load_model(
     """The model in evaluation mode, its parameters not requiring gradients.
 
     dtype None: the checkpoint's own; for GGUF files fp32 on a CPU and bf16 elsewhere.
-    Tensors are read, converted and moved one at a time.
+    Tensors are read, converted and moved one at a time; on GPUs see `Transformer.lay_side_by_side`.
     """
     path, device = resolve(name_or_path), torch.device(device)
     if path.is_dir():

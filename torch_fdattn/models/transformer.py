@@ -46,11 +46,22 @@ class Residual(NamedTuple):
         return added_and_normed(self.x, y, self.norm)
 
 
-class Attention(nn.Module):
+class _OfOneInput(nn.Module):
+    """A layer whose first projections have one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._as_one = AsOne()
+
+    def _apply(self, fn, recurse: bool = True):
+        self._as_one.forget()
+        return super()._apply(fn, recurse)
+
+
+class Attention(_OfOneInput):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self._as_one = AsOne()
         hidden, bias = config.hidden_size, config.attention_bias
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, bias=bias)
@@ -85,7 +96,7 @@ class Attention(nn.Module):
         return y if residual is None else residual.add(y)
 
 
-class MLP(nn.Module):
+class MLP(_OfOneInput):
     #: That forward takes a `Residual`; an MLP that somebody puts here need not.
     takes_residual = True
 
@@ -95,7 +106,6 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
-        self._as_one = AsOne()
 
     def of_one_input(self) -> tuple[nn.Linear, ...]:
         return self.gate_proj, self.up_proj
@@ -170,13 +180,18 @@ class Transformer(nn.Module):
 
     def lay_side_by_side(self) -> None:
         """Moves projections of one input to where one product takes them all, without gradients; `load_model` does so
-        on GPUs. Parameters stay what they are, but not where: before graphs are captured. `to` undoes it."""
+        on GPUs.
+
+        Parameters stay what they are, but not where: call it before graphs are captured. Moving or copying the model
+        undoes it. Parameters then share storages: of safetensors `save_file` takes the state dict, `save_model` takes
+        no such model.
+        """
         for block in self.layers:
             for layer in (block.self_attn, block.mlp):
                 if isinstance(layer, (Attention, MLP)):  # no parallel form, which does so itself
                     lay_side_by_side(*layer.of_one_input())
-        if self.norm.weight.is_cuda:
-            torch.cuda.empty_cache()  # of parts that no larger tensor can take the place of
+            if self.norm.weight.is_cuda:
+                torch.cuda.empty_cache()  # of parts that no larger tensor can take the place of
 
     def _norms_between(self) -> list[nn.RMSNorm | None]:
         """For each block the next one's first norm, where the block may compute it: an all-reduce can have it in its

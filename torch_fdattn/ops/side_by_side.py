@@ -34,22 +34,26 @@ def lay_side_by_side(*linears: nn.Linear) -> None:
             x.device.type == "cpu" and x.is_shared() for x in parameters
         ):
             continue
-        whole = torch.cat([x.detach() for x in parameters])
-        for parameter, part in zip(
-            parameters, whole.split([len(x) for x in parameters]), strict=True
-        ):
-            parameter.data = part
+        # Within inference mode else they could not be trained any more.
+        with torch.inference_mode(all(x.is_inference() for x in parameters)):
+            whole = torch.cat([x.detach() for x in parameters])
+            parts = whole.split([len(x) for x in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.data = part
 
 
 class AsOne:
     """(weights (ΣN, K), biases (ΣN,) or None) of layers that lie side by side, and are looked at again where they moved.
 
-    None where they do not lie so, or have gradients.
+    None where they do not lie so, or require gradients. Keeps their memory until it is called again, or forgets.
     """
 
     def __init__(self) -> None:
-        self._where: list | None = None
-        self._found: tuple[Tensor, Tensor | None] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        #: (where they lay, what was found there), for threads in one.
+        self._kept: tuple[list, tuple[Tensor, Tensor | None] | None] | None = None
 
     def __reduce__(self) -> tuple:
         return AsOne, ()  # copies of layers have parameters of their own
@@ -65,13 +69,15 @@ class AsOne:
                 continue
             kind = type(x)
             if (kind is not nn.Parameter and kind is not Tensor) or (grad and x.requires_grad):
+                self.forget()
                 return None
             where.append((x.data_ptr(), x.shape, x.stride(), x.dtype))
-        if where != self._where:
+        kept = self._kept
+        if kept is None or where != kept[0]:
             weights, biases = zip(*pairs, strict=True)
             with torch.inference_mode(False):  # or else it could be used in inference mode alone
-                self._found, self._where = _joined_layers(weights, biases), where  # for threads
-        return self._found
+                kept = self._kept = where, _joined_layers(weights, biases)
+        return kept[1]
 
 
 def _joined_layers(

@@ -107,7 +107,7 @@ def silu_mul_layers(x: Tensor, one: tuple[Tensor, Tensor | None] | None) -> Tens
     they do not, have biases, or BLAS and a kernel of SwiGLU take less time."""
     if one is None or one[1] is not None:
         return None
-    flat = x.flatten(0, -2).contiguous()
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
     if not is_faster(flat, one[0]):
         return None
     inner = silu_mul_linear(flat, one[0])
