@@ -74,6 +74,7 @@ MATMULS = Tests(
 FEW_ROWS = Tests(
     "known MLPs of few rows", ("tests/dist/test_known_mlp.py",), interpret=True, ranks=2
 )
+FEWER = Tests("fewer launches", ("tests/models/test_fewer_launches.py",), interpret=True)
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
@@ -370,6 +371,19 @@ FAULTS = (
     Fault(
         "a known MLP by weights that were replaced", "torch_fdattn/dist/known_mlp.py",
         "if (at, up.data_ptr()) != self.weights or not", "if not", FEW_ROWS,
+    ),
+    Fault(
+        "projections transformed as one", "torch_fdattn/models/fewer_launches.py",
+        "if not plain or not runs_directly(x, *itertools.chain(*map(weight_and_bias, linears))):", "if not plain:",
+        FEWER,
+    ),
+    Fault(
+        "weights' memory kept", "torch_fdattn/models/transformer.py",
+        "        self._as_one.forget()\n", "", FEWER,
+    ),
+    Fault(
+        "a norm of another tensor", "torch_fdattn/models/fewer_launches.py",
+        "return added, normed", "return normed, added", FEWER,
     ),
     Fault(
         "gate and up in each other's place", "torch_fdattn/dist/tp_linear/gated_tiles.py",

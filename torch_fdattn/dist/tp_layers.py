@@ -102,7 +102,7 @@ class TPLayer(nn.Module):
         self._as_one = AsOne()
 
     def _apply(self, fn, recurse: bool = True):
-        self._as_one = AsOne()  # which would keep the memory that the parameters leave
+        self._as_one.forget()  # or it kept the memory that the parameters leave
         super()._apply(fn, recurse)
         self._lay_side_by_side()
         return self
