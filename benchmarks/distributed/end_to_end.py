@@ -2,7 +2,7 @@
 
 Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
 same weights and the same cache memory (peers.py), one all-reduce after each layer; `torch_symm` the same
-by torch's fused symmetric-memory ops. `…_graph` is a decode step of theirs in a CUDA graph.
+by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of theirs in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activat
 
 
 class _Model:
-    """The parallel model in an engine, and eager torch over the same memory."""
+    """The parallel model, on one process the plain one, in an engine, and eager torch over the same memory."""
 
     def __init__(
         self, options: argparse.Namespace, ranks: Ranks, batch: int, capacity: int, strategy: str,
@@ -57,7 +57,11 @@ class _Model:
         if strategy == "auto":
             method = "auto"
         parts = (ranks.group_name, strategy, method, way)
-        if options.check:
+        plain = ranks.size == 1 and not options.check
+        if plain:
+            self.model = whole_model(self.config, ranks.device, dtype)
+            self.model.lay_side_by_side()
+        elif options.check:
             from torch_fdattn.models.parallelize import parallelize
 
             whole = 2 * model_bytes(self.config, dtype, 1)  # to be split, and to compare with
@@ -66,12 +70,13 @@ class _Model:
         else:
             self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
         self.engine = Engine(
-            self.model, batch=batch, capacity=capacity, tp_group=ranks.group_name,
+            self.model, batch=batch, capacity=capacity, tp_group=None if plain else ranks.group_name,
             prefill_chunk=max(1, PREFILL_TOKENS // batch),
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
         self.strategy, self.dtype = strategy, dtype
-        self.ours = our_name(strategy, method if strategy == "all_reduce" else way)
+        way = method if strategy == "all_reduce" else way
+        self.ours = "fdattn" if plain else our_name(strategy, way)
 
     def peers(self, tokens: int) -> dict[str, Linears]:
         """Eager torch, and torch's fused ops for steps of so many tokens."""

@@ -55,7 +55,7 @@ def _line(
     ratio = f"{speedup:.2f}×" if speedup >= 1 else f"**{speedup:.2f}×**"
     compared = "" if peer == TORCH else f" ({peer})"
     strategy = own.partition("/")[2]
-    return f"| {test} {strategy} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"
+    return f"| {f'{test} {strategy}'.rstrip()} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"
 
 
 def table(results: Results) -> str:
