@@ -21,6 +21,7 @@ from benchmarks.__main__ import _parser, main
 from benchmarks.distributed import commands, parallel_options, processes
 from benchmarks.distributed.clock import compare
 from benchmarks.distributed.commands import NAMES, normalised
+from benchmarks.distributed.end_to_end import _Model
 from benchmarks.distributed.models import (
     CONFIGS,
     config_named,
@@ -34,6 +35,7 @@ from benchmarks.distributed.peers import TorchModel
 from benchmarks.distributed.report import table
 from benchmarks.results import Recorder, Results
 from torch_fdattn.dist.tp_layers import TPHead
+from torch_fdattn.models.transformer import MLP
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --layers 1 --check"
@@ -130,6 +132,29 @@ def test_other_forms_on_two_ranks() -> None:
     assert done.stdout.count("check: largest error") == checks
     # Of torch alone there is nothing to compare.
     assert done.stdout.count("| test | parameters | torch | ours | speed-up |") == len(FORMS) - 1
+
+
+def test_one_process_has_the_plain_model() -> None:
+    """And the same logits as eager torch over the same weights and cache."""
+    words = "e2e --bsz 1 --seq-len 4 --model tiny-qwen3 --gpus 1 --device cpu --repeats 1"
+    done = call("benchmarks", *words.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    for mode in ("prefill", "decode"):
+        assert re.search(rf"^\| e2e \| .* x1 {mode} cpu \|", done.stdout, re.MULTILINE)
+    ranks = SimpleNamespace(size=1, device=torch.device("cpu"), group_name=None)
+    options = _parser().parse_args([*words.split(), "--dtype", "fp32"])
+    options.allreduce_method, options.strategy = ["auto"], ["auto"]
+    made = _Model(options, ranks, 2, 8, "all_reduce")
+    assert type(made.model.layers[0].mlp) is MLP
+    prompts = made.prompts(2, 5)
+    found = made.engine.prefill(prompts.tolist()).clone()
+    made.engine.reset()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch.testing.assert_close(found, made.torch(prompts, 0), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def run_forms() -> None:
