@@ -99,16 +99,15 @@ def test_the_packaged_table_names_its_runs() -> None:
 
 
 class TestChoice:
-    """Of times in µs: the fastest that is not slower than stock."""
+    """Of times in µs: the fastest of ours, whatever others take."""
 
     @pytest.mark.parametrize(
         ("times", "chosen"),
         [
             (dict(collective=100, fused=90, copy_engine=80), "copy_engine"),
             (dict(collective=100, fused=101, copy_engine=120), "collective"),
-            (dict(collective=105, fused=103, eager=100), "collective"),
-            (dict(collective=105, fused=102, eager=100), "fused"),
-            (dict(collective=100, fused=90, eager=85), "collective"),
+            (dict(collective=105, fused=103, eager=100), "fused"),
+            (dict(collective=100, fused=101, eager=85), "collective"),
             (dict(fused=90), "fused"),  # the first failed
             (dict(gemm_alone=1, eager=100), "collective"),
         ],

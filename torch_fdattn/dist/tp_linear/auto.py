@@ -2,7 +2,7 @@
 
 `crossovers.json`, which `python -m benchmarks tp_crossover` writes, has for an op, a GPU, a number of ranks, a dtype
 and a layer's local sizes (N, K) which strategy or method was the fastest for so many rows M, and the run that says so.
-Where it was measured, a choice is at most 2 % slower than BLAS and the group's own collective. Between, the nearest
+Where it was measured, a choice is the fastest of ours, the group's own collective among them. Between, the nearest
 measured sizes speak, and far from all of them nothing does.
 
 Captured graphs and eager calls have choices of their own: few rows take the host longer to launch than the device to
