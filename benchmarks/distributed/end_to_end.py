@@ -2,7 +2,8 @@
 
 Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
 same weights and the same cache memory (peers.py), one all-reduce after each layer; `torch_symm` the same
-by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of theirs in a CUDA graph.
+by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of
+theirs in a CUDA graph.
 """
 
 from __future__ import annotations

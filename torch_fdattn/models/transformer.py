@@ -1,5 +1,7 @@
 """A dense decoder-only transformer, Llama and Qwen3, in plain PyTorch over torch_fdattn's attention.
 
+On GPUs and without gradients its blocks take fewer launches than there are modules (`fewer_launches.py`).
+
 Parameter names are those of Hugging Face checkpoints without the leading `model.`. One forward serves
 training and scoring (no cache: causal attention over the tokens given) and generation (a cache: the
 new tokens are stored, then attend to everything stored). How a cache stores its tokens, on one

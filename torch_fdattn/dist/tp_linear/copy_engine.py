@@ -2,7 +2,8 @@
 
 The copies take no processor, and the products are the device's BLAS (with SwiGLU `gated_tiles.py`) on whole chunks (a
 rank's rows): what it costs is what is lost where a product is cut. Products alternate between two streams, so that one
-begins where the other leaves processors idle. Own rows first when gathering, last when scattering: all copies then have a product beside them.
+begins where the other leaves processors idle. Own rows first when gathering, last when scattering: all copies then have
+a product beside them.
 What is sent comes first also in a graph, which has no order but what is waited for: gathering begins with the kernel
 that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it. An
 eager gather begins with the product of the own rows, beside which the host has time for the rest.
