@@ -8,7 +8,6 @@ eager torch with the group's own collectives, torch's fused ops and the product 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -83,7 +82,10 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     configs = [config_named(name) for name in options.models or (MODELS if on_gpu else ["tiny-qwen3"])]  # fmt: skip
     path = Path(options.table) if options.table else TABLE if on_gpu else None
     path = path if ranks.rank == 0 else None
-    holds, measured = True, Measured(ranks.size, options.dtype, recorder)
+    holds, measured = (
+        True,
+        Measured(ranks.size, options.dtype, recorder, auto.Device.of(ranks.device)),
+    )
     for config in configs:
         for shape in shapes(config, ranks.size):
             for op in shape.ops:
@@ -154,35 +156,31 @@ def _measure(
 class Measured:
     """What the sweep has found so far; medians are the same on all ranks, and so are the choices."""
 
-    def __init__(self, ranks: int, dtype: str, recorder: Recorder) -> None:
+    def __init__(self, ranks: int, dtype: str, recorder: Recorder, device: auto.Device) -> None:
         name = str(DTYPES[dtype]).removeprefix("torch.")
-        self._about = dict(gpu=recorder.results.meta["gpu"], ranks=ranks, dtype=name)
-        #: By metric.
-        self._choices: dict[str, dict[tuple[str, int, int], dict[int, str]]] = {
-            GRAPH: {},
-            EAGER: {},
-        }
+        gpu = recorder.results.meta["gpu"]
+        self._about = dict(gpu=gpu, architecture=device.architecture, ranks=ranks, dtype=name)
+        self._choices: dict[tuple[str, int, int], dict[int, str]] = {}
         #: µs of what was chosen, and of the product alone.
-        self._taken: dict[tuple[str, str, int, int, int], tuple[float, float]] = {}
+        self._taken: dict[tuple[str, int, int, int], tuple[float, float]] = {}
 
     def add(
         self, op: str, shape: Shape, rows: int, times: Mapping[str, Mapping[str, float]]
     ) -> None:
         """times: by metric and implementation."""
         sizes = op, shape.columns, shape.features
-        for metric, chosen in self._choices.items():
-            of_metric = times.get(metric) or max(times.values(), key=len)  # CPUs have no graphs
-            name = choice(op, of_metric)
-            chosen.setdefault(sizes, {})[rows] = name
-            taken = of_metric.get(f"fdattn/{name}", math.inf), of_metric.get(GEMM_ALONE, 0.0)
-            self._taken[(metric, *sizes, rows)] = taken
+        of_graphs = times.get(GRAPH) or max(times.values(), key=len)  # CPUs have no graphs
+        name = choice(op, of_graphs)
+        self._choices.setdefault(sizes, {})[rows] = name
+        taken = of_graphs.get(f"fdattn/{name}", math.inf), of_graphs.get(GEMM_ALONE, 0.0)
+        self._taken[(*sizes, rows)] = taken
 
     def layer(self, config: ModelConfig, rows: Iterable[int]) -> None:
         """Which form a model's layers had better take: the sum over the four of them."""
         by_name = {shape.layer: shape for shape in shapes(config, self._about["ranks"])}
-        for metric, count in itertools.product(self._choices, rows):
+        for count in rows:
             taken = {
-                (name, op): self._taken[metric, op, shape.columns, shape.features, count]
+                (name, op): self._taken[op, shape.columns, shape.features, count]
                 for name, shape in by_name.items()
                 for op in shape.ops
             }
@@ -192,7 +190,7 @@ class Measured:
             down = by_name["down"]
             sizes = auto.LAYER, down.columns, down.features
             form = "ag_rs" if sharded < replicated else "all_reduce"
-            self._choices[metric].setdefault(sizes, {})[count] = form
+            self._choices.setdefault(sizes, {})[count] = form
 
     def entries(self) -> list[dict]:
         return [
@@ -202,9 +200,8 @@ class Measured:
                 "columns": n,
                 "features": k,
                 "choices": sorted(found.items()),
-                "eager": sorted(self._choices[EAGER][op, n, k].items()),
             }
-            for (op, n, k), found in self._choices[GRAPH].items()
+            for (op, n, k), found in self._choices.items()
         ]
 
 
@@ -243,9 +240,10 @@ def table(results: Results) -> str:
         "| case | in | chosen | over eager torch | over torch's fused | over the product |",
         "| --- " * 6 + "|",
     ]
+    chosen_by = values_of(results, GRAPH) or values_of(results, EAGER)  # CPUs have no graphs
     for metric in (GRAPH, EAGER):
         for case, times in values_of(results, metric).items():
-            name = choice(case.split()[1], times)
+            name = choice(case.split()[1], chosen_by.get(case, times))
             ours = times.get(f"fdattn/{name}", math.nan)
             fused = [us for peer, us in times.items() if peer.startswith(SYMMETRIC)]
             peers = times.get(TORCH, math.nan), min(fused, default=math.nan), times.get(GEMM_ALONE, math.nan)  # fmt: skip

@@ -23,7 +23,15 @@ from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
 from tests.interpreting import needs_interpreter
 from torch_fdattn.dist.tp_linear import auto
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, LAYER, SCATTER, Sizes, lookup
+from torch_fdattn.dist.tp_linear.auto import (
+    ALL_REDUCE,
+    GATHER,
+    LAYER,
+    SCATTER,
+    Device,
+    Sizes,
+    lookup,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --check --repeats 1 --device cpu"
@@ -86,9 +94,8 @@ def _check_sweep(folder: Path) -> None:
     for entry in document["entries"]:
         assert document["runs"][entry["run"]]["command"].startswith("torchrun --nproc-per-node 2")
         sizes = Sizes(2, entry["columns"], entry["features"], 2)
-        found = lookup(document["entries"], entry["op"], "cpu", "float32", sizes)
+        found = lookup(document["entries"], entry["op"], Device("cpu", "cpu"), "float32", sizes)
         assert [[2, found]] == entry["choices"]
-        assert len(entry["eager"]) == 1
 
 
 def test_the_packaged_table_names_its_runs() -> None:
@@ -119,14 +126,15 @@ class TestChoice:
         named = {name if name in stock else f"fdattn/{name}": us for name, us in times.items()}
         assert choice(GATHER, named) == chosen
 
-    def test_graphs_and_eager_calls_have_their_own(self) -> None:
+    def test_graphs_decide(self) -> None:
         from benchmarks.distributed.crossover import Measured, Shape
 
-        measured = Measured(2, "bf16", Recorder(Results({"gpu": "H"}), None))
+        measured = Measured(2, "bf16", Recorder(Results({"gpu": "H"}), None), Device("H", "sm_90"))
         graph, eager = (dict(zip(("fdattn/nccl", "fdattn/low_latency"), us, strict=True)) for us in ((20, 10), (50, 90)))  # fmt: skip
         measured.add(ALL_REDUCE, Shape("o", 8, 16, ()), 4, {"graph_us": graph, "eager_us": eager})
         (entry,) = measured.entries()
-        assert (entry["choices"], entry["eager"]) == ([(4, "low_latency")], [(4, "nccl")])
+        assert entry["choices"] == [(4, "low_latency")]
+        assert (entry["gpu"], entry["architecture"]) == ("H", "sm_90")
 
     def test_the_form_of_a_model_is_the_smaller_sum(self) -> None:
         from benchmarks.distributed.crossover import Measured, shapes
@@ -134,7 +142,7 @@ class TestChoice:
         config = CONFIGS["Qwen/Qwen3-32B"]
         for reduce_us, form in ((30, "all_reduce"), (50, "ag_rs")):
             recorder = Recorder(Results({"gpu": "H"}), None)
-            measured = Measured(2, "bf16", recorder)
+            measured = Measured(2, "bf16", recorder, Device("H", "sm_90"))
             ours = {GATHER: ("collective", 30), SCATTER: ("collective", 30), ALL_REDUCE: ("nccl", reduce_us)}  # fmt: skip
             for shape in shapes(config, 2):
                 for op in shape.ops:
@@ -162,20 +170,23 @@ class TestChoice:
 
 
 class TestLookup:
-    """The nearest measured sizes, by the logarithms of rows, columns and features."""
+    """The nearest table's nearest sizes, by the logarithms of rows, columns and features."""
 
     ENTRIES = tuple(
         dict(
-            op=op, gpu="H", dtype="bfloat16", ranks=2, columns=columns, features=4096,
+            op=op, gpu="H", architecture="sm_90", dtype="bfloat16", ranks=2, columns=columns, features=4096,
             choices=[[16, f"few {columns}"], [1024, f"many {columns}"]],
         )
         for op in (GATHER, SCATTER, LAYER)
         for columns in (4096, 16384)
     )  # fmt: skip
 
-    def find(self, op, rows, columns=4096, features=4096, ranks=2, **changes):
-        about = dict(gpu="H", dtype="bfloat16") | changes
-        return lookup(self.ENTRIES, op, sizes=Sizes(rows, columns, features, ranks), **about)
+    def find(
+        self, op, rows, columns=4096, features=4096, ranks=2, entries=ENTRIES, gpu="H",
+        architecture="sm_90", dtype="bfloat16",
+    ):  # fmt: skip
+        sizes = Sizes(rows, columns, features, ranks)
+        return lookup(entries, op, Device(gpu, architecture), dtype, sizes)
 
     @pytest.mark.parametrize(
         ("rows", "columns", "features", "found"),
@@ -186,27 +197,53 @@ class TestLookup:
             (1024, 7000, 4096, "many 4096"),
             (1024, 9000, 4096, "many 16384"),
             (4096, 4096, 2048, "many 4096"),
-            (4097, 4096, 4096, None),  # more than two octaves from anything
-            (3, 4096, 4096, None),
-            (16, 4096, 1000, None),
-            (128, 4096, 4096, None),
-            (0, 0, 0, None),
+            (100_000, 4096, 4096, "many 4096"),  # beyond what was measured: its end
+            (1, 128, 64, "few 4096"),
+            (0, 0, 0, "few 4096"),
+            (2048, 100_000, 100_000, "many 16384"),
         ],
     )
-    def test_nearest(self, rows: int, columns: int, features: int, found: str | None) -> None:
-        assert self.find(LAYER, rows, columns, features) == found
-        assert self.find(GATHER, rows, columns, features, alike=True) == found
+    @pytest.mark.parametrize("op", [GATHER, SCATTER, LAYER])
+    def test_nearest(self, op: str, rows: int, columns: int, features: int, found: str) -> None:
+        assert self.find(op, rows, columns, features) == found
 
-    def test_only_the_same_run_of_things(self) -> None:
-        for changes in (dict(gpu="X"), dict(dtype="float16"), dict(ranks=4)):
+    def test_what_no_table_speaks_for(self) -> None:
+        for changes in (dict(architecture="sm_80"), dict(dtype="float32")):
             assert self.find(LAYER, 16, **changes) is None
         assert self.find(ALL_REDUCE, 16) is None
 
-    def test_what_ranks_need_not_have_in_common_is_not_guessed(self) -> None:
-        assert self.find(GATHER, 20, features=4000) == "few 4096"
-        assert self.find(GATHER, 20, columns=4100) is None
-        assert self.find(SCATTER, 20, columns=4100) == "few 4096"
-        assert self.find(SCATTER, 20, features=4000) is None
+    def test_float16_takes_as_long_as_bfloat16(self) -> None:
+        assert self.find(LAYER, 16, dtype="float16") == "few 4096"
+
+    @pytest.mark.parametrize(
+        ("gpu", "ranks", "found"),
+        [
+            ("H", 2, "H 2"),
+            ("K", 2, "K 2"),
+            ("X", 2, "H 2"),  # of two other GPUs the first by name
+            ("H", 4, "H 4"),
+            ("K", 4, "H 4"),  # the same number of ranks before the same GPU
+            ("H", 8, "H 4"),
+            ("X", 64, "H 4"),
+            ("H", 3, "H 4"),  # 4 is nearer than 2, by ratio
+        ],
+    )
+    def test_the_nearest_table(self, gpu: str, ranks: int, found: str) -> None:
+        entries = [
+            {**self.ENTRIES[0], "gpu": name, "ranks": count, "choices": [[16, f"{name} {count}"]]}
+            for name, count in (("K", 2), ("H", 2), ("H", 4))
+        ]
+        assert self.find(GATHER, 16, ranks=ranks, entries=entries, gpu=gpu) == found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800"])
+def test_thousands_of_rows_overlap_by_default(gpu: str, ranks: int) -> None:
+    """Qwen3-32B's MLP at 4096 rows: never the plain collective on Hopper."""
+    for op, columns, features in ((GATHER, 51200 // ranks, 5120), (SCATTER, 5120, 25600 // ranks)):
+        sizes = Sizes(4096, columns, features, ranks)
+        found = lookup(auto.table(), op, Device(gpu, "sm_90"), "bfloat16", sizes)
+        assert found in ("copy_engine", "fused", "low_latency")
 
 
 def event(name, device, start, end, row=7, parent=None):

@@ -223,7 +223,7 @@ def test_dryrun_changes_nothing(group: str) -> None:
 
 
 ENTRY = {
-    "op": auto.GATHER, "gpu": "G", "dtype": "bfloat16", "ranks": WORLD, "columns": 4096, "features": 1024,
+    "op": auto.GATHER, "gpu": "G", "architecture": "sm_90", "dtype": "bfloat16", "ranks": WORLD, "columns": 4096, "features": 1024,
     "choices": [[64, "collective"], [4096, "fused"]], "run": "r",
 }  # fmt: skip
 
@@ -234,14 +234,15 @@ ENTRY = {
         (auto.Sizes(4096, 4096, 1024, WORLD), True),
         (auto.Sizes(4096, 77, 1024, WORLD), True),  # columns are a rank's own
         (auto.Sizes(64, 4096, 1024, WORLD), False),
-        (auto.Sizes(4096, 4096, 64, WORLD), False),
-        (auto.Sizes(4096, 4096, 1024, 8), False),
+        (auto.Sizes(4096, 4096, 64, WORLD), True),  # the nearest measured layer
+        (auto.Sizes(4096, 4096, 1024, 8), True),  # and number of ranks
+        (auto.Sizes(64, 4096, 1024, 8), False),
         (None, True),
     ],
 )
 def test_where_something_was_measured(monkeypatch, sizes, expected: bool) -> None:
     monkeypatch.setattr(auto, "table", lambda: (ENTRY,))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "G")
+    monkeypatch.setattr(auto.Device, "of", lambda device: auto.Device("G", "sm_90"))
     device = torch.device("cuda")
     assert auto.may_choose(auto.GATHER, device, torch.bfloat16, sizes) is expected
     assert not auto.may_choose(auto.SCATTER, device, torch.bfloat16, sizes)

@@ -69,17 +69,17 @@ def _same_seed_everywhere(group: str) -> None:
 
 @pytest.fixture
 def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., None]]:
-    """Called as measured((op, columns, features, choices[, eager]), …) it puts these in place of `crossovers.json`."""
-    gpu = torch.cuda.get_device_name() if rank_device.type == "cuda" else "cpu"
+    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json`."""
+    device = auto.Device.of(rank_device)._asdict()
 
     def plant(*entries: tuple, dtype: str = "float32") -> None:
-        about = dict(gpu=gpu, dtype=dtype, ranks=dist.get_world_size())
-        names = ("op", "columns", "features", "choices", "eager")
-        table = tuple({**about, **dict(zip(names, entry, strict=False))} for entry in entries)
+        about = dict(**device, dtype=dtype, ranks=dist.get_world_size())
+        names = ("op", "columns", "features", "choices")
+        table = tuple({**about, **dict(zip(names, entry, strict=True))} for entry in entries)
         monkeypatch.setattr(auto, "table", lambda: table)
-        auto._known.cache_clear()
+        auto._cached_lookup.cache_clear()
         plans.forget()
 
     yield plant
-    auto._known.cache_clear()
+    auto._cached_lookup.cache_clear()
     plans.forget()

@@ -35,16 +35,16 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
     engine.close()
 
 
-def test_captures_take_what_eager_calls_do_not(group, rank_device, measured) -> None:
-    """Warm-ups leave every kernel and memory of the graph's own choices ready: all-reduces with a norm behind them
+def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
+    """Warm-ups leave every kernel and memory of the choice ready: all-reduces with a norm behind them
     and the last block's without."""
     dense = random_model(rank_device)
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
     rows, hidden = len(PROMPTS), dense.config.hidden_size
     inner = split_evenly(dense.config.intermediate_size, dist.get_world_size())[0]
     heads = split_evenly(dense.config.num_heads, dist.get_world_size())[0] * dense.config.head_dim
-    of_graphs, eager = [[rows, "low_latency"], [rows * 64, "nccl"]], [[rows, "nccl"]]
-    measured(*((ALL_REDUCE, hidden, features, of_graphs, eager) for features in (inner, heads)))
+    choices = [[rows, "low_latency"], [rows * 64, "nccl"]]
+    measured(*((ALL_REDUCE, hidden, features, choices) for features in (inner, heads)))
     model = parallelize(random_model(rank_device), group, "all_reduce")
     engine = Engine(model, batch=rows, capacity=48, tp_group=group)
     steps = list(engine.generate(PROMPTS, 8))

@@ -13,7 +13,7 @@ from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import STRATEGIES, check_sum, draw, of_rank
 from torch_fdattn.dist import TPMLP, all_gather_matmul
 from torch_fdattn.dist.tp_layers import TokenRows
-from torch_fdattn.dist.tp_linear import auto, gated_product, gated_tiles
+from torch_fdattn.dist.tp_linear import gated_product, gated_tiles
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.library import INTERPRET, launches
 
@@ -111,16 +111,6 @@ def test_is_seen(group, rank_device, many) -> None:
     with torch.no_grad(), torch.profiler.profile() as profile:
         all_gather_matmul(x, [weight], group, strategy="copy_engine", activation="swiglu")
     assert "fdattn::tp_all_gather_swiglu" in {event.key for event in profile.key_averages()}
-
-
-def test_the_first_is_compiled_for_graphs(group, monkeypatch) -> None:
-    """Though there were calls of these sizes without SwiGLU."""
-    monkeypatch.setattr(auto, "_known", lambda *_: ("copy_engine", "collective", True))
-    monkeypatch.setattr(auto, "available", lambda *_: True)
-    sizes = auto.Sizes(4096, 2048, 1024, 2)
-    asked = auto.GATHER, group, torch.empty(2048, 1024), sizes, "collective", True
-    found = [auto.choose(*asked, fused) for fused in (None, None, "swiglu", "swiglu")]
-    assert found == ["copy_engine", "collective"] * 2
 
 
 def test_own_rows_are_few(group, rank_device, monkeypatch) -> None:

@@ -153,7 +153,7 @@ def test_bfloat16_in_the_interpreter(group, rank_device) -> None:
 
 
 def test_auto_where_shares_differ(group, rank_device, measured) -> None:
-    """Ranks that would choose differently, by sizes that are their own, choose what runs everywhere."""
+    """Ranks that find the same choose it; those that would choose differently, by sizes of their own, the collective."""
     world, rank = dist.get_world_size(), dist.get_rank()
     measured(
         (GATHER, 8, 16, [[4 * world, "copy_engine"]]),
@@ -161,7 +161,7 @@ def test_auto_where_shares_differ(group, rank_device, measured) -> None:
         (SCATTER, 6, 16, [[4 * world, "fused"]]),
         (ALL_REDUCE, 6, 16, [[4 * world, "low_latency"]]),
     )
-    for columns, fast in ((8, True), (9 + min(rank, 1), False), (11 + min(rank, 1), False)):
+    for columns, fast in ((8, True), (11 + min(rank, 1), True), (10 if rank else 7, False)):
         before = launches.total()
         x, weight = draw(4 * world, 16, device=rank_device), torch.ones(columns, 16)
         (y,) = all_gather_matmul(x[of_rank(4)], [weight.to(rank_device)], group)

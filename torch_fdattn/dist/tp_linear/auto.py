@@ -1,13 +1,14 @@
-"""Strategy and method `auto`: by measured crossovers, and `collective` (method `nccl`) where nothing was measured.
+"""Strategy and method `auto`: the fastest of ours by device time, looked up in a table of measurements.
 
-`crossovers.json`, which `python -m benchmarks tp_crossover` writes, has for an op, a GPU, a number of ranks, a dtype
-and a layer's local sizes (N, K) which strategy or method was the fastest for so many rows M, and the run that says so.
-Where it was measured, a choice is the fastest of ours, the group's own collective among them. Between, the nearest
-measured sizes speak, and far from all of them nothing does.
+`crossovers.json`, which `python -m benchmarks tp_crossover` writes, holds for an op, a GPU, a number of ranks, a dtype
+and a layer's local sizes (N, K) which strategy or method was the fastest in CUDA graphs at so many rows M, the group's
+own collective among them, and the run that says so. Eager calls take the same choice: what their host time costs beside
+that is for the caller to weigh, who may name a strategy.
 
-Captured graphs and eager calls have choices of their own: few rows take the host longer to launch than the device to
-compute. The first eager call of its sizes takes the choice of graphs, so that a capture finds it compiled and
-connected; of calls with a norm or SwiGLU the first of these, too.
+The table that is asked is the nearest one: of GPUs of the same architecture, those measured with the nearest number of
+ranks (by ratio; the larger of two as near), and among these this very GPU's before another's. In it the nearest sizes
+speak, by the sum of squared logarithms of M, N and K. An architecture, or a dtype of another size, that was never
+measured takes the group's own collective.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from __future__ import annotations
 import functools
 import json
 import math
-import weakref
 from collections.abc import Sequence
 from importlib import resources
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.decode.one_sided import available
 from torch_fdattn.dist.groups import is_traced, unanimous
@@ -34,8 +33,9 @@ LAYER = "layer"
 STOCK = {GATHER: "collective", SCATTER: "collective", ALL_REDUCE: "nccl"}
 #: What ranks with unequal shards do not have in common.
 _OF_RANK = {GATHER: "columns", SCATTER: "features", ALL_REDUCE: "features"}
-#: Octaves of rows, columns or features beyond which a measurement says nothing.
-FARTHEST = 2.0
+#: Dtypes that take as long as another one, which was measured.
+_TIMED_AS = {"float16": "bfloat16"}
+_LAYER_SIZES = ("columns", "features")
 
 
 class Sizes(NamedTuple):
@@ -54,93 +54,87 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+class Device(NamedTuple):
+    """What was measured on, or is asked for: a GPU's name and its architecture, "sm_90"; both "cpu" on a CPU."""
+
+    gpu: str
+    architecture: str
+
+    @classmethod
+    @functools.cache
+    def of(cls, device: torch.device) -> Device:
+        if device.type != "cuda":
+            return cls(device.type, device.type)
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(torch.cuda.get_device_name(device), f"sm_{major}{minor}")
+
+
 @functools.cache
 def table() -> tuple[dict, ...]:
-    """The measured entries: op, gpu, ranks, columns, features, dtype, choices of graphs [[rows, name], …], those of
-    eager calls (`eager`; the same where there are none), run."""
+    """The measured entries: op, gpu, architecture, ranks, columns, features, dtype, choices [[rows, name], …], run."""
     file = resources.files(__package__) / "crossovers.json"
     return tuple(json.loads(file.read_text())["entries"])
 
 
-def lookup(
-    entries: Sequence[dict], op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool = False, eager: bool = False
-) -> str | None:  # fmt: skip
-    """What was the fastest at the nearest measured sizes, by the logarithms of M, N and K; None: none is near.
+def nearest_entries(
+    entries: Sequence[dict], op: str, device: Device, dtype: str, ranks: int
+) -> list[dict]:
+    """The entries that speak for such a device and number of ranks (the module says by which rule)."""
+    found = [
+        entry
+        for entry in entries
+        if entry["op"] == op
+        and entry["architecture"] == device.architecture
+        and entry["dtype"] in (dtype, _TIMED_AS.get(dtype))
+    ]
 
-    alike: whether all ranks ask for the same sizes. Otherwise N of a gather and K of the others, which are a rank's
-    own, must be measured as they are. eager: not in a graph.
-    """
+    def distance(entry: dict) -> tuple:
+        count = entry["ranks"]
+        return _octaves(count, ranks), -count, entry["gpu"] != device.gpu, entry["gpu"]
+
+    nearest = min(map(distance, found), default=None)
+    return [entry for entry in found if distance(entry) == nearest]
+
+
+def lookup(
+    entries: Sequence[dict], op: str, device: Device, dtype: str, sizes: Sizes
+) -> str | None:
+    """What was the fastest at the nearest measured sizes; None: nothing was measured on such devices."""
     best, found = math.inf, None
-    own = None if alike else _OF_RANK.get(op)
-    for entry in entries:
-        if (entry["op"], entry["gpu"], entry["dtype"], entry["ranks"]) != (op, gpu, dtype, sizes.ranks):  # fmt: skip
-            continue
-        if own is not None and entry[own] != getattr(sizes, own):
-            continue
-        apart = [_octaves(entry[name], getattr(sizes, name)) for name in ("columns", "features")]
-        for rows, name in _choices(entry, eager):
-            distances = (*apart, _octaves(rows, sizes.rows))
-            distance = sum(x * x for x in distances)
-            if max(distances) <= FARTHEST and distance < best:
+    for entry in nearest_entries(entries, op, device, dtype, sizes.ranks):
+        layer = sum(_octaves(entry[name], getattr(sizes, name)) ** 2 for name in _LAYER_SIZES)
+        for rows, name in entry["choices"]:
+            distance = layer + _octaves(rows, sizes.rows) ** 2
+            if distance < best:
                 best, found = distance, name
     return found
 
 
-def _choices(entry: dict, eager: bool) -> Sequence[tuple[int, str]]:
-    return entry.get("eager", entry["choices"]) if eager else entry["choices"]
-
-
-def _octaves(measured: int, wanted: int) -> float:
-    return abs(math.log2(max(measured, 1) / max(wanted, 1)))
+def _octaves(measured: int, given: int) -> float:
+    return abs(math.log2(max(measured, 1) / max(given, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(
-    op: str, gpu: str, dtype: str, sizes: Sizes, alike: bool
-) -> tuple[str | None, str | None, bool]:
-    """(what `lookup` finds for graphs, what for eager calls, whether any size was measured at all)."""
-    about = op, gpu, dtype, sizes.ranks
-    measured = any((x["op"], x["gpu"], x["dtype"], x["ranks"]) == about for x in table())
-    found = (lookup(table(), op, gpu, dtype, sizes, alike, eager) for eager in (False, True))
-    return *found, measured
-
-
-_gpu_name = functools.cache(torch.cuda.get_device_name)
-#: Calls whose choice for graphs has run.
-_ready: weakref.WeakKeyDictionary[object, set[tuple]] = weakref.WeakKeyDictionary()
-
-
-def _for_graphs(group_name: str, device: torch.device, call: tuple) -> bool:
-    """Whether such a call, for which graphs have another choice, takes that."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True
-    ready = _ready.setdefault(distributed_c10d._resolve_process_group(group_name), set())
-    first = call not in ready
-    ready.add(call)
-    return first
+def _cached_lookup(op: str, device: Device, dtype: str, sizes: Sizes) -> str | None:
+    return lookup(table(), op, device, dtype, sizes)
 
 
 def choose(
-    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False,
-    fused: str | None = None,
-) -> str:  # fmt: skip
+    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False
+) -> str:
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
 
-    fused: what may be in the product's or the sum's launch, whose kernel and memory are then its own: "norm", "swiglu".
-
-    Nothing is chosen in traces, nor where sizes are a rank's own (see `lookup`) and ranks find different things.
+    alike: whether all ranks ask for the same sizes. Otherwise they compare what they found, in a small collective the
+    first time, and take `otherwise` where they differ. Nothing is chosen in traces.
     """
-    if is_traced(x) or not table():
+    if is_traced(x):
         return otherwise
-    gpu = _gpu_name(x.device) if x.is_cuda else x.device.type
     dtype = str(compute_dtype(x)).removeprefix("torch.")
-    in_graphs, found, measured = _known(op, gpu, dtype, sizes, alike)
-    graphs = False
-    if in_graphs != found:
-        graphs = _for_graphs(group_name, x.device, (op, dtype, sizes, fused))
-        found = in_graphs if graphs else found
-    if measured and not alike:
-        about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0}), graphs
+    found = _cached_lookup(op, Device.of(x.device), dtype, sizes)
+    if found is None:  # on all ranks: it depends on the op, the architecture and the dtype alone
+        return otherwise
+    if not alike:
+        about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
         found = unanimous(group_name, x, about, sizes, found)
     if found is None or found == otherwise:
         return otherwise
@@ -155,21 +149,20 @@ def may_choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes |
     """
     if device.type != "cuda":
         return False
-    gpu, name = torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")
-    return any(_offers(entry, op, gpu, name, sizes) for entry in table())
-
-
-def _offers(entry: dict, op: str, gpu: str, dtype: str, sizes: Sizes | None) -> bool:
-    """Whether a measured entry has anything faster than the group's own collective for such calls."""
-    if (entry["op"], entry["gpu"], entry["dtype"]) != (op, gpu, dtype):
-        return False
-    every = [*_choices(entry, False), *_choices(entry, True)]
-    faster = [rows for rows, choice in every if choice != STOCK[op]]
-    if sizes is None or not faster:
-        return bool(faster)
-    shared = "features" if _OF_RANK[op] == "columns" else "columns"
-    return (
-        entry["ranks"] == sizes.ranks
-        and _octaves(entry[shared], getattr(sizes, shared)) <= FARTHEST
-        and any(_octaves(rows, sizes.rows) <= FARTHEST for rows in faster)
+    about = op, Device.of(device), str(dtype).removeprefix("torch.")
+    if sizes is None:
+        counts = {entry["ranks"] for entry in table()}
+        return any(
+            _offers(entry, None) for n in counts for entry in nearest_entries(table(), *about, n)
+        )
+    return any(
+        _offers(entry, sizes.rows) for entry in nearest_entries(table(), *about, sizes.ranks)
     )
+
+
+def _offers(entry: dict, rows: int | None) -> bool:
+    """Whether a measured entry has anything faster than the group's own collective for so many rows (None: for any)."""
+    choices = entry["choices"]
+    if rows is not None:
+        choices = [min(choices, key=lambda choice: _octaves(choice[0], rows))]
+    return any(name != STOCK[entry["op"]] for _, name in choices)

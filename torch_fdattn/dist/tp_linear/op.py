@@ -64,8 +64,7 @@ def check_linear_strategy(name: str, strategy: str) -> None:
 
 
 def chosen(
-    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int], alike: bool = False,
-    fused: str | None = None,
+    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int], alike: bool = False
 ) -> str:  # fmt: skip
     """The strategy that runs.
 
@@ -75,7 +74,7 @@ def chosen(
     if sizes.ranks == 1:
         return "collective"
     if strategy == "auto":
-        strategy = auto.choose(op, group_name, x, sizes, "collective", alike, fused)
+        strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
     if strategy == "fused" and any(count != rows[0] for count in rows):
@@ -87,9 +86,8 @@ def chosen(
 
 
 def chosen_method(
-    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False,
-    fused: str | None = None,
-) -> str:  # fmt: skip
+    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False
+) -> str:
     """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
         raise NotImplementedError(
@@ -101,7 +99,7 @@ def chosen_method(
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
-        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike, fused)
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike)
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
@@ -181,9 +179,8 @@ def _all_gather_matmul(
         },
         once=strategy in one_sided.STRATEGIES,
     )
-    strategy = chosen(
-        auto.GATHER, strategy, group_name, x_shard, sizes, rows, largest is not None, activation
-    )
+    alike = largest is not None
+    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, alike)
     plan = Plan(strategy, rows, rank, world_size, {})
     plans.keep(plan, *call)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
@@ -280,7 +277,7 @@ def _matmul_all_reduce(
 
 
 def _all_reduce_plan(
-    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None, fused=None
+    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None
 ) -> Plan:  # fmt: skip
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
@@ -298,7 +295,7 @@ def _all_reduce_plan(
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
-    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None, fused)
+    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
     return Plan(method, (), rank, world_size, {})
 
 
@@ -310,9 +307,7 @@ def _matmul_all_reduce_rms_norm(
     may = compute_dtype(x) == x.dtype and one_sided.may_take_norm(
         x, weight, residual, norm_weight, bias
     )
-    plan = _all_reduce_plan(
-        x, weight, group_name, bias, rank, world_size, *options, fused="norm" if may else None
-    )
+    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
     plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
     plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options))
