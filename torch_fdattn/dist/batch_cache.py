@@ -147,6 +147,11 @@ class BatchKVCache:
         """Whether scales are final. Before that, a step runs eagerly, so that it can set them."""
         return self.scales is None or self.scales.calibrated
 
+    @property
+    def shapes_follow_longest(self) -> bool:
+        """Whether a long step's shapes depend on what the longest sequence holds (`RaggedStep`'s `longest`)."""
+        return self.scales is not None  # dequantised up to there
+
     def shortage(self, lengths: Sequence[int]) -> str | None:
         """What is missing, beside capacity, for sequences of these lengths; None: nothing."""
         return None

@@ -1,6 +1,7 @@
 """A static batch of sequences from one model and one cache: prefill, then a token at a time.
 
-    prefill   ragged prompts, padded on the left, `prefill_chunk` columns at a time
+    prefill   ragged prompts, padded on the left, `prefill_chunk` columns at a time; on CUDA a captured graph
+              of the next larger width (`prefill.py`)
     step      one token a sequence; on CUDA a captured graph over static buffers
     generate  prefill, then draw and step until every sequence has ended
 
@@ -26,6 +27,7 @@ from torch_fdattn.dist.faults import check
 from torch_fdattn.dist.groups import rank_and_size, same_everywhere
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
+from torch_fdattn.engine.prefill import MAX_TOKENS, Pass, PrefillGraphs, default_widths
 from torch_fdattn.engine.prompts import check_prompts
 from torch_fdattn.engine.sampling import GREEDY, NO_TOKEN, LogitsError, Sampling
 from torch_fdattn.engine.stats import Stats
@@ -51,7 +53,10 @@ class Engine:
         sync_group: name of the group of all ranks of this engine. By default the one group given, and
             the default group where both are.
         prefill_chunk: columns of prompt a pass.
-        cuda_graph: whether decode steps are captured in a CUDA graph, here and once. None: on CUDA.
+        cuda_graph: whether steps and prefill passes are captured in CUDA graphs: the decode step here and
+            once, a pass of each width when the first one comes. None: on CUDA.
+        prefill_widths: columns of the passes that are captured. None: four an octave, up to prefill_chunk and
+            16384 tokens of the whole batch; (): none, passes run eagerly.
         kv_cache: "contiguous" or "paged".
         page_size, pages: of a paged cache; see PagedKVCache.
         kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8". The first chunk of the first prompt sets the
@@ -61,7 +66,8 @@ class Engine:
         cache: a ShardedKVCache or PagedKVCache; `cache.held` says how many tokens each sequence has stored.
 
     Raises:
-        ValueError: a size below 1, a group or a name that is not known, cuda_graph without a CUDA device.
+        ValueError: a size below 1, a group or a name that is not known, cuda_graph without a CUDA device,
+            prefill_widths beyond the capacity or 16384 tokens, or without captured graphs.
         PeerTimeout: from `generate`, before it yields a token, where a rank did not come to an exchange of a
             one-sided strategy.
     """
@@ -72,6 +78,7 @@ class Engine:
         prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "auto",
         kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
         kv_dtype: str | None = None, hierarchy: tuple[str, str] | None = None,
+        prefill_widths: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
         if prefill_chunk < 1:
@@ -96,8 +103,15 @@ class Engine:
         self._counts = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self._counts_on_host = [0] * batch
         self._captured: CapturedStep[_Output] | None = None
-        if weight.is_cuda if cuda_graph is None else cuda_graph:
+        self._prefill_graphs: PrefillGraphs | None = None
+        captures = weight.is_cuda if cuda_graph is None else cuda_graph
+        widths = _checked_widths(prefill_widths, batch, capacity, captures)
+        if captures:
             self._captured = CapturedStep(self._decode, self.device)
+            self._prefill_graphs = PrefillGraphs(
+                self._pass, default_widths(batch, min(prefill_chunk, capacity)) if widths is None else widths,
+                batch, capacity, self.device, self.cache.shapes_follow_longest,
+            )  # fmt: skip
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -109,7 +123,9 @@ class Engine:
             PromptError: a prompt that is empty, does not fit, or has unknown tokens.
         """
         check_prompts(prompts, 0, self.model.config.vocab_size, self.cache)
-        return self._prefill(prompts).logits
+        return self._prefill(
+            prompts
+        ).logits.clone()  # a captured pass writes its logits where the last one did
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> Tensor:
@@ -171,8 +187,13 @@ class Engine:
         self.cache.reset()
 
     def close(self) -> None:
-        """Lets go of the CUDA graph, which must be gone before its process groups; steps then run eagerly."""
-        self._captured = None
+        """Lets go of the CUDA graphs, which must be gone before their process groups; all then runs eagerly."""
+        self._captured = self._prefill_graphs = None
+
+    @property
+    def prefill_graph_bytes(self) -> int:
+        """Bytes of GPU memory that captured prefill passes hold, all together; 0 where none was captured."""
+        return 0 if self._prefill_graphs is None else self._prefill_graphs.nbytes
 
     def _generate(self, prompts, max_new_tokens, sampling, eos_ids, stats):
         generator = sampling.generator(self.device)
@@ -212,9 +233,21 @@ class Engine:
             stored = zip(self.cache.held, lengths, strict=True)
             longest = max(held - min(length, width - end) for held, length in stored)
             full = width - min(lengths) <= start
-            output = self._forward(chunk, end - begins.clamp(start, end), longest, full)
+            output = self._run_pass(Pass(chunk, end - begins.clamp(start, end), longest, full))
             start = end
         return output
+
+    def _run_pass(self, given: Pass) -> _Output:
+        graphs = self._prefill_graphs
+        # The first pass of a quantised cache sets its scales: no part of a graph.
+        if graphs is None or not self.cache.calibrated or not graphs.takes(given):
+            return self._pass(given)
+        if self._waits_in:  # a replay would not look
+            check(*self._waits_in, synchronize=False)
+        return _Output(*graphs(given))
+
+    def _pass(self, given: Pass) -> _Output:
+        return self._forward(given.tokens, given.counts, given.longest, given.full)
 
     @torch.inference_mode()
     def _step(self, tokens: Tensor, active: Sequence[bool]) -> _Output:
@@ -256,6 +289,23 @@ class Engine:
         if self._sync_group is not None:
             dist.broadcast(tokens, group=self._sync_group, group_src=0)
         return tokens
+
+
+def _checked_widths(
+    widths: Sequence[int] | None, batch: int, capacity: int, captures: bool
+) -> Sequence[int] | None:
+    if widths and not captures:
+        raise ValueError(
+            f"prefill_widths must be None or empty where nothing is captured, got {widths}"
+        )
+    most = min(MAX_TOKENS // batch, capacity)
+    for width in widths or ():
+        if not 1 <= width <= most:
+            raise ValueError(
+                f"prefill_widths must be from 1 to {most} columns (the capacity, and {MAX_TOKENS} tokens for a batch of "
+                f"{batch}), got {width}"
+            )
+    return widths
 
 
 def _expect_tokens(drawn: list[int], active: list[bool], count: int) -> None:

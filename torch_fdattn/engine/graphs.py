@@ -17,9 +17,12 @@ class CapturedStep(Generic[Result]):
     `run` reads and writes tensors that stay where they are. It is run a few times before the capture, so
     these runs must leave no trace; the capture itself executes nothing. Collectives in it are captured
     too: all their ranks capture together, and the graph must be gone before its process groups are.
+    pool: memory that graphs share which are never replayed at once (torch.cuda.graph_pool_handle).
     """
 
-    def __init__(self, run: Callable[[], Result], device: torch.device) -> None:
+    def __init__(
+        self, run: Callable[[], Result], device: torch.device, pool: tuple[int, int] | None = None
+    ) -> None:
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -30,7 +33,9 @@ class CapturedStep(Generic[Result]):
             self._graph = torch.cuda.CUDAGraph()
             # Of this thread only: NCCL's watchdog may query events in its own meanwhile. The stream is
             # named because torch's default one for captures stays on the first device that used it.
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 self._result = run()
 
     def __call__(self) -> Result:

@@ -78,6 +78,10 @@ class PagedKVCache(SharedKVCache):
         """K and V of a layer, (pages, kv_heads, page_size, head_dim), not copied."""
         return self._k[layer].transpose(1, 2), self._v[layer].transpose(1, 2)
 
+    @property
+    def shapes_follow_longest(self) -> bool:
+        return True  # pages are gathered up to there
+
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence, and all of a shorter one; the rest's pages are free."""
         super().truncate(length)
