@@ -62,7 +62,9 @@ def test_auto_shards_prompts_and_replicates_single_tokens(group, rank_device, me
     forms = []
     layer = model.layers[0].mlp
     layer.register_forward_pre_hook(lambda module, args: forms.append(module.form))
-    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group)
+    # Eager passes, so that hooks see them.
+    widths = () if rank_device.type == "cuda" else None
+    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group, prefill_widths=widths)
     forms.clear()  # those of a capture
     steps = list(engine.generate(PROMPTS, 8))
     assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
