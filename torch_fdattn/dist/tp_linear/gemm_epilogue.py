@@ -2,7 +2,8 @@
 
 A program has some columns of y, for all rows (`few_rows.py`). A finished tile goes to all other ranks as values that
 tell themselves that they came (`push_values.py`); then the program takes theirs and sums in fp32, in the order of ranks:
-the same bits on all ranks.
+the same bits on all ranks. Many bytes of three ranks or more go in two trips (`lamport_two_shot.py`): of each tile a rank
+owns some rows.
 
 A program waits for the same columns alone, and only once it has sent its own: the first columns that any rank has not
 finished wait for nobody. With tiles that fit a device at once, none waits for a place.
@@ -26,6 +27,7 @@ from torch_fdattn.dist.tp_linear.few_rows import (
     tile_for,
 )
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
+from torch_fdattn.dist.tp_linear.lamport_two_shot import send_to_owners, share_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import (
     BEFORE,
     TURN,
@@ -61,7 +63,7 @@ def _gemm_sum_kernel(
     y_ptr, x, w, w_ptr, scale_ptr, bias_ptr, addresses_ptr, state_ptr, fault_ptr, x_stride, w_strides, scale_stride, third_bytes,
     limit_ns, rank, m, n, k, WORLD: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, SHOTS: tl.constexpr,
 ):  # fmt: skip
     """x (m, k), w (n, k), scale (n,) or None, bias (n,) or None -> y (m, n), the sum over ranks of
     x @ (w * scale).T + bias; m at most BLOCK_M. AHEAD: bytes of a row of w that are on their way before x is there."""
@@ -71,8 +73,9 @@ def _gemm_sum_kernel(
     await_previous(PDL)
     epoch = read_epoch(state_ptr)
     turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
-    each = words_of_a_rank(third_bytes, WORLD)
-    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, _CLEARED)
+    SLOTS: tl.constexpr = WORLD + SHOTS - 1
+    each = words_of_a_rank(third_bytes, SLOTS)
+    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)
 
     acc = columns_product(
         x, w, first_column, m, n, k, x_stride, w_strides, LAYOUT, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
@@ -92,26 +95,43 @@ def _gemm_sum_kernel(
     within = tl.arange(0, BLOCK_M * ACROSS)
     row, across = within // ACROSS, first_column // PER_WORD + within % ACROSS
     at, inside = row * row_words + across, (row < m) & (across < row_words)
-    sends = inside & may_send(state_ptr, epoch)
-    for i in tl.static_range(1, WORLD):
-        peer = (rank + i) % WORLD
-        push(own, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
+    if SHOTS == 1:
+        takes = inside
+        sends = inside & may_send(state_ptr, epoch)
+        for i in tl.static_range(1, WORLD):
+            peer = (rank + i) % WORLD
+            push(own, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
+    else:
+        owner = row * WORLD // m  # of some rows each, of which all ranks have as many
+        takes = inside & (owner == rank)
+        send_to_owners(
+            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD
+        )  # fmt: skip
 
+    all_came = epoch == epoch
     here = buffer(addresses_ptr, rank, turn, third_bytes)
     low, high = tl.zeros_like(own).to(tl.float32), tl.zeros_like(own).to(tl.float32)
     for source in range(WORLD):
         words = own  # as the others have it
-        came = True
+        came = epoch == epoch
         if source != rank:
             found, came = receive_values(
-                (here + slot_of(source, rank, WORLD) * each + at)[None, :], inside[None, :],
-                tl.full([1], 0, tl.int32) + source, epoch, state_ptr, fault_ptr, limit_ns,
+                (here + slot_of(source, rank, WORLD) * each + at)[None, :], takes[None, :],
+                tl.full([1, 1], 0, tl.int32) + source, epoch, state_ptr, fault_ptr, limit_ns,
             )  # fmt: skip
             words = tl.reshape(found, [BLOCK_M * ACROSS])
         lower, upper = halves(words, DTYPE)
         none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
         low, high = low + lower + none, high + upper + none
-    tl.store(words_at(y_ptr) + at, joined(low, high, DTYPE), mask=inside)
+        all_came &= came
+    if SHOTS == 1:
+        sums = joined(low, high, DTYPE)
+    else:
+        sums = share_sums(
+            low, high, all_came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes,
+            limit_ns, rank, WORLD, DTYPE,
+        )  # fmt: skip
+    tl.store(words_at(y_ptr) + at, sums, mask=inside)
     leave_turn(state_ptr, epoch, turn, m * row_words)
 
 
@@ -130,7 +150,9 @@ def matmul_all_reduce(
     if exchanged(memo, *given, name=name_of(x, weight, bias, scale)):
         return y
     rank, world = rank_and_size(group_name)
-    where = channel_for(y.nbytes // 4, group_name, "gemm_epilogue", x.device, world)
+    trips = shots(y.nbytes, world)
+    purpose = "gemm_epilogue" if trips == 1 else "gemm_epilogue/two_shot"
+    where = channel_for(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
     numbers = third_of(where), timeout_ns(), rank
     tensors = *given, where.memory.addresses, where.state, where.fault.tensor
 
@@ -144,12 +166,18 @@ def matmul_all_reduce(
             _gemm_sum_kernel, cdiv(n, tile.m),
             y, few, w, *tensors[3:], x.stride(0), weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
             m, n, k, world, power_of_two(world), triton_dtype(x.dtype), layout, k % tile.k == 0, tile.n, tile.m, tile.k,
-            tile.stages, dot_precision(x.dtype), early, AHEAD if early and layout else 0,
+            tile.stages, dot_precision(x.dtype), early, AHEAD if early and layout else 0, trips,
             num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
     with on_device(x):
-        key = name_of(x, weight, bias, scale), *metadata(x, weight, scale, bias), *numbers, world
+        key = (
+            name_of(x, weight, bias, scale),
+            *metadata(x, weight, scale, bias),
+            *numbers,
+            world,
+            trips,
+        )
         repeat(key, tensors, run)
     remember(memo, where, key, name_of(x, weight, bias, scale))
     return y

@@ -108,21 +108,22 @@ def joined(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """(words (S, B) of sources, once all that are wanted have come, whether they came)."""
+    """(words (S, B), once all that are wanted have come, whether they came); sources (S, B) or (S, 1): the ranks that
+    send them."""
     words = tl.load(pointers, mask=wanted, other=1, volatile=True)
-    missing = tl.sum((words == 0).to(tl.int32), 1)
+    missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
     looks = 0
     start, stop = epoch - epoch, epoch != epoch
-    while (tl.sum(missing, 0) > 0) & (stop == 0):
+    while (missing > 0) & (stop == 0):
         words = tl.load(pointers, mask=wanted, other=1, volatile=True)
-        missing = tl.sum((words == 0).to(tl.int32), 1)
+        missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
         looks += 1
-        if (looks % LOOKS == 0) & (tl.sum(missing, 0) > 0):
+        if (looks % LOOKS == 0) & (missing > 0):
             start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
-                late = tl.max(tl.where(missing > 0, sources, -1), 0)
+                late = tl.max(tl.max(tl.where(words == 0, sources, -1), 1), 0)
                 report(late, epoch, state_ptr, fault_ptr)
-    return words, tl.sum(missing, 0) == 0
+    return words, missing == 0
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def exchange(
     others = ((sources < WORLD) & (sources != rank))[:, None]
     here = buffer(addresses_ptr, rank, turn, third_bytes)
     found, came = receive_values(
-        here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :], others & inside[None, :], sources, epoch,
+        here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :], others & inside[None, :], sources[:, None], epoch,
         state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
     # The own as the others have it: the sum's bits are the same everywhere.

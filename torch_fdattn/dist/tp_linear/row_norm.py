@@ -21,16 +21,15 @@ from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
+from torch_fdattn.dist.tp_linear.lamport_two_shot import exchange_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import (
     as_words,
     channel_for,
-    exchange,
     exchanged,
     halves,
     joined,
     leave_turn,
     remember,
-    summed,
     third_of,
     words_at,
 )
@@ -55,10 +54,10 @@ def _rounded(low, high, dtype: tl.constexpr):
 def _sum_norm_kernel(
     x_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, added_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes,
     limit_ns, rank, words, eps, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr, SHOTS: tl.constexpr,
 ):  # fmt: skip
     """x, residual (m, words), bias (words,) or None, weight (words,) -> added (m, words), the sum over ranks and more,
-    normed (m, words); words of numbers of DTYPE. Without SUMS x is that sum."""
+    normed (m, words); words of numbers of DTYPE. SHOTS: trips of the exchange (`lamport_two_shot.py`); 0: x is that sum."""
     await_previous(PDL)
     x_ptr, residual_ptr, weight_ptr = words_at(x_ptr), words_at(residual_ptr), words_at(weight_ptr)
     normed_ptr, added_ptr = words_at(normed_ptr), words_at(added_ptr)
@@ -68,12 +67,11 @@ def _sum_norm_kernel(
     at = tl.program_id(0).to(tl.int64) * words + columns
     residual = tl.load(residual_ptr + at, mask=inside, other=0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0)
-    if SUMS:
-        found, came, epoch, turn = exchange(
+    if SHOTS:
+        low, high, epoch, turn = exchange_sums(
             x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
-            False, DTYPE,
+            DTYPE, SHOTS,
         )  # fmt: skip
-        low, high = summed(found, came, DTYPE)
         low, high = _rounded(low, high, DTYPE)
     else:
         low, high = halves(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
@@ -92,7 +90,7 @@ def _sum_norm_kernel(
     weight_low, weight_high = halves(weight, DTYPE)
     normed = joined(low * scale * weight_low, high * scale * weight_high, DTYPE)
     tl.store(normed_ptr + at, normed, mask=inside)
-    if SUMS:
+    if SHOTS:
         leave_turn(state_ptr, epoch, turn, tl.num_programs(0) * words)
 
 
@@ -129,10 +127,12 @@ def sum_norm(
     m, words = x.numel() // columns, columns * x.element_size() // 4
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)
     bias = None if bias is None else as_words(bias)
-    where, of_channel, numbers, world = None, (None, None, None), (0, 0, 0), 1
+    where, of_channel, numbers, world, trips = None, (None, None, None), (0, 0, 0), 1, 0
     if group_name is not None:
         _, world = rank_and_size(group_name)
-        where = channel_for(m * words, group_name, "low_latency/rows", x.device, world)
+        trips = shots(4 * m * words, world)
+        purpose = "low_latency/rows" if trips == 1 else "low_latency/two_shot_rows"
+        where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
         of_channel = where.memory.addresses, where.state, where.fault.tensor
         numbers = third_of(where), timeout_ns(), where.rank
     tensors = x, bias, residual, weight, normed, added, *of_channel
@@ -144,7 +144,7 @@ def sum_norm(
         launch(
             _sum_norm_kernel, m,
             *tensors, *numbers, words, eps, world, power_of_two(world), block, triton_dtype(x.dtype), early,
-            where is not None, num_warps=warps, **({"launch_pdl": True} if early else {}),
+            trips, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
     with on_device(x):
