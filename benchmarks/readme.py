@@ -78,7 +78,7 @@ def _distributed_section(paths: list[Path]) -> str:
         "### Over several GPUs",
         "torch: eager PyTorch with NCCL on the same weights, activations replicated, one all-reduce a "
         "layer; for ring attention torch's context_parallel, or one device where that is not measured. "
-        "Ours: decode steps in a CUDA graph, all else eager.",
+        "Ours: decode steps and prefill passes in CUDA graphs, single layers eager.",
     ]
     for machine in sorted(lines):
         if lines[machine]:
