@@ -395,7 +395,7 @@ FAULTS = (
     ),
     Fault(
         "what the last call brought is left in memory", "torch_fdattn/dist/tp_linear/gemm_epilogue.py",
-        "    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, _CLEARED)\n", "", MATMULS,
+        "    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
     ),
     Fault(
         "the first tensor's map for all tensors", f"{_KERNELS}/direct_launch.py",

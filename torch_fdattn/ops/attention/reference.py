@@ -116,7 +116,12 @@ def attention_backward_reference(
         dp = _kept(_by_group(dout_rows, v.mT), dropout, pos, k_pos, first_sequence)
         ds = p * (dp - delta_rows[..., None])
         if options.alibi_slopes is not None:
-            dslopes = dslopes - (ds * away.abs()).sum((3, 4)).flatten(1, 2)
+            sums, weights = (ds * away.abs()).sum(4), p.sum(4)
+            if options.sinks is not None:
+                sinks = accumulated(options.sinks).unflatten(0, (kv_heads, -1))[None, :, :, None]
+                weights = weights + torch.exp(sinks - lse_rows)
+            sums = _without_rounding_of_lse(sums, weights, lse_rows)
+            dslopes = dslopes - sums.sum(3).flatten(1, 2)
         if rows.attn_mask is not None:
             dmask.append(sum_to(ds.flatten(1, 2), rows.attn_mask.shape))
         ds = ds * cap_slope(products, options)
@@ -134,6 +139,12 @@ def attention_backward_reference(
         dmask = dmask.reshape(options.attn_mask.shape)
     gradients = Scores(0.0, dslopes, dsinks, None if options.attn_mask is None else dmask)
     return torch.cat(dq, 3).flatten(1, 2), dk, dv, gradients
+
+
+def _without_rounding_of_lse(sums: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
+    """As in `backward_queries.py`: sums of rows that are linear in their weights, for weights that add up to one."""
+    explained = (lse.abs() * 3.5e-7 + 1e-6).clamp(max=1e-4)
+    return sums / torch.where((weights - 1.0).abs() <= explained, weights, 1.0)
 
 
 def attention_tangent_reference(
