@@ -20,7 +20,7 @@ from torch_fdattn import checks
 from torch_fdattn.dist.groups import trusted
 from torch_fdattn.ops import library
 
-#: By group, then by what calls have in common; None for what was seen once, where `auto` may still choose anew.
+#: By group, then by what calls have in common; None for what was seen once.
 _plans: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, object]] = (
     weakref.WeakKeyDictionary()
 )
