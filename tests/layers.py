@@ -1,0 +1,158 @@
+"""The layers of the suite: what one run of pytest each takes, for every kind of `python -m tests KIND`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One run of pytest; `ranks` > 0 runs it under torchrun."""
+
+    name: str
+    arguments: tuple[str, ...]
+    ranks: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+INTERPRET = {"TRITON_INTERPRET": "1"}
+_NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
+_PARALLEL = ("-n", "2", "--dist", "worksteal")
+#: `cpu` is to take less than 25 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+_QUICK = ("-m", "not slow")
+#: Tests of several busy processes each: side by side they take longer than one after the other.
+_PROCESSES = (
+    "tests/engine/test_ranks.py",
+    "tests/engine/test_mesh.py",
+    "tests/benchmarks/test_distributed.py",
+    "tests/benchmarks/test_tp_ways.py",
+    "tests/test_faults.py",
+    "tests/test_soak.py",
+)
+
+
+#: Whole layers compiled, which every rank does for itself: two of them show that ranks do not mix their graphs.
+COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
+
+
+#: What Inductor makes of a graph is the same for all strategies but their names.
+INDUCED = "through_inductor and (fused or low_latency)"
+
+
+def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
+    """The distributed tests, or the files of these names alone; `only` is pytest's -k, `marked` its -m."""
+    files = tuple(f"tests/dist/test_{name}.py" for name in names) or ("tests/dist",)
+    chosen = (*(("-k", only) if only else ()), *(("-m", marked) if marked else ()))
+    return Layer(f"distributed, {ranks} ranks", (*files, *chosen), ranks)
+
+
+def one_sided(ranks: int, *files: str, only: str = "") -> Layer:
+    """The tests of the one-sided exchanges, whose kernels are interpreted; `only` is pytest's -k."""
+    chosen = tuple(f"tests/dist/test_{file}.py" for file in files)
+    return Layer(
+        f"one-sided, {ranks} ranks", (*chosen, *(("-k", only) if only else ())), ranks, INTERPRET
+    )
+
+
+def layers(kind: str) -> list[Layer]:
+    if kind == "cpu":
+        return [
+            # Three on two processors: many of these wait, for processes and time-outs.
+            Layer(
+                "CPU",
+                (
+                    *_NOT_DISTRIBUTED,
+                    *(f"--ignore={file}" for file in _PROCESSES),
+                    *("-n", "3", "--dist", "worksteal"),
+                    *_QUICK,
+                ),
+            ),
+            Layer("CPU, several processes", (*_PROCESSES, *_QUICK)),
+            Layer(
+                "interpreter",
+                (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter and not slow"),
+                0,
+                INTERPRET,
+            ),
+            distributed(2, marked="not slow"),
+            # What does not divide by three: heads, rows, positions.
+            distributed(
+                3,
+                "ring_attention",
+                "decode",
+                "tp_linear",
+                "compiled_matmuls",
+                "kv_cache",
+                "agreement",
+                only=f"not ({COMPILED} or through_inductor)",
+                marked="not slow",
+            ),
+            # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
+            distributed(
+                4,
+                "ring_attention",
+                "parallelize",
+                "tp_layers",
+                "kv_cache",
+                "engine",
+                only=f"not ({COMPILED} or test_drawn)",
+            ),
+            distributed(1, "ring_attention", only=f"not ({COMPILED})"),
+            one_sided(
+                2,
+                "one_sided",
+                "strategies",
+                "signals",
+                "fused_parts",
+                "tp_one_sided",
+                "tp_failures",
+                "row_norm",
+                "known_mlp",
+                "gathered_swiglu",
+                "float8_weights",
+                "compiled_matmuls",
+                only=f"not ({INDUCED})",
+            ),
+            one_sided(3, "lamport_two_shot"),
+            # More than one peer to wait for, overlapping groups; shares that do not divide.
+            one_sided(
+                3,
+                "one_sided",
+                "strategies",
+                "fused_parts",
+                "tp_one_sided",
+                "row_norm",
+                only="test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
+            ),
+        ]
+    if kind == "slow":
+        slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
+        return [
+            Layer("CPU, slow", (*slow, "slow and not interpreter")),
+            Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+            distributed(2, marked="slow"),
+            one_sided(2, "compiled_matmuls", only=INDUCED),
+            distributed(3, "compiled_matmuls", only="through_inductor"),
+            *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
+            distributed(4, "context_parallel"),
+            distributed(4, "ring_attention", only="test_drawn"),
+            distributed(3, "tp_layers", "parallelize"),
+            distributed(1, "tp_layers", "tp_linear", "parallelize"),
+        ]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "gpu":
+        if not gpus:
+            sys.exit("gpu needs a CUDA device, found none")
+        return [Layer("GPU", (*_NOT_DISTRIBUTED, "-n", str(min(8, os.cpu_count() or 1))))]
+    if kind == "multigpu":
+        if gpus < 2:
+            sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
+        return [
+            Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
+            *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
+        ]
+    sys.exit(f"usage: python -m tests cpu|slow|gpu|multigpu, got {kind!r}")
