@@ -23,7 +23,7 @@ def captured(device, monkeypatch) -> list:
         capture(self, kind)
 
     class Rerun:
-        def __init__(self, run, device, pool) -> None:
+        def __init__(self, run, device, pool, stream) -> None:
             self._run = run
             for _ in range(2):
                 run()
@@ -35,7 +35,7 @@ def captured(device, monkeypatch) -> list:
     if device != "cuda":
         monkeypatch.setattr(prefill, "CapturedStep", Rerun)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     return kinds
 
 
@@ -145,6 +145,11 @@ def test_refusals(device) -> None:
     model = random_model(device)
     with pytest.raises(ValueError, match="prefill_widths must be None or empty where nothing"):
         Engine(model, capacity=48, cuda_graph=False, prefill_widths=[4])
+    for widths in (5, [4.5], [True], ["16"], iter([4])):
+        with pytest.raises(
+            TypeError, match="prefill_widths must be None or a list or tuple of int"
+        ):
+            Engine(model, capacity=48, prefill_widths=widths)
     if device == "cuda":
         with pytest.raises(ValueError, match="prefill_widths must be from 1 to 48 columns"):
             Engine(model, capacity=48, prefill_widths=[49])

@@ -294,12 +294,16 @@ class Engine:
 def _checked_widths(
     widths: Sequence[int] | None, batch: int, capacity: int, captures: bool
 ) -> Sequence[int] | None:
+    if widths is None:
+        return None
+    if not isinstance(widths, Sequence) or not all(type(width) is int for width in widths):
+        raise TypeError(f"prefill_widths must be None or a list or tuple of int, got {widths!r}")
     if widths and not captures:
         raise ValueError(
             f"prefill_widths must be None or empty where nothing is captured, got {widths}"
         )
     most = min(MAX_TOKENS // batch, capacity)
-    for width in widths or ():
+    for width in widths:
         if not 1 <= width <= most:
             raise ValueError(
                 f"prefill_widths must be from 1 to {most} columns (the capacity, and {MAX_TOKENS} tokens for a batch of "

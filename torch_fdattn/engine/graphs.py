@@ -18,13 +18,15 @@ class CapturedStep(Generic[Result]):
     these runs must leave no trace; the capture itself executes nothing. Collectives in it are captured
     too: all their ranks capture together, and the graph must be gone before its process groups are.
     pool: memory that graphs share which are never replayed at once (torch.cuda.graph_pool_handle).
+    stream: what the warm-ups and the capture run on; None: a new one.
     """
 
     def __init__(
-        self, run: Callable[[], Result], device: torch.device, pool: tuple[int, int] | None = None
-    ) -> None:
+        self, run: Callable[[], Result], device: torch.device, pool: tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream() if stream is None else stream
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
