@@ -22,7 +22,8 @@ from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
 from tests.interpreting import needs_interpreter
-from torch_fdattn.dist.tp_linear import auto
+from torch_fdattn.dist import symmetric_memory
+from torch_fdattn.dist.tp_linear import auto, one_sided
 from torch_fdattn.dist.tp_linear.auto import (
     ALL_REDUCE,
     GATHER,
@@ -32,6 +33,7 @@ from torch_fdattn.dist.tp_linear.auto import (
     Sizes,
     lookup,
 )
+from torch_fdattn.dist.tp_linear.op import chosen, chosen_method
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --check --repeats 1 --device cpu"
@@ -244,6 +246,39 @@ def test_thousands_of_rows_overlap_by_default(gpu: str, ranks: int) -> None:
         sizes = Sizes(4096, columns, features, ranks)
         found = lookup(auto.table(), op, Device(gpu, "sm_90"), "bfloat16", sizes)
         assert found in ("copy_engine", "fused", "low_latency")
+
+
+@pytest.fixture
+def four_h100(monkeypatch) -> None:
+    """Calls are looked up as on four H100 whose ranks map each other's memory."""
+    device = Device("NVIDIA H100 80GB HBM3", "sm_90")
+    monkeypatch.setattr(auto.Device, "of", classmethod(lambda cls, of: device))
+    monkeypatch.setattr(auto, "available", lambda *_: True)
+    monkeypatch.setattr(one_sided, "check", lambda *_: None)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128, 200, 256, 512, 1024, 2048, 4096, 100_000])
+@pytest.mark.parametrize(("columns", "features"), [(5120, 6400), (8192, 2048), (8192, 7168)])
+def test_float16_takes_no_method_that_has_no_float16(
+    four_h100, rows: int, columns: int, features: int
+) -> None:
+    """The table is bfloat16's, and torch's symmetric-memory kernels are compiled for bfloat16 and float32."""
+    x = torch.empty(rows, features, dtype=torch.float16)
+    sizes = Sizes(rows, columns, features, 4)
+    found = chosen_method("auto", "auto", "group", x, sizes, alike=True)
+    assert found not in symmetric_memory.METHODS
+
+
+def test_auto_overlaps_uneven_rows_too(four_h100) -> None:
+    """`fused` has no form for them, the copy engines do."""
+    x = torch.empty(1, 5120, dtype=torch.bfloat16)
+
+    def choice(rows: list[int]) -> str:
+        sizes = Sizes(sum(rows), 2560, 5120, 4)
+        return chosen(GATHER, "auto", "group", x, sizes, rows, alike=True)
+
+    assert choice([512] * 4) == "fused"
+    assert choice([513, 513, 512, 512]) == "copy_engine"
 
 
 def event(name, device, start, end, row=7, parent=None):

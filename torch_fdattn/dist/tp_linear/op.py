@@ -68,13 +68,16 @@ def chosen(
 ) -> str:  # fmt: skip
     """The strategy that runs.
 
-    `fused` cuts every rank's rows into the same tiles, and is `collective` where ranks have different numbers of them, as
-    `low_latency` is for odd numbers of 16 bits, and everything on one rank.
+    `fused` cuts every rank's rows into the same tiles, and is `collective` where ranks have different numbers of them (if
+    `auto` chose it, `copy_engine`, which takes any), as `low_latency` is for odd numbers of 16 bits, and everything on
+    one rank.
     """
     if sizes.ranks == 1:
         return "collective"
     if strategy == "auto":
         strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
+        if strategy == "fused" and any(count != rows[0] for count in rows):
+            strategy = "copy_engine"
     if strategy in one_sided.STRATEGIES:
         one_sided.check(f"strategy {strategy!r}", group_name, x, compute_dtype(x))
     if strategy == "fused" and any(count != rows[0] for count in rows):
@@ -100,6 +103,9 @@ def chosen_method(
         return "nccl"
     if method == "auto":
         method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike)
+        # The table was measured in bfloat16, for which torch's kernels are compiled; float16 takes it too.
+        if method in symmetric_memory.METHODS and compute_dtype(x) not in symmetric_memory.DTYPES:
+            method = "low_latency"
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
     if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
