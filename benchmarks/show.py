@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .compare import compare
-from .results import Results
+from .results import ROOT, Results
 from .tables import render
 
 
@@ -87,15 +87,20 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    from .readme import README, updated
+    from . import readme
+    from .distributed import crossover_report
 
-    text = README.read_text(encoding="utf-8")
-    new = updated(text)
-    if options.check:
-        _say(f"README.md {'is up to date' if new == text else 'has stale results'}\n")
-        return int(new != text)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    stale = False
+    for document in (readme, crossover_report):
+        text = document.README.read_text(encoding="utf-8")
+        new = document.updated(text)
+        stale |= new != text
+        if not options.check:
+            document.README.write_text(new, encoding="utf-8")
+        else:
+            name = document.README.relative_to(ROOT)
+            _say(f"{name} {'is up to date' if new == text else 'has stale results'}\n")
+    return int(options.check and stale)
 
 
 def _say(text: str) -> int:

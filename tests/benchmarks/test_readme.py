@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.distributed import crossover_report
 from benchmarks.readme import README, newest_files, section, updated
 from benchmarks.results import RESULTS_DIR, Results
 
@@ -11,6 +12,8 @@ from .test_tables import by_hand
 def test_readme_is_made_from_the_results() -> None:
     text = README.read_text(encoding="utf-8")
     assert updated(text) == text, "run python -m benchmarks readme"
+    text = crossover_report.README.read_text(encoding="utf-8")
+    assert crossover_report.updated(text) == text, "run python -m benchmarks readme"
 
 
 def test_the_plot_is_of_the_newest_decode_run() -> None:

@@ -67,15 +67,15 @@ def all_gather_matmul(
         strategy: "auto" is what was measured to be the fastest for these sizes on this GPU, and "collective" where
             nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS beside the group's own
             collective and runs everywhere. For ranks that map each other's memory (see `tp_linear/README.md`),
-            "copy_engine" and "fused" overlap the two, and "low_latency" is BLAS beside one launch, for few rows; the
-            latter two are "collective" where `rows` differ. With "auto" all ranks ask each other in the same calls,
+            "copy_engine" and "fused" overlap the two, and "low_latency" is BLAS beside one launch, for few rows.
+            "fused" is "collective" where `rows` differ. With "auto" all ranks ask each other in the same calls,
             those whose sizes are new to them: where shards are unequal and from one call to the next change on some
             ranks alone, name a strategy.
         weight_scales: for each weight None or, of one in float8_e4m3fn or float8_e5m2, its scales, float32: (N_i,),
             one a row, or (), one for all. ``weights[i] * weight_scales[i]`` is what is multiplied, in x_shard's dtype;
             neither has a gradient (`tp_linear/float8.py`).
         largest: the most columns, of all weights, that any rank has, where all ranks say so: "auto" then goes by it,
-            asks nobody, and takes measurements of nearby numbers too.
+            and asks nobody.
         activation: None, or "swiglu": a weight's first N_i / 2 rows are a gate's, and ``silu(y[:, :N_i / 2]) *
             y[:, N_i / 2:]`` is returned in y_i's place (arXiv:2002.05202). By strategy "copy_engine", in bfloat16 and
             float16, without biases and gradients, for 512 rows and more whose tiles fill the device, in the products
@@ -204,7 +204,8 @@ def matmul_all_reduce_rms_norm(
     ``added = residual + matmul_all_reduce(x, weight, bias)``, ``normed = rms_norm(added) * norm_weight``.
 
     Two launches where `method` is, or "auto" chooses, one of our own, without gradients, for up to 2048 rows of up to
-    8192 columns and one dtype (`tp_linear/row_norm.py`); else the three parts.
+    8192 columns and one dtype (`tp_linear/row_norm.py`), on four ranks up to 1 MB of them, on eight 0.3; else the three
+    parts.
 
     Args:
         residual: (M, N), the same on every rank, in x's dtype.
