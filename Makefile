@@ -22,7 +22,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-slow test-gpu test-multigpu fuzz coverage soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -42,6 +42,9 @@ demo: $(READY)  ## A real model writes text on two processes, its KV cache shard
 
 test: $(TESTED)  ## The tests that need no GPU, in less than 25 minutes on two processors.
 	$(PYTHON) -m tests cpu
+
+test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions of older CPUs, one and two threads, more processes than processors.
+	$(PYTHON) -m tests capabilities
 
 test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
 	$(PYTHON) -m tests slow

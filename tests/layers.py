@@ -58,6 +58,36 @@ def one_sided(ranks: int, *files: str, only: str = "") -> Layer:
     )
 
 
+#: What CPUs of each kind compute with: torch's own kernels, oneDNN's and MKL's.
+_CAPABILITIES = {
+    "DEFAULT": ("default", "SSE41", "SSE4_2"),
+    "AVX2": ("avx2", "AVX2", "AVX2"),
+    "AVX512": ("avx512", "AVX512_CORE", "AVX512"),
+}
+
+
+def capabilities() -> list[Layer]:
+    """The tests of CPU tensors as older CPUs, other thread counts and a busy machine run them."""
+    names, own = list(_CAPABILITIES), torch.backends.cpu.get_cpu_capability()
+    supported = names[: names.index(own) + 1] if own in names else []
+    busy = ("-n", str(2 * (os.cpu_count() or 1)), "--dist", "worksteal")
+    files = ("tests/ops", "tests/models", "tests/compile_backend", "tests/dropins", "tests/engine")
+    alone = tuple(f"--ignore={file}" for file in _PROCESSES)
+    found = []
+    for name in supported:
+        aten, onednn, mkl = _CAPABILITIES[name]
+        limits = {
+            "ATEN_CPU_CAPABILITY": aten,
+            "ONEDNN_MAX_CPU_ISA": onednn,
+            "MKL_ENABLE_INSTRUCTIONS": mkl,
+        }
+        for threads in ("1", "2"):
+            title = f"CPU, {aten}, threads: {threads}"
+            environment = {**limits, "OMP_NUM_THREADS": threads}
+            found.append(Layer(title, (*files, *alone, *busy, *_QUICK), 0, environment))
+    return found
+
+
 def layers(kind: str) -> list[Layer]:
     if kind == "cpu":
         return [
@@ -129,6 +159,8 @@ def layers(kind: str) -> list[Layer]:
                 only="test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
         ]
+    if kind == "capabilities":
+        return capabilities()
     if kind == "slow":
         slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
         return [
@@ -155,4 +187,4 @@ def layers(kind: str) -> list[Layer]:
             Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
-    sys.exit(f"usage: python -m tests cpu|slow|gpu|multigpu, got {kind!r}")
+    sys.exit(f"usage: python -m tests cpu|capabilities|slow|gpu|multigpu, got {kind!r}")
