@@ -1,4 +1,4 @@
-"""Three ranks, of which rank 1 is lost: python fault_worker.py FAULT STRATEGY[,STRATEGY…] FOLDER.
+"""Three ranks (FDATTN_FAULT_RANKS), of which rank 1 is lost: python fault_worker.py FAULT STRATEGY[,STRATEGY…] FOLDER.
 
 A strategy is decode's, or one of the tensor-parallel matmuls': gather/fused, scatter/copy_engine, all_reduce/low_latency.
 
@@ -42,7 +42,7 @@ from torch_fdattn.dist.decode import fused, one_sided  # noqa: F401  # imports t
 from torch_fdattn.dist.tp_linear import copy_engine  # noqa: F401
 
 DEVICE = os.environ.get("FDATTN_FAULT_DEVICE", "cpu")
-WORLD, LOST = 3, 1
+WORLD, LOST = int(os.environ.get("FDATTN_FAULT_RANKS", "3")), 1
 LIMIT_S = 0.8
 #: Beyond the limit, on a machine that does other things as well.
 SLACK_S = 4.0
@@ -230,7 +230,7 @@ def whole_call() -> tuple[torch.Tensor, ...]:
 
 WHOLE = whole_call()
 #: x (M, K) and a weight (N, K); M divides by the ranks, all and those that survive.
-LINEAR = torch.randn(2 * WORLD, 16), torch.randn(6, 16)
+LINEAR = torch.randn(WORLD * (WORLD - 1), 16), torch.randn(6, 16)
 
 
 def main(fault: str, strategies: str, folder: str) -> int:

@@ -39,15 +39,24 @@ CASES = [
 ]
 
 
-def lose_a_rank(fault: str, strategies: str, device: str, folder: Path) -> None:
+#: With four ranks more than one waits for another that waits itself.
+OF_FOUR = [
+    ("kill", "fused,two_shot"),
+    ("kill", "all_reduce/gemm_epilogue,all_reduce/low_latency"),
+]
+
+
+def lose_a_rank(fault: str, strategies: str, device: str, folder: Path, ranks: int = 3) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FDATTN_FAULT_DEVICE": device}
+    environment["FDATTN_FAULT_RANKS"] = str(ranks)
     environment["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     done = subprocess.run(
         [sys.executable, str(WORKER), fault, strategies, str(folder)], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("as it should") == (3 if fault == "late" else 2), done.stdout
+    survivors = ranks if fault == "late" else ranks - 1
+    assert done.stdout.count("as it should") == survivors, done.stdout
 
 
 @needs_interpreter
@@ -56,10 +65,20 @@ def test_survivors_go_on(fault: str, strategies: str, tmp_path: Path) -> None:
     lose_a_rank(fault, strategies, "cpu", tmp_path)
 
 
+@needs_interpreter
+@pytest.mark.parametrize(("fault", "strategies"), OF_FOUR)
+def test_three_survivors_go_on(fault: str, strategies: str, tmp_path: Path) -> None:
+    lose_a_rank(fault, strategies, "cpu", tmp_path, ranks=4)
+
+
 @pytest.mark.multigpu
-@pytest.mark.parametrize(("fault", "strategies"), CASES)
-def test_survivors_go_on_with_gpus(fault: str, strategies: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "strategies", "ranks"),
+    [*(pytest.param(*case.values, 3, marks=case.marks) if hasattr(case, "values") else (*case, 3) for case in CASES),
+     *((*case, 4) for case in OF_FOUR)],
+)  # fmt: skip
+def test_survivors_go_on_with_gpus(fault: str, strategies: str, ranks: int, tmp_path: Path) -> None:
     found = torch.cuda.device_count()
-    if found < 3:
-        pytest.skip(f"needs 3 CUDA devices, found {found}")
-    lose_a_rank(fault, strategies, "cuda", tmp_path)
+    if found < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices, found {found}")
+    lose_a_rank(fault, strategies, "cuda", tmp_path, ranks)
