@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,13 @@ def reading(path: Path) -> Iterator[None]:
     except MALFORMED as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: malformed ({cause})") from None
+
+
+def expect_text(value: object) -> str:
+    """A string of a file, or TypeError, which `reading` turns into a ModelError."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {reprlib.repr(value)}")
+    return value
 
 
 class MissingExtra(ImportError):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_fdattn.models.config import ModelConfig, read_json
+from torch_fdattn.models.encoding import Tokenizer
 from torch_fdattn.models.errors import MissingExtra, ModelError, reading, require
 from torch_fdattn.models.gguf import GGUFFile, GGUFWeights, gguf_config
 from torch_fdattn.models.rope import Rotary
-from torch_fdattn.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
+from torch_fdattn.models.tokenizer import folder_tokenizer, gguf_tokenizer
 from torch_fdattn.models.transformer import Transformer
 
 Progress = Callable[[int, int], None]  # (bytes of parameters filled, bytes in all)
