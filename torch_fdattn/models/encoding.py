@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
+from torch_fdattn.models.chat_template import render
 from torch_fdattn.models.errors import ModelError, require
 
 
@@ -38,28 +38,12 @@ class Tokenizer(ABC):
         """Token ids of a conversation, up to where the assistant's next answer begins."""
         if self.chat_template is None:
             raise ModelError("this model has no chat template: give a plain prompt instead")
-        sandbox = require("jinja2.sandbox", "A chat template")
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-        try:
-            text = environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=True, **self.special_texts
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            cause = " ".join(str(error).split())
-            raise ModelError(f"the chat template refused the messages: {cause}") from None
+        text = render(self.chat_template, messages, self.special_texts)
         return self.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for the ids that follow `prompt`."""
         return StreamDecoder(self, prompt)
-
-
-def _raise_template_error(message: str) -> None:
-    raise require("jinja2", "A chat template").TemplateError(message)
 
 
 class StreamDecoder:
