@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_fdattn.models.chat_template import render
 from torch_fdattn.models.errors import ModelError, require
@@ -78,21 +78,34 @@ class StreamDecoder:
         return text
 
 
+class AddedToken(NamedTuple):
+    """A token that is recognised wherever its text is written, as tokenizer files describe it."""
+
+    id: int
+    special: bool = False  # no part of decoded text
+    lstrip: bool = False  # takes the white space before it
+    rstrip: bool = False  # and behind it
+    single_word: bool = False  # only where no letter stands next to it
+    normalized: bool | None = None  # found in the text as the normaliser leaves it; None: not said
+
+
 class BPETokenizer(Tokenizer):
     """Over a `tokenizers.Tokenizer`."""
 
-    def __init__(self, inner: Any, bos_prefix: int | None = None) -> None:
+    def __init__(self, inner: Any, bos: int | None = None, eos: int | None = None) -> None:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        self._bos_prefix = [] if bos_prefix is None else [bos_prefix]
+        self._prefix = [] if bos is None else [bos]  # where `inner` adds none itself
+        self._suffix = [] if eos is None else [eos]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        return (self._bos_prefix if add_special_tokens else []) + ids
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=True)
+        shown = [i for i in ids if i not in self.eos_ids]
+        return self._inner.decode(shown, skip_special_tokens=True)
 
     def id_of(self, token: str) -> int | None:
         return self._inner.token_to_id(token)
@@ -101,15 +114,18 @@ class BPETokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """Over a sentencepiece model, and tokens added to it, which are recognised when written out in the text.
 
+    Text next to such a token gets the space that sentencepiece puts before a first word, unless it begins
+    with one, as transformers' LlamaTokenizer has it.
+
     Args:
         proto: the serialised model.
         where: what messages call it.
-        added: ids by text, of the vocabulary or beyond it.
-        specials: texts of the vocabulary or of `added` that are no part of decoded text.
+        added: by text, of the vocabulary or beyond it.
+        specials: texts of the vocabulary that are no part of decoded text either.
     """
 
     def __init__(
-        self, proto: bytes, where: str, added: Mapping[str, int] | None = None,
+        self, proto: bytes, where: str, added: Mapping[str, AddedToken] | None = None,
         specials: Collection[str] = (),
     ) -> None:  # fmt: skip
         library = require("sentencepiece", "A sentencepiece tokenizer")
@@ -119,38 +135,69 @@ class SentencePieceTokenizer(Tokenizer):
             self._inner = library.SentencePieceProcessor(model_proto=proto)
         except Exception as error:  # the library raises plain RuntimeError and others
             raise ModelError(f"{where}: not a sentencepiece model ({error})") from None
-        pieces = {self._inner.id_to_piece(i): i for i in range(len(self._inner))}
-        controls = {text for text, i in pieces.items() if self._inner.is_control(i)}
-        known = pieces | dict(added or {})
-        named = [*controls, *(added or {}), *(text for text in specials if text in known)]
-        self._ids = {text: known[text] for text in named}
-        self._special_ids = frozenset(self._ids[t] for t in {*controls, *specials} & {*self._ids})
-        self._beyond = {i: text for text, i in self._ids.items() if i >= len(self._inner)}
+        own = {self._inner.id_to_piece(i): i for i in range(len(self._inner))}
+        tokens = {
+            text: AddedToken(i, special=True)
+            for text, i in own.items()
+            if self._inner.is_control(i) or self._inner.is_unknown(i) or text in specials
+        }
+        for text, token in (added or {}).items():
+            if token.single_word:
+                raise ModelError(
+                    f"{where}: single_word of the added token {text!r} must be false, got true: save the "
+                    "folder with a tokenizer.json, by transformers' save_pretrained"
+                )
+            tokens[text] = token._replace(special=token.special or text in specials)
+        self._tokens = {text: token for text, token in tokens.items() if text}
+        self._special_ids = frozenset(t.id for t in self._tokens.values() if t.special)
+        # What sentencepiece does not write out itself: ids beyond its own, and those that it leaves alone.
+        self._texts = {
+            token.id: text
+            for text, token in self._tokens.items()
+            if token.id >= len(self._inner) or self._inner.is_unused(token.id)
+        }
         # Of two that begin alike, the longer is meant.
-        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        longest_first = sorted(self._tokens.items(), key=lambda item: len(item[0]), reverse=True)
+        self._split = re.compile(
+            "|".join(
+                r"\s*" * token.lstrip + f"({re.escape(text)})" + r"\s*" * token.rstrip
+                for text, token in longest_first
+            )
+            or r"(?!)"
+        )
+        self._space = next(iter(self._inner.encode("a", out_type=str)), "").startswith("\u2581")
         if self._inner.bos_id() >= 0:
             self.bos_id = self._inner.bos_id()
-        self.add_bos = True
+        self.add_bos, self.add_eos = True, False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         bos = add_special_tokens and self.add_bos and self.bos_id is not None
-        ids = [self.bos_id] if bos else []
-        for part in self._split.split(text) if self._ids else [text]:
-            if part in self._ids:
-                ids.append(self._ids[part])
-            elif part:
-                ids.extend(self._inner.encode(part))
+        ids, at = [self.bos_id] if bos else [], 0
+        for match in self._split.finditer(text):
+            ids += self._encode_part(text[at : match.start()], follows=at > 0)
+            ids.append(self._tokens[match[match.lastindex]].id)
+            at = match.end()
+        ids += self._encode_part(text[at:], follows=at > 0)
+        if add_special_tokens and self.add_eos and self._inner.eos_id() >= 0:
+            ids.append(self._inner.eos_id())
         return ids
+
+    def _encode_part(self, part: str, follows: bool) -> list[int]:
+        if follows and self._space and part[:1] in (" ", "\u2581") and part:
+            part = part[1:]  # the library puts one there
+            if not part:  # where there is a word
+                return [self._inner.piece_to_id("\u2581")]
+        return self._inner.encode(part)
 
     def decode(self, ids: Sequence[int]) -> str:
         text, run = "", []
         for i in [*ids, None]:  # None: the end of the last run
-            if i is None or (i in self._beyond and i not in self._special_ids):
-                text += self._decode_run(run, bool(text)) + self._beyond.get(i, "")
+            hidden = i in self._special_ids or i in self.eos_ids
+            if i is None or (i in self._texts and not hidden):
+                text += self._decode_run(run, bool(text)) + self._texts.get(i, "")
                 run = []
             # A model's vocabulary may be padded beyond the tokenizer's: such ids have no text.
-            elif i not in self._special_ids and 0 <= i < len(self._inner):
+            elif not hidden and 0 <= i < len(self._inner):
                 run.append(i)
         return text
 
@@ -160,4 +207,14 @@ class SentencePieceTokenizer(Tokenizer):
         return (" " if space else "") + self._inner.decode(run)
 
     def id_of(self, token: str) -> int | None:
-        return self._ids.get(token)
+        if token in self._tokens:
+            return self._tokens[token].id
+        i = self._inner.piece_to_id(token)
+        return i if 0 <= i < len(self._inner) and self._inner.id_to_piece(i) == token else None
+
+    @property
+    def named_texts(self) -> dict[str, str]:
+        """The special tokens that the model itself names, as variables of a chat template."""
+        ids = {"bos_token": "bos_id", "eos_token": "eos_id", "unk_token": "unk_id"}
+        found = {name: getattr(self._inner, method)() for name, method in ids.items()}
+        return {name: self._inner.id_to_piece(i) for name, i in found.items() if i >= 0}

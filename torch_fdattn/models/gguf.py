@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
+import reprlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch_fdattn.models.config import ModelConfig, RopeConfig
 from torch_fdattn.models.errors import MALFORMED, ModelError, reading, require
 
+_REQUIRED: Any = object()
 _STRING, _ARRAY = 8, 9
 # fmt: off
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -68,8 +70,17 @@ class _Cursor:
     def one(self, code: str) -> Any:
         return self.many(code, 1)[0]
 
-    def text(self) -> str:
-        return self.many("s", self.one("Q"))[0].decode("utf-8")
+    def text(self) -> str | bytes:
+        """Bytes where they are not UTF-8: most strings of a file say whose it is, and are not needed."""
+        raw = self.many("s", self.one("Q"))[0]
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return raw
+
+    def name(self) -> str:
+        text = self.text()
+        return text if isinstance(text, str) else text.decode("utf-8", "backslashreplace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -108,11 +119,11 @@ class GGUFFile:
             raise ModelError(f"{self.path}: GGUF version must be 2 or 3, got {version}")
         tensor_count, field_count = cursor.many("Q", 2)
         for _ in range(field_count):
-            key = cursor.text()
+            key = cursor.name()
             self.fields[key] = cursor.value(cursor.one("I"))
         infos = []
         for _ in range(tensor_count):
-            name, dims = cursor.text(), cursor.one("I")
+            name, dims = cursor.name(), cursor.one("I")
             if not 1 <= dims <= 4:
                 raise struct.error(f"{dims} dimensions")
             infos.append((name, cursor.many("Q", dims)[::-1], cursor.one("I"), cursor.one("Q")))
@@ -122,11 +133,17 @@ class GGUFFile:
         start = -(-cursor.at // alignment) * alignment
         self.tensors = {name: TensorInfo(s, kind, start + at) for name, s, kind, at in infos}
 
-    def field(self, key: str, default: Any = None) -> Any:
+    def field(self, key: str, default: Any = _REQUIRED) -> Any:
         """A metadata value; without a default, its absence is an error."""
-        if key not in self.fields and default is None:
+        value = self.fields.get(key, default)
+        if value is _REQUIRED:
             raise ModelError(f"{self.path}: metadata field {key} is missing")
-        return self.fields.get(key, default)
+        if isinstance(value, bytes):
+            raise ModelError(
+                f"{self.path}: metadata field {key} must be UTF-8 text, got {reprlib.repr(value)}: "
+                "write the file anew with llama.cpp's converter"
+            )
+        return value
 
     def read(self, name: str) -> Tensor:
         """One tensor by its GGUF name, dequantised to fp32."""
@@ -177,7 +194,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     if file.field(f"{architecture}.expert_count", 0):
         raise ModelError(f"{file.path}: mixture-of-experts models are not supported")
 
-    def field(key: str, default: Any = None) -> Any:
+    def field(key: str, default: Any = _REQUIRED) -> Any:
         return file.field(f"{architecture}.{key}", default)
 
     if (embedding := file.tensors.get("token_embd.weight")) is None:

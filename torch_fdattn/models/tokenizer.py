@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from torch_fdattn.models.config import read_json
-from torch_fdattn.models.encoding import BPETokenizer, SentencePieceTokenizer, Tokenizer
+from torch_fdattn.models.encoding import (
+    AddedToken,
+    BPETokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 from torch_fdattn.models.errors import ModelError, expect_text, reading, require
 from torch_fdattn.models.gguf_tokenizer import gguf_tokenizer
 
 __all__ = ["Tokenizer", "folder_tokenizer", "gguf_tokenizer"]
+
+_FLAGS = ("special", "lstrip", "rstrip", "single_word")  # of AddedToken and of the files
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
@@ -27,26 +34,25 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     specials: set[str] = set()
     for file, entries in ((map_file, special_map), (settings_file, settings)):
         with reading(file):
+            named = entries.get("extra_special_tokens")
+            entries = {**entries, **(named if isinstance(named, dict) else {})}
             texts |= {
                 key: _content(value)
                 for key, value in entries.items()
                 if key.endswith("_token") and isinstance(value, str | dict)
             }
             specials |= {_content(x) for x in entries.get("additional_special_tokens") or ()}
-    added = _added_tokens(folder, settings, specials)
+    added = _added_tokens(folder, settings)
     if (path := folder / "tokenizer.json").exists():
-        library = require("tokenizers", "tokenizer.json")
-        try:
-            inner = library.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"{path}: not a tokenizer ({error})") from None
-        tokenizer: Tokenizer = BPETokenizer(inner)
+        tokenizer: Tokenizer = BPETokenizer(_library_tokenizer(path, added, texts))
     elif (path := folder / "tokenizer.model").exists():
         with reading(path):
             tokenizer = SentencePieceTokenizer(
                 path.read_bytes(), str(path), added, specials | set(texts.values())
             )
         tokenizer.add_bos = settings.get("add_bos_token") is not False
+        tokenizer.add_eos = settings.get("add_eos_token") is True
+        texts = tokenizer.named_texts | texts
     else:
         raise ModelError(f"{folder}: has neither tokenizer.json nor tokenizer.model")
 
@@ -55,25 +61,61 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     if "bos_token" in texts:
         tokenizer.bos_id = tokenizer.id_of(texts["bos_token"])
     eos = tokenizer.id_of(texts.get("eos_token", "</s>"))
-    tokenizer.eos_ids = _folder_eos(folder) or frozenset([] if eos is None else [eos])
+    # The generation config knows the end of a turn, the tokenizer's files name one too.
+    tokenizer.eos_ids = _folder_eos(folder) | frozenset([] if eos is None else [eos])
+    if "eos_token" in texts and not tokenizer.eos_ids:
+        raise ModelError(
+            f"{folder}: eos_token must be a token of the vocabulary, got {texts['eos_token']!r}: "
+            "generation would never end; add it to the tokenizer, or name eos_token_id in "
+            "generation_config.json"
+        )
     return tokenizer
+
+
+def _library_tokenizer(
+    path: Path, added: Mapping[str, AddedToken], named: Mapping[str, str]
+) -> Any:
+    """tokenizer.json, with the tokens that only the files beside it add or call special."""
+    library = require("tokenizers", "tokenizer.json")
+    try:
+        inner = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path}: not a tokenizer ({error})") from None
+    for text, token in sorted(added.items(), key=lambda item: item[1].id):
+        if token.normalized is not None or inner.token_to_id(text) is None:
+            flags = {key: getattr(token, key) for key in _FLAGS}
+            normalized = bool(token.normalized)
+            inner.add_tokens([library.AddedToken(text, normalized=normalized, **flags)])
+        if (there := inner.token_to_id(text)) != token.id:
+            raise ModelError(
+                f"{path}: token {text!r} must have the id {token.id} that the files beside it say, "
+                f"got {there}: save the tokenizer anew with transformers' save_pretrained"
+            )
+    own = inner.get_added_tokens_decoder()
+    for text in set(named.values()):
+        if (i := inner.token_to_id(text)) is not None:
+            token = own.get(i) or library.AddedToken(text, normalized=False)
+            token.special = True
+            inner.add_special_tokens([token])
+    return inner
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _added_tokens(folder: Path, settings: Mapping[str, Any], specials: set[str]) -> dict[str, int]:
-    """Ids by text of the tokens that a folder adds to its vocabulary; the special ones go into `specials`."""
+def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """By text, the tokens that a folder's files add to its vocabulary."""
     with reading(folder / "added_tokens.json"):
-        added = dict(_optional_json(folder / "added_tokens.json"))
-        if wrong := [i for i in added.values() if type(i) is not int or i < 0]:
+        ids = _optional_json(folder / "added_tokens.json")
+        if wrong := [i for i in ids.values() if type(i) is not int or i < 0]:
             raise TypeError(f"expected ids, got {reprlib.repr(wrong[0])}")
+        added = {text: AddedToken(i) for text, i in ids.items()}
     with reading(folder / "tokenizer_config.json"):
         for index, entry in settings.get("added_tokens_decoder", {}).items():
-            added[text := expect_text(entry["content"])] = int(index)
-            if entry.get("special"):
-                specials.add(text)
+            flags = {key: bool(entry.get(key)) for key in _FLAGS}
+            flags["normalized"] = bool(entry.get("normalized", not flags["special"]))
+            added[expect_text(entry["content"])] = AddedToken(int(index), **flags)
     return added
 
 
