@@ -98,6 +98,25 @@ def test_metadata_equals_the_gguf_packages_reader(tmp_path):
         assert info.offset == tensor.data_offset
 
 
+def test_a_string_that_is_not_utf8_is_refused_only_where_it_is_needed(tmp_path):
+    def fields(writer):
+        writer.add_name("caf~~~")
+        writer.add_array("general.tags", ["one", "tw~~~"])
+        writer.add_string("general.~~~", "x")
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference("llama2"), fields=fields)
+    expected = logits(load_model(path))
+    path.write_bytes(path.read_bytes().replace(b"~~~", b"\xe9\xe9\xe9"))  # as Latin-1 has é
+    assert torch.equal(logits(load_model(path)), expected)
+    assert GGUFFile(path).fields["general.name"] == b"caf\xe9\xe9\xe9"
+    for needed in (b"none", b"llama"):
+        path.write_bytes(path.read_bytes().replace(needed, needed[:-1] + b"\xff", 1))
+        with pytest.raises(ModelError, match=r"model\.gguf: metadata field \S+ must be UTF-8 text"):
+            load_model(path)
+
+
 @pytest.fixture(scope="module")
 def good_file(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"

@@ -104,6 +104,61 @@ def test_harmless_extras_are_ignored(folder):
     load_model(folder)
 
 
+@pytest.mark.parametrize("name", ["llama3_tied", "qwen3_tied"])
+def test_tied_weights_under_either_name(name, tmp_path):
+    """safetensors' save_model keeps one of two names and writes the other into the metadata."""
+    model = reference(name)
+    model.config.save_pretrained(tmp_path)
+    safetensors_torch.save_model(model, str(tmp_path / "model.safetensors"))
+    with safetensors_torch.safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        metadata = file.metadata()
+    assert metadata == {"model.embed_tokens.weight": "lm_head.weight"}
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        torch.testing.assert_close(load_model(tmp_path)(TOKENS), expected, atol=2e-4, rtol=0)
+    tensors = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")  # without the metadata
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path)(TOKENS), expected, atol=2e-4, rtol=0)
+    tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"].clone()
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")  # both, and equal
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path)(TOKENS), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [160, 150])
+def test_another_output_matrix_beside_tied_embeddings_is_refused(rows, tmp_path):
+    reference("llama3_tied").save_pretrained(tmp_path)
+    change_weights(
+        tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(rows, 96)})
+    )
+    refused(
+        tmp_path,
+        r"tensor lm_head\.weight must equal embed_tokens\.weight, since tie_word_embeddings is true, "
+        r"got another: say tie_word_embeddings false",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "remedy"),
+    [
+        ("model.", "_orig_mod.model.", r".*torch\.compile's wrapper; .*compiled_model\._orig_mod"),
+        ("model.", "module.model.", r".*DistributedDataParallel's wrapper; .*ddp_model\.module"),
+        ("model.", "module._orig_mod.model.", r"without module\., which is"),
+        ("model.layers.0.", "model.layers.0._orig_mod.", r"without _orig_mod\., which is"),
+        ("model.", "_fsdp_wrapped_module.model.", r".*FSDP's wrapper; .*get_model_state_dict"),
+        ("model.layers.0.", "model.layers.0._checkpoint_wrapped_module.", ".*checkpoint_wrapper"),
+    ],
+)
+def test_names_of_wrapped_models_say_the_remedy(folder, old, new, remedy):
+    def wrap(tensors):
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
+
+    change_weights(folder, wrap)
+    refused(folder, rf"model\.safetensors: tensor \S+ must be named {remedy}")
+
+
 def test_a_missing_shard_is_named(tmp_path):
     reference("llama3").save_pretrained(tmp_path, max_shard_size="300KB")
     shards = sorted(tmp_path.glob("*.safetensors"))

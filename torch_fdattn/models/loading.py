@@ -100,7 +100,7 @@ def load_model(
     path, device = resolve(name_or_path), torch.device(device)
     if path.is_dir():
         config = ModelConfig.from_file(path / "config.json")
-        weights: Weights = SafetensorsWeights(path)
+        weights: Weights = SafetensorsWeights(path, config.tie_embeddings)
     else:
         file = GGUFFile(path)
         config = gguf_config(file)
@@ -115,6 +115,7 @@ def load_model(
     except RuntimeError as error:  # on meta tensors only sizes can go wrong
         raise ModelError(f"{path}: the configuration's sizes are too large ({error})") from None
     _check_names(model, weights, path)
+    _check_tied(config, weights)
     _fill(model, weights, device, progress)
     if device.type == "cuda":
         model.lay_side_by_side()
@@ -146,7 +147,7 @@ class Weights(Protocol):
 class SafetensorsWeights:
     """The safetensors files of a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tied: bool = False) -> None:
         library = require("safetensors", "Reading safetensors")
         self._files: dict[str, Any] = {}  # by our name of the tensor
         self._paths: dict[str, Path] = {}
@@ -161,7 +162,11 @@ class SafetensorsWeights:
                 raise ModelError(f"{path}: corrupt safetensors file ({error})") from None
             for theirs, entry in slices.items():
                 if places.get(theirs, path.name) == path.name:
-                    self._add(path, file, theirs, entry)
+                    self._add(path, file, theirs, theirs, entry)
+            # safetensors' save_model writes a shared tensor once, and its other names beside it.
+            for alias, theirs in (file.metadata() or {}).items():
+                if theirs in slices and alias not in slices:
+                    self._add(path, file, alias, theirs, slices[theirs])
         found = {theirs: self._paths[name].name for name, theirs in self._names.items()}
         if lost := {theirs for theirs, name in places.items() if found.get(theirs) != name}:
             first = min(lost)
@@ -170,10 +175,18 @@ class SafetensorsWeights:
                 f"{_INDEX} has it"
             )
 
-    def _add(self, path: Path, file: Any, theirs: str, entry: Any) -> None:
-        name = theirs.removeprefix("model.")
+        if tied and "lm_head.weight" in self._files and "embed_tokens.weight" not in self._files:
+            for known in (self._files, self._paths, self._names, self.shapes):
+                known["embed_tokens.weight"] = known[
+                    "lm_head.weight"
+                ]  # saved under that name alone
+
+    def _add(self, path: Path, file: Any, called: str, theirs: str, entry: Any) -> None:
+        """The file's tensor `theirs`, under our form of the name `called`."""
+        _refuse_wrapped(path, called)
+        name = called.removeprefix("model.")
         if name in self._files:
-            raise ModelError(f"{path}: tensor {theirs} is in {self.where(name)} too")
+            raise ModelError(f"{path}: tensor {called} is in {self.where(name)} too")
         if (dtype := entry.get_dtype()) not in _DTYPES:  # to cast it would leave out its scales
             raise ModelError(
                 f"{path}: tensor {theirs} must have dtype {', '.join(_DTYPES)}, got {dtype}: "
@@ -220,6 +233,43 @@ def _refuse_pickles(folder: Path) -> None:
             "to safetensors with transformers: AutoModelForCausalLM.from_pretrained(folder)"
             ".save_pretrained(new_folder, safe_serialization=True)"
         )
+
+
+# What wrappers of a model put into the names of its state dict, and how to save it without.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile's wrapper; save the state dict of compiled_model._orig_mod",
+    "module": "DataParallel's or DistributedDataParallel's wrapper; save the state dict of "
+    "ddp_model.module",
+    "_fsdp_wrapped_module": "FSDP's wrapper; save it by torch.distributed.checkpoint.state_dict's "
+    "get_model_state_dict(model)",
+    "_checkpoint_wrapped_module": "the checkpoint_wrapper; save it by "
+    "torch.distributed.checkpoint.state_dict's get_model_state_dict(model)",
+}
+
+
+def _refuse_wrapped(path: Path, name: str) -> None:
+    for part in name.split("."):
+        if part in _WRAPPERS:
+            raise ModelError(
+                f"{path}: tensor {name} must be named without {part}., which is {_WRAPPERS[part]}, or "
+                f"take {part}. out of the names and save them again"
+            )
+
+
+def _check_tied(config: ModelConfig, weights: Weights) -> None:
+    """Two matrices where the configuration says one: transformers has dropped either by turns."""
+    if not config.tie_embeddings or "lm_head.weight" not in weights.shapes:
+        return
+    if weights.shapes["lm_head.weight"] == weights.shapes.get("embed_tokens.weight") and (
+        weights.where("lm_head.weight") == weights.where("embed_tokens.weight")
+        or torch.equal(weights.read("lm_head.weight"), weights.read("embed_tokens.weight"))
+    ):
+        return
+    raise ModelError(
+        f"{weights.where('lm_head.weight')} must equal embed_tokens.weight, since tie_word_embeddings "
+        "is true, got another: say tie_word_embeddings false in config.json to use both, or take it "
+        "out of the file"
+    )
 
 
 def _check_names(model: Transformer, weights: Weights, path: Path) -> None:
