@@ -3,7 +3,7 @@
 Limits: dense full-attention `llama` and `qwen3`, SiLU, unquantised weights, rope over the whole head
 with `default`, `linear` or `llama3` scaling, in the old form (`rope_theta`, `rope_scaling`) and in
 transformers 5's `rope_parameters`. Anything else is a ModelError: a model that is read wrongly still
-writes fluent text.
+writes fluent text (config_keys.py judges every key).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torch_fdattn.checks import HEAD_DIMS
+from torch_fdattn.models.config_keys import check_hf_keys, check_rope_keys
 from torch_fdattn.models.errors import MALFORMED, ModelError, reading
 
 ARCHITECTURES = ("llama", "qwen3")
@@ -69,10 +70,7 @@ class ModelConfig:
     dtype: torch.dtype | None = None  # of the checkpoint, where it says so
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ModelError(
-                f"architecture must be one of {', '.join(ARCHITECTURES)}, got {self.architecture!r}"
-            )
+        expect_architecture("architecture", self.architecture)
         _expect_sizes(self, *_SIZES)
         if not (_is_number(self.norm_eps) and 0 <= self.norm_eps < _HUGE):
             raise ModelError(f"norm_eps must be finite and at least 0, got {_show(self.norm_eps)}")
@@ -97,7 +95,7 @@ class ModelConfig:
         """From the contents of a `config.json`."""
         try:
             architecture = raw.get("model_type")
-            _refuse_unsupported(raw, architecture)
+            _refuse_unsupported(raw)
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
             return cls(
                 architecture=architecture,
@@ -191,24 +189,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], architecture: str | None) -> None:
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"model_type must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}"
-        )
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"hidden_act must be 'silu', got {activation!r}")
-    if raw.get("use_sliding_window"):
-        raise ModelError("use_sliding_window must be false: sliding-window layers are unsupported")
+def expect_architecture(name: str, value: object) -> None:
+    if value not in ARCHITECTURES:
+        raise ModelError(f"{name} must be one of {', '.join(ARCHITECTURES)}, got {value!r}")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    expect_architecture("model_type", raw.get("model_type"))
     if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
         raise ModelError(f"layer_types must all be 'full_attention', got {_show(sorted(others))}")
-    if quantization := raw.get("quantization_config"):
-        raise ModelError(f"quantization_config must be absent, got {_show(quantization)}")
+    check_hf_keys(raw)
 
 
 def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one dictionary; before it, theta stood beside an optional scaling.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if new and old and new != {**old, "rope_theta": new.get("rope_theta")}:
+        raise ModelError(
+            f"rope_parameters and rope_scaling must say the same, got {_show(new)} and {_show(old)}: "
+            "take one out of config.json"
+        )
+    scaling = new or old
     if by_layer := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
         raise ModelError(
             f"rope parameters must be the same for all layers, got some for {', '.join(by_layer)}"
@@ -220,6 +221,7 @@ def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     partial = _first(scaling.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         raise ModelError(f"partial_rotary_factor must be 1, got {_show(partial)}")
+    check_rope_keys(scaling)
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_fdattn.models.config import ModelConfig, RopeConfig
+from torch_fdattn.models.config import ModelConfig, RopeConfig, expect_architecture
+from torch_fdattn.models.config_keys import check_gguf_keys
 from torch_fdattn.models.errors import MALFORMED, ModelError, reading, require
 
 _REQUIRED: Any = object()
@@ -189,6 +190,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 def _config(file: GGUFFile) -> ModelConfig:
     architecture = file.field("general.architecture")
+    expect_architecture("architecture", architecture)
     if file.field("split.count", 1) > 1:
         raise ModelError(f"{file.path}: one of several GGUF parts; join them: gguf-split --merge")
     if file.field(f"{architecture}.expert_count", 0):
@@ -204,7 +206,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     for key in ("rope.dimension_count", "attention.value_length"):
         if (size := field(key, head_dim)) != head_dim:
             raise ModelError(f"{architecture}.{key} must be the head size {head_dim}, got {size}")
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
@@ -220,6 +222,8 @@ def _config(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
     )
+    check_gguf_keys(architecture, file.fields)
+    return config
 
 
 def _rope(file: GGUFFile, field: Callable[..., Any], head_dim: int) -> RopeConfig:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch_fdattn.models.config_keys import check_gguf_tokenizer_keys
 from torch_fdattn.models.encoding import (
     AddedToken,
     BPETokenizer,
@@ -108,6 +109,7 @@ def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         tokenizer.add_bos, tokenizer.add_eos = add_bos is not False, bool(add_eos)
     else:
         raise ModelError(f"{file.path}: tokenizer.ggml.model must be gpt2 or llama, got {kind!r}")
+    check_gguf_tokenizer_keys(file.fields)
 
     tokenizer.bos_id = bos
     tokenizer.eos_ids = frozenset(end_ids)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fdattn.models.config import read_json
+from torch_fdattn.models.config_keys import check_generation_keys
 from torch_fdattn.models.encoding import (
     AddedToken,
     BPETokenizer,
@@ -136,6 +137,8 @@ def _folder_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | No
 
 
 def _folder_eos(folder: Path) -> frozenset[int]:
+    with reading(folder / "generation_config.json"):
+        check_generation_keys(_optional_json(folder / "generation_config.json"))
     for name in ("generation_config.json", "config.json"):  # the first knows the end of a turn too
         ids = _optional_json(folder / name).get("eos_token_id")
         if ids is not None:
