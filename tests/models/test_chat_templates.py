@@ -312,3 +312,8 @@ def test_refusals_say_why(template, message):
 def test_an_empty_conversation_is_refused():
     with pytest.raises(ModelError, match="messages must hold at least one message, got none"):
         render("x", [], {})
+
+
+def test_messages_that_are_no_mappings_are_refused():
+    with pytest.raises(ModelError, match=r"messages must be mappings .*, got str: write "):
+        render("x", ["hello"], {})

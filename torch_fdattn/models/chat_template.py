@@ -24,6 +24,12 @@ def render(
     """
     if not messages:
         raise ModelError("messages must hold at least one message, got none")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ModelError(
+                "messages must be mappings with a role and a content, got "
+                f"{type(message).__name__}: write [{{'role': 'user', 'content': …}}]"
+            )
     # Templates tell a key that is missing from one that is given, and know no null contents.
     given = [
         {key: value for key, value in message.items() if value is not None} for message in messages
