@@ -16,6 +16,7 @@ import triton
 from benchmarks.resources.compiled import compile_launch, resources_of
 from benchmarks.resources.launches import recorded
 from benchmarks.resources.targets import ARCHS
+from torch_fdattn.dist import lamport
 from torch_fdattn.dist.symmetric_memory import PeerMemory
 from torch_fdattn.dist.tp_linear import (
     copies,
@@ -60,6 +61,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
             fused_scatter,
             gemm,
             gemm_epilogue,
+            lamport,
             low_latency,
             push_tiles,
             push_values,

@@ -1,7 +1,7 @@
 """Method `gemm_epilogue`: a product of few rows and its sum over the ranks in one launch.
 
 A program has some columns of y, for all rows (`few_rows.py`). A finished tile goes to all other ranks as values that
-tell themselves that they came (`push_values.py`); then the program takes theirs and sums in fp32, in the order of ranks:
+tell themselves that they came (`dist/lamport.py`); then the program takes theirs and sums in fp32, in the order of ranks:
 the same bits on all ranks. Many bytes of three ranks or more go in two trips (`lamport_two_shot.py`): of each tile a rank
 owns some rows.
 
@@ -18,6 +18,23 @@ from torch import Tensor
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.lamport import (
+    BEFORE,
+    TURN,
+    as_values,
+    buffer,
+    channel_for,
+    clear,
+    halves,
+    joined,
+    leave_turn,
+    push,
+    receive_values,
+    slot_of,
+    third_of,
+    words_at,
+    words_of_a_rank,
+)
 from torch_fdattn.dist.signals import may_send, packed, read_epoch
 from torch_fdattn.dist.tp_linear.few_rows import (
     AHEAD,
@@ -28,25 +45,7 @@ from torch_fdattn.dist.tp_linear.few_rows import (
 )
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import send_to_owners, share_sums, shots, slots
-from torch_fdattn.dist.tp_linear.push_values import (
-    BEFORE,
-    TURN,
-    as_values,
-    buffer,
-    channel_for,
-    clear,
-    exchanged,
-    halves,
-    joined,
-    leave_turn,
-    push,
-    receive_values,
-    remember,
-    slot_of,
-    third_of,
-    words_at,
-    words_of_a_rank,
-)
+from torch_fdattn.dist.tp_linear.push_values import exchanged, remember
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.dependent_launch import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two

@@ -1,11 +1,11 @@
-"""All-reduces in two trips by the Lamport exchange of `push_values.py`: every word is summed by one rank, its owner.
+"""All-reduces in two trips by the Lamport exchange of `dist/lamport.py`: every word is summed by one rank, its owner.
 
     first trip    every rank sends each word to the word's owner, who sums all ranks' in fp32, in the order of ranks
     second trip   the owner rounds the sum and sends it to all others: the same bits everywhere
 
 A rank sends 2 (W - 1) / W times the bytes, in one shot W - 1 times, for a second trip over the wire: for three ranks
 and more, from `TWO_SHOT_BYTES` on. A program's words have all ranks for owners, so that all of them are busy. It waits for
-the program of the same number on other ranks, in the first trip for all of them: what `push_values.py` says of its three
+the program of the same number on other ranks, in the first trip for all of them: what `dist/lamport.py` says of its three
 buffers holds. A buffer has one more slot than there, for the sums, which have an owner each.
 """
 
@@ -17,30 +17,27 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
-from torch_fdattn.dist.signals import may_send, read_epoch
-from torch_fdattn.dist.tp_linear.gemm import triton_dtype
-from torch_fdattn.dist.tp_linear.push_values import (
+from torch_fdattn.dist.lamport import (
     BEFORE,
     NANS,
     TURN,
     as_values,
-    as_words,
     buffer,
     channel_for,
     clear,
-    exchange,
     halves,
     joined,
     leave_turn,
     push,
     receive_values,
-    remember,
     slot_of,
-    summed,
     third_of,
     words_at,
     words_of_a_rank,
 )
+from torch_fdattn.dist.signals import may_send, read_epoch
+from torch_fdattn.dist.tp_linear.gemm import triton_dtype
+from torch_fdattn.dist.tp_linear.push_values import as_words, exchange, remember, summed
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
@@ -109,7 +106,7 @@ def exchange_sums(
     x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, DTYPE: tl.constexpr, SHOTS: tl.constexpr,
 ):  # fmt: skip
-    """Words `at` (B,) of x summed over the ranks: (their lower numbers, the upper, fp32, as `push_values.halves`; epoch;
+    """Words `at` (B,) of x summed over the ranks: (their lower numbers, the upper, fp32, as `lamport.halves`; epoch;
     turn)."""
     if SHOTS == 1:
         found, came, epoch, turn = exchange(

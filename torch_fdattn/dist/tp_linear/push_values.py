@@ -1,42 +1,40 @@
-"""`low_latency`: collectives of few numbers, in one launch and one trip, by values that tell themselves that they came.
+"""`low_latency`: collectives of few numbers, in one launch and one trip, by a Lamport exchange (`dist/lamport.py`).
 
-Every rank writes what others need into their memory, with neither flag nor fence behind it, for which a tile waits
-2 µs: memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as minus zero. (The
-Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, there with minus zero for what did not come.) So a
-word is there when it is not zero, each for itself.
+What travels, for W ranks:
 
     all-reduce      every rank sends all to all others: (W - 1) times the bytes. Sums in the order of ranks, in fp32
     reduce-scatter  to each rank what it owns, which sums it so
     all-gather      all to all others; a word of two minus zeros comes out as zeros
-
-Memory is made zero again by who has read it. Calls take three buffers in turn: one call writes into the first, zeroes
-what the call before used, and knows that the third, which the next call uses, is zero on every rank that has sent
-anything in this call: it zeroed that in the call before. The turn, and how many words the last call used, are on the
-device, so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1
-ranks, the next rank's first.
-
-state, beside what `signals.py` has there: turn, words of the call before.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import Channel, channel
+from torch_fdattn.dist.channel import Channel
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
-from torch_fdattn.dist.signals import (
-    LOOKS,
-    TICKETS,
-    keep_time,
-    may_send,
-    next_epoch,
-    read_epoch,
-    report,
+from torch_fdattn.dist.lamport import (
+    BEFORE,
+    NANS,
+    TURN,
+    as_values,
+    buffer,
+    channel_for,
+    clear,
+    halves,
+    joined,
+    leave_turn,
+    push,
+    receive_values,
+    slot_of,
+    third_of,
+    words_at,
+    words_of_a_rank,
 )
+from torch_fdattn.dist.signals import may_send, read_epoch
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
@@ -44,121 +42,9 @@ from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_call import Step, again, find, repeat
 from torch_fdattn.ops.repeated_launch import launch
 
-TURN = tl.constexpr(5)
-BEFORE = tl.constexpr(6)
-#: A word of not-a-numbers of any dtype.
-NANS = tl.constexpr(0x7FC07FC0)
 #: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
 #: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
 _TILE_WORDS = ((1 << 19, 512), (6 << 20, 1024), (None, 2048))
-
-
-@triton.jit
-def buffer(addresses_ptr, rank, turn, third_bytes):
-    address = tl.load(addresses_ptr + rank) + turn * third_bytes
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-
-
-@triton.jit
-def words_at(pointer):
-    """A tensor's numbers as words."""
-    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
-def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
-    """How many words of a rank a buffer has room for."""
-    return tl.multiple_of(third_bytes // (16 * (WORLD - 1)) * 4, 4)
-
-
-@triton.jit
-def slot_of(source, rank, WORLD: tl.constexpr):
-    """Where a source's words lie in a rank's buffers."""
-    return (source + WORLD - rank - 1) % WORLD
-
-
-@triton.jit
-def as_values(words, dtype: tl.constexpr):
-    """words, minus zero in place of zero."""
-    ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
-    return tl.where(words == 0, ZERO, words)
-
-
-@triton.jit
-def halves(words, dtype: tl.constexpr):
-    """The numbers of words, fp32: (the lower, the upper); of one fp32 number twice the same."""
-    if dtype.primitive_bitwidth == 16:
-        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        return low.to(tl.float32), high.to(tl.float32)
-    else:
-        both = words.to(tl.float32, bitcast=True)
-        return both, both
-
-
-@triton.jit
-def joined(low, high, dtype: tl.constexpr):
-    """`halves`, undone and rounded."""
-    if dtype.primitive_bitwidth == 16:
-        lower = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
-        return lower | (high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
-    else:
-        return low.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """(words (S, B), once all that are wanted have come, whether they came); sources (S, B) or (S, 1): the ranks that
-    send them."""
-    words = tl.load(pointers, mask=wanted, other=1, volatile=True)
-    missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
-    looks = 0
-    start, stop = epoch - epoch, epoch != epoch
-    while (missing > 0) & (stop == 0):
-        words = tl.load(pointers, mask=wanted, other=1, volatile=True)
-        missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
-        looks += 1
-        if (looks % LOOKS == 0) & (missing > 0):
-            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
-            if stop & (elsewhere == 0):
-                late = tl.max(tl.max(tl.where(words == 0, sources, -1), 1), 0)
-                report(late, epoch, state_ptr, fault_ptr)
-    return words, missing == 0
-
-
-@triton.jit
-def clear(
-    addresses_ptr, rank, turn, before, each, third_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Zeroes the `before` words of every other rank that the last call brought."""
-    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
-    slots = tl.arange(0, SLOTS)
-    for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
-        # Whole tiles, which wide stores write, inside a rank's words.
-        used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
-        old = last + slots[:, None] * each + used[None, :]
-        zeros = tl.zeros([SLOTS, BLOCK], tl.int32)
-        tl.store(old, zeros, mask=(slots < WORLD - 1)[:, None] & (used < each)[None, :])
-
-
-@triton.jit
-def leave_turn(state_ptr, epoch, turn, words):
-    """`signals.leave_epoch`, and the next call's turn."""
-    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
-    if ticket == tl.num_programs(0) - 1:
-        tl.store(state_ptr + TICKETS, 0)
-        tl.store(state_ptr + TURN, (turn + 1) % 3)
-        tl.store(state_ptr + BEFORE, tl.cast(words, tl.int64))
-        tl.store(state_ptr, next_epoch(epoch))
-
-
-@triton.jit
-def push(
-    words, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD: tl.constexpr
-):  # fmt: skip
-    """Writes this rank's words `at` into a peer's buffer, where it `sends`."""
-    there = buffer(addresses_ptr, peer, turn, third_bytes)
-    tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
 
 
 @triton.jit
@@ -240,19 +126,6 @@ def as_words(x: Tensor) -> Tensor:
     """x, or a copy, that kernels may read as words."""
     x = x.contiguous()
     return x if x.data_ptr() % 4 == 0 else x.clone()
-
-
-def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
-    """That of calls of so many words a rank."""
-    nbytes = 3 * (world - 1) * cdiv(words, 4) * 16
-    where = channel(group_name, purpose, cdiv(nbytes, 2), device)
-    where.enter()
-    return where
-
-
-def third_of(where: Channel) -> int:
-    """Bytes of each of three buffers."""
-    return 2 * where.half_bytes // 3 // 16 * 16
 
 
 class Exchange:

@@ -1,7 +1,7 @@
 """An all-reduce of few rows, the residual's addition and RMSNorm in one launch, which are three otherwise.
 
 A program has a row: it sends this rank's part of it to all others, as values that tell themselves that they came
-(`push_values.py`), and sums all parts in fp32 in the order of ranks: the same bits on all ranks. The sum is rounded
+(`dist/lamport.py`), and sums all parts in fp32 in the order of ranks: the same bits on all ranks. The sum is rounded
 to the dtype before the residual is added, and so is what they give before it is normalised, as three launches round
 them.
 
@@ -20,19 +20,10 @@ from torch import Tensor
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.lamport import channel_for, halves, joined, leave_turn, third_of, words_at
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import exchange_sums, shots, slots
-from torch_fdattn.dist.tp_linear.push_values import (
-    as_words,
-    channel_for,
-    exchanged,
-    halves,
-    joined,
-    leave_turn,
-    remember,
-    third_of,
-    words_at,
-)
+from torch_fdattn.dist.tp_linear.push_values import as_words, exchanged, remember
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
