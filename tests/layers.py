@@ -147,7 +147,7 @@ def layers(kind: str) -> list[Layer]:
                 "compiled_matmuls",
                 only=f"not ({INDUCED})",
             ),
-            one_sided(3, "lamport_two_shot"),
+            one_sided(3, "lamport_two_shot", "decode_two_shot"),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
                 3,

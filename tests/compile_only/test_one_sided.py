@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.resources.compiled import resources_of
+from benchmarks.resources.compiled import compile_launch, resources_of
 from benchmarks.resources.launches import recorded
 from benchmarks.resources.targets import ARCHS
-from torch_fdattn.dist import one_sided_gather
+from torch_fdattn.dist import lamport, one_sided_gather
 from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
 from torch_fdattn.dist.symmetric_memory import PeerMemory
 from torch_fdattn.ops.decode.inputs import WholeLengths
@@ -38,9 +38,10 @@ def ranks(world: int):
         fault=types.SimpleNamespace(tensor=words), enter=lambda: None,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module in (fused, fused_parts, push, push_tiled, two_shot, one_sided_gather):
-            stack.enter_context(mock.patch.object(module, "channel", return_value=channel))
-            stack.enter_context(mock.patch.object(module, "rank_and_size", return_value=(1, world)))
+        for module in (fused, fused_parts, push, push_tiled, two_shot, lamport, one_sided_gather):
+            for name, value in (("channel", channel), ("rank_and_size", (1, world))):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, return_value=value))
             if hasattr(module, "INTERPRET"):
                 stack.enter_context(mock.patch.object(module, "INTERPRET", False))
         stack.enter_context(mock.patch.object(rows, "INTERPRET", False))
@@ -65,6 +66,7 @@ MERGES = [
     (fused, 1, 4, 128, False, "sm_90"),
     (fused, 16, 8, 64, True, "sm_90"),
     (two_shot, 64, 4, 128, False, "sm_90"),
+    (two_shot, 64, 4, 256, False, "sm_90"),
     (push, 16, 8, 64, False, "sm_90"),
     (push_tiled, 64, 4, 128, False, "sm_90"),
     *(
@@ -72,6 +74,8 @@ MERGES = [
         for x in (
             (fused, 2, 2, 256, False, "sm_80"),
             (two_shot, 1, 4, 128, False, "sm_90"),
+            (two_shot, 64, 8, 128, False, "sm_90"),
+            (two_shot, 64, 3, 96, False, "sm_90"),
             (two_shot, 16, 8, 64, False, "sm_80"),
             (push, 2, 2, 256, True, "sm_80"),
             (push_tiled, 16, 8, 64, True, "sm_90"),
@@ -91,6 +95,19 @@ def test_merges(module, batch: int, world: int, dim: int, head_sharded: bool, ar
     with ranks(world), recorded() as launches:
         module.merge(part, lse, torch.bfloat16, "0", head_sharded)
     check(launches, arch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_shot_by_wide_words(dtype: torch.dtype) -> None:
+    """Parts, what the call before left and what is waited for; a word is its own flag."""
+    with ranks(4), recorded() as launches:
+        two_shot.merge(meta(64, 32, 1, 128), meta(64, 32, 1), dtype, "0", False)
+    check(launches, "sm_90")
+    (launch,) = launches
+    text = compile_launch(launch, ARCHS["sm_90"]).asm["ptx"]
+    assert text.count("st.global.v4") >= 3
+    assert "ld.volatile.global.v4" in text
+    assert "fence" not in text
 
 
 @pytest.mark.parametrize(

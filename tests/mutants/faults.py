@@ -67,6 +67,12 @@ ONE_SIDED = Tests(
 FUSED_PARTS = Tests(
     "parts merged by the exchange", ("tests/dist/test_fused_parts.py",), interpret=True, ranks=2
 )
+DECODE_TWO_SHOT = Tests(
+    "sharded decode in two shots",
+    ("tests/dist/test_decode_two_shot.py",),
+    interpret=True,
+    ranks=3,
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls", ("tests/dist/test_tp_one_sided.py",), interpret=True, ranks=2
@@ -483,6 +489,18 @@ FAULTS = (
     Fault(
         "an owner blamed for whom it waits for", "torch_fdattn/dist/decode/two_shot.py",
         "tl.where(other, absent - 1, owner)", "owner", SURVIVORS,
+    ),
+    Fault(
+        "an earlier call's words are left in memory", "torch_fdattn/dist/decode/two_shot.py",
+        "    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), third_bytes, _CLEARED)\n", "", DECODE_TWO_SHOT,
+    ),
+    Fault(
+        "a broken channel takes an earlier call's words", "torch_fdattn/dist/decode/two_shot.py",
+        "    travels = row_in & whole\n", "    travels, whole = row_in & whole, row_in.shape[0] > 0\n", DECODE_TWO_SHOT,
+    ),
+    Fault(
+        "an lse of zero looks as if it had not come", "torch_fdattn/dist/decode/two_shot.py",
+        "as_values(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
     ),
     Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",

@@ -62,6 +62,12 @@ def as_values(words, dtype: tl.constexpr):
 
 
 @triton.jit
+def from_values(words, dtype: tl.constexpr):
+    """`as_values`, undone: a word of minus zeros, whoever wrote it, comes out as zeros."""
+    return tl.where(words == as_values(words - words, dtype), 0, words)
+
+
+@triton.jit
 def halves(words, dtype: tl.constexpr):
     """The numbers of words, fp32: (the lower, the upper); of one fp32 number twice the same."""
     if dtype.primitive_bitwidth == 16:
@@ -104,6 +110,32 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
 
 
 @triton.jit
+def receive_two(
+    values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
+):
+    """`receive_values` of words of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
+    came)."""
+    values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
+    lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
+    late = tl.sum(tl.sum((values == 0).to(tl.int32), 2) + (lses == 0).to(tl.int32), 1)
+    missing = tl.sum(late, 0)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (missing > 0) & (stop == 0):
+        values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
+        lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
+        late = tl.sum(tl.sum((values == 0).to(tl.int32), 2) + (lses == 0).to(tl.int32), 1)
+        missing = tl.sum(late, 0)
+        looks += 1
+        if (looks % LOOKS == 0) & (missing > 0):
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                peer = tl.max(tl.where(late > 0, sources, -1), 0)
+                report(peer, epoch, state_ptr, fault_ptr)
+    return values, lses, missing == 0
+
+
+@triton.jit
 def clear(
     addresses_ptr, rank, turn, before, each, third_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -116,6 +148,16 @@ def clear(
         old = last + slots[:, None] * each + used[None, :]
         zeros = tl.zeros([SLOTS, BLOCK], tl.int32)
         tl.store(old, zeros, mask=(slots < WORLD - 1)[:, None] & (used < each)[None, :])
+
+
+@triton.jit
+def clear_all(addresses_ptr, rank, turn, before, third_bytes, BLOCK: tl.constexpr):
+    """`clear` of a buffer without slots of one size: zeroes its first words, as many as the last call used."""
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    used = before // 4 * 4  # which it is: for wide stores
+    for first in range(tl.program_id(0) * BLOCK, used, tl.num_programs(0) * BLOCK):
+        at = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
+        tl.store(last + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
 
 
 @triton.jit
@@ -138,12 +180,16 @@ def push(
     tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
 
 
-def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
-    """That of calls of so many words a rank."""
-    nbytes = 3 * (world - 1) * cdiv(words, 4) * 16
-    where = channel(group_name, purpose, cdiv(nbytes, 2), device)
+def channel_of(nbytes: int, group_name: str, purpose: str, device: torch.device) -> Channel:
+    """That of calls whose buffers have so many bytes, a multiple of 16."""
+    where = channel(group_name, purpose, cdiv(3 * nbytes, 2), device)
     where.enter()
     return where
+
+
+def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
+    """That of calls of so many words a rank."""
+    return channel_of((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
 
 
 def third_of(where: Channel) -> int:

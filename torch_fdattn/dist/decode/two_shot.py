@@ -1,24 +1,33 @@
 """Strategy `two_shot`: each rank merges its own share of the rows, and sends the result to all.
 
-First shot: every rank sends each row's fp32 partial result to the row's owner, as words (`fused.py`). The owner
-merges them and, second shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in
-one launch. Cost: (W - 1) / W · R · ((DV + 1) · 8 + DV · 4 + 8) bytes sent by every rank with a 16-bit output,
-2 / W of what `fused` sends and less, but two trips over the wire: for many rows.
+First shot: every rank sends each row's fp32 partial result to the row's owner. The owner merges them and, second
+shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in one launch. Both shots are
+a Lamport exchange (`lamport.py`): words of 4 bytes, which have come when they are not zero. Cost: (W - 1) / W · R ·
+((DV + 1) · 4 + DV · 2 + 4) bytes sent by every rank with a 16-bit output, 1 / W of what `fused` sends and less, but
+two trips over the wire: for many rows.
+
+**Why three buffers do.** A rank that writes into a peer's buffer in call n must know that the peer's call n - 2, which
+zeroed it, has ended. It does: its own call n - 1 has ended, and in that it heard of all ranks. Of whose rows it owns,
+from each rank; for a row of another owner, from that owner, which sends it only once it has heard from each rank. So
+one row is enough, and there may be fewer rows than ranks. Nothing comes after the buffer was zeroed: a call waits for
+every word that is sent to it. An owner that waits in vain sends its row without having heard from all, and says so:
+that breaks the receiver's channel, which sends nothing in later calls.
 
 An owner that waits in vain says in the second shot for whom, or else the others would blame the owner. They wait
 for it twice as long as it may wait itself; but where they own rows, too, their own first shot ends it all sooner.
+On a channel that broke in an earlier call nothing is sent, awaited or zeroed, and nothing found there is taken.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode import fused
-from torch_fdattn.dist.decode.fused import receive_rows, send_rows
 from torch_fdattn.dist.decode.rows import (
     Rows,
     merged,
@@ -30,19 +39,20 @@ from torch_fdattn.dist.decode.rows import (
 )
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import (
-    as_words,
-    at_rank,
-    leave_epoch,
-    may_send,
-    packed,
-    payload,
-    read_epoch,
-    receive,
-    report,
-    unpacked,
-    word,
+from torch_fdattn.dist.lamport import (
+    BEFORE,
+    TURN,
+    as_values,
+    buffer,
+    channel_of,
+    clear_all,
+    from_values,
+    leave_turn,
+    receive_two,
+    slot_of,
+    third_of,
 )
+from torch_fdattn.dist.signals import may_send, packed, read_epoch, report, unpacked
 from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
@@ -50,81 +60,138 @@ from torch_fdattn.ops.repeated_launch import launch
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
+#: Words that a program zeroes at a time.
+_CLEARED = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "batch", "rows", "share"])
+class Layout(NamedTuple):
+    """A buffer's regions, in words: where the others begin behind the first, and where the last one ends.
+
+    Each begins at a multiple of four words, for wide loads and stores:
+
+        parts      W - 1 slots, the next rank's first, of the values (S, D) that this rank merges; S: rows of an owner
+        outs       what the owners send of all R rows: (R, WORDS)
+        part_lses  W - 1 slots of S
+        out_lses   R
+    """
+
+    outs: int
+    part_lses: int
+    out_lses: int
+    end: int
+
+    @classmethod
+    def of(cls, rows: Rows, dtype: torch.dtype) -> Layout:
+        parts = (rows.world - 1) * cdiv(rows.count, rows.world)
+        words = rows.block_d // 2 if dtype.itemsize == 2 else rows.block_d
+        outs = parts * rows.block_d
+        part_lses = outs + rows.count * words
+        out_lses = part_lses + cdiv(parts, 4) * 4
+        return cls(outs, part_lses, out_lses, out_lses + cdiv(rows.count, 4) * 4)
+
+
+@triton.jit
+def region(base, first):
+    """A region of the buffer at `base`."""
+    return base + tl.multiple_of(tl.cast(first, tl.int64), 4)
+
+
+@triton.jit
+def send_parts(values, lses, at, sends, d, base, part_lses, v_dim, BLOCK_D: tl.constexpr):
+    """First shot: rows' dims d (M, D) and lses (M,) to rows `at` (M,) of all slots, in their owner's buffer at `base`."""
+    value_words = as_values(values.to(tl.int32, bitcast=True), tl.float32)
+    lse_words = as_values(lses.to(tl.int32, bitcast=True), tl.float32)
+    inside = sends[:, None] & (d[None, :] < v_dim)
+    tl.store(base + at[:, None] * BLOCK_D + d[None, :], value_words, mask=inside)
+    tl.store(region(base, part_lses) + at, lse_words, mask=sends)
+
+
+@triton.jit
+def write_sent(bits, lse_bits, came, row, row_in, d, target, shape):
+    """`rows.write_rows` of rows as they travelled, on their owner too: the same bits on all ranks."""
+    dtype: tl.constexpr = target[0].dtype.element_ty
+    values = unpacked(from_values(bits, dtype), dtype)
+    lses = from_values(lse_bits, tl.float32).to(tl.float32, bitcast=True)
+    write_rows(values, lses, came, row, row_in, d, target, shape)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "third_bytes", "limit_ns", "rank", "batch", "rows", "share", "outs", "part_lses", "out_lses", "end",
+    ]
+)  # fmt: skip
 def _two_shot_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, half_bytes,
-    limit_ns, rank, batch, rows, share, heads: tl.constexpr, q_len: tl.constexpr, v_dim: tl.constexpr,
-    WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, third_bytes,
+    limit_ns, rank, batch, rows, share, outs, part_lses, out_lses, end, heads: tl.constexpr, q_len: tl.constexpr,
+    v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
     shape = (batch, heads, q_len, v_dim)
-    channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
     epoch = read_epoch(state_ptr)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
+    whole = may_send(state_ptr, epoch)
     owner = tl.program_id(0) % WORLD
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
     row = owner * share + within
     row_in = (within < share) & (row < rows)
+    travels = row_in & whole
     d = tl.arange(0, BLOCK_D)
     values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
-    target = (out_ptr, lse_ptr, 0, heads)
-    address = at_rank(addresses_ptr, rank, epoch, half_bytes)
+    if owner != rank:
+        at = (slot_of(rank, owner, WORLD) * share + within).to(tl.int64)
+        there = buffer(addresses_ptr, owner, turn, third_bytes)
+        send_parts(values, lses, at, travels, d, there, part_lses, v_dim, BLOCK_D)
+    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), third_bytes, _CLEARED)
 
-    # The second shot's words lie behind all of the first one's.
-    second = (rows * (BLOCK_D + 1)).to(tl.int64) * WORLD
+    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    target = (out_ptr, lse_ptr, 0, heads)
     w = tl.arange(0, WORDS)
-    value_at = second + row.to(tl.int64)[:, None] * WORDS + w[None, :]
-    lse_at = second + rows.to(tl.int64) * WORDS + row
-    words_in = row_in[:, None] & (w[None, :] < tl.cdiv(v_dim * WORDS, BLOCK_D))
+    out_at = row.to(tl.int64)[:, None] * WORDS + w[None, :]
+    words_in = travels[:, None] & (w[None, :] < tl.cdiv(v_dim * WORDS, BLOCK_D))
     if owner == rank:
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
-        theirs, their_lses, came = receive_rows(
-            row, row_in, d, sources, others, address, rows, epoch, channel, v_dim, WORLD, BLOCK_D
-        )
-        parts, part_lses = with_own(theirs, their_lses, values, lses, sources, rank, WORLD)
-        out, lse = merged(parts, part_lses)
-        lse_bits, sends = lse.to(tl.int32, bitcast=True), came
+        wanted = others[:, None] & travels[None, :]
+        at = (slot_of(sources, rank, WORLD)[:, None] * share + within[None, :]).to(tl.int64)
+        theirs, their_lses, came = receive_two(
+            here + at[:, :, None] * BLOCK_D + d[None, None, :], region(here, part_lses) + at,
+            wanted[:, :, None] & (d < v_dim)[None, None, :], wanted, sources, epoch, state_ptr, fault_ptr, limit_ns,
+        )  # fmt: skip
+        parts, all_lses = with_own(
+            theirs.to(tl.float32, bitcast=True), their_lses.to(tl.float32, bitcast=True), values, lses, sources, rank,
+            WORLD,
+        )  # fmt: skip
+        out, lse = merged(parts, all_lses)
+        bits, lse_bits = packed(out, dtype), lse.to(tl.int32, bitcast=True)
         if came == 0:
-            lse_bits = tl.zeros_like(lse_bits) + (
-                ABSENT | tl.load(fault_ptr, volatile=True).to(tl.int32)
-            )
-            sends = may_send(state_ptr, epoch)
-        if sends:
-            value_words, lse_words = word(packed(out, dtype), epoch), word(lse_bits, epoch)
-            for i in tl.static_range(1, WORLD):
-                base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-                tl.store(base + value_at, value_words, mask=words_in)
-                tl.store(base + lse_at, lse_words, mask=row_in)
-        write_rows(out, lse, came, row, row_in, d, target, shape)
+            fault = tl.load(fault_ptr, volatile=True).to(tl.int32)
+            lse_bits = tl.zeros_like(lse_bits) + (ABSENT | fault)
+        value_words, lse_words = as_values(bits, dtype), as_values(lse_bits, tl.float32)
+        for i in tl.static_range(1, WORLD):
+            there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
+            tl.store(region(there, outs) + out_at, value_words, mask=words_in)
+            tl.store(region(there, out_lses) + row, lse_words, mask=travels)
+        write_sent(bits, lse_bits, came & whole, row, row_in, d, target, shape)
     else:
-        send_rows(
-            values, lses, row, row_in & may_send(state_ptr, epoch), d, owner, rank, rows, epoch, channel, v_dim,
-            WORLD, BLOCK_D,
-        )  # fmt: skip
-        base = as_words(address)
         one = tl.arange(0, 1)
-        value_words, lse_words, came = receive(
-            base + value_at[None, :, :], base + lse_at[None, :], words_in[None, :, :], row_in[None, :],
-            one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
+        found, found_lses, came = receive_two(
+            (region(here, outs) + out_at)[None, :, :], (region(here, out_lses) + row)[None, :],
+            words_in[None, :, :], travels[None, :], one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
         )  # fmt: skip
-        bits = tl.reshape(payload(value_words, tl.int32), [BLOCK_R, WORDS])
-        lse_bits = tl.reshape(payload(lse_words, tl.int32), [BLOCK_R])
+        bits = tl.reshape(found, [BLOCK_R, WORDS])
+        lse_bits = tl.reshape(found_lses, [BLOCK_R])
         absent = tl.max(
             tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0
         )
         if came & (absent >= 0):
             came = absent < 0
-            # Or else it broke in an earlier call, which has said why.
-            if may_send(state_ptr, epoch):
-                other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
-                report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
-        lse = lse_bits.to(tl.float32, bitcast=True)
-        write_rows(unpacked(bits, dtype), lse, came, row, row_in, d, target, shape)
-    leave_epoch(state_ptr, epoch, tl.num_programs(0))
+            other = (absent > 0) & (absent != rank + 1)  # this rank may be the late one
+            report(tl.where(other, absent - 1, owner), epoch, state_ptr, fault_ptr)
+        write_sent(bits, lse_bits, came & whole, row, row_in, d, target, shape)
+    leave_turn(state_ptr, epoch, turn, end)
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
@@ -132,18 +199,17 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     if head_sharded:  # its first shot alone
         return fused.merge(part, part_lse, dtype, group_name, True)
     rows = Rows.of(part, rank_and_size(group_name)[1])
-    second = rows.count * (rows.block_d + 1) * 8
-    where = channel(group_name, "two_shot", fused.words_bytes(rows) + second, part.device)
+    layout = Layout.of(rows, dtype)
+    where = channel_of(4 * layout.end, group_name, "two_shot", part.device)
     out, lse = outputs(part, dtype, rows.heads)
     block, tiles = rows.tile(rows.world)
     early = starts_early(part)
-    where.enter()
     launches["dist_merge/two_shot"] += 1
     with on_device(part):
         launch(
             _two_shot_kernel, rows.world * tiles,
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world),
+            third_of(where), timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world), *layout,
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
             early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

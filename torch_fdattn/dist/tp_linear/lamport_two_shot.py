@@ -25,6 +25,7 @@ from torch_fdattn.dist.lamport import (
     buffer,
     channel_for,
     clear,
+    from_values,
     halves,
     joined,
     leave_turn,
@@ -97,8 +98,7 @@ def share_sums(
         (here + sums)[None, :], (inside & (owner != rank))[None, :], owner[None, :], epoch, state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
     words = tl.where(mine, total, tl.reshape(found, at.shape))
-    words = tl.where(words == as_values(words - words, DTYPE), 0, words)  # zeros, as they travel
-    return tl.where(came & all_came, words, NANS)
+    return tl.where(came & all_came, from_values(words, DTYPE), NANS)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from torch_fdattn.dist.lamport import (
     buffer,
     channel_for,
     clear,
+    from_values,
     halves,
     joined,
     leave_turn,
@@ -106,8 +107,7 @@ def _values_kernel(
         SCATTERED, DTYPE,
     )  # fmt: skip
     if GATHERED:
-        found = tl.where(found == as_values(found - found, DTYPE), 0, found)
-        found = tl.where(came, found, NANS)
+        found = tl.where(came, from_values(found, DTYPE), NANS)
         sources = tl.arange(0, SOURCES)[:, None]
         wanted = (sources < WORLD) & inside[None, :]
         tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
