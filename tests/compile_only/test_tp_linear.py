@@ -27,6 +27,7 @@ from torch_fdattn.dist.tp_linear import (
     gated_product,
     gemm,
     gemm_epilogue,
+    lamport_two_shot,
     low_latency,
     push_tiles,
     push_values,
@@ -62,6 +63,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
             gemm,
             gemm_epilogue,
             lamport,
+            lamport_two_shot,
             low_latency,
             push_tiles,
             push_values,
@@ -78,6 +80,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
         for module in (
             gated_product,
             gemm_epilogue,
+            lamport_two_shot,
             low_latency,
             push_tiles,
             push_values,
@@ -289,6 +292,21 @@ def test_values(op: str) -> None:
     assert "fence" not in text
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_in_two_trips(dtype: torch.dtype) -> None:
+    x = meta(128, 5120, dtype=dtype)
+    with ranks(), recorded() as launches:
+        lamport_two_shot.all_reduce(x, torch.empty_like(x), "0", 1, WORLD)
+    check(launches, "sm_90")
+    text = text_of(launches, "two_shot", "sm_90")
+    # Of its tensors, parts, sums and zeros no word travels alone.
+    assert "st.global.v4" in text
+    assert "st.global.b32" not in text
+    assert "ld.volatile.global.v4" in text
+    assert "ld.volatile.global.b32" not in text
+    assert "fence" not in text
+
+
 @pytest.mark.parametrize("columns", [5120, pytest.param(8192, marks=pytest.mark.slow)])
 def test_all_reduce_and_norm(columns: int) -> None:
     x = meta(16, columns)
@@ -296,6 +314,20 @@ def test_all_reduce_and_norm(columns: int) -> None:
         row_norm.sum_norm(x, meta(columns), x, meta(columns), 1e-6, "0")
     check(launches, "sm_90")
     assert "ld.volatile.global.v4" in text_of(launches, "norm", "sm_90")
+
+
+@pytest.mark.parametrize("columns", [5120, *(pytest.param(n, marks=pytest.mark.slow) for n in (2560, 8192))])  # fmt: skip
+def test_all_reduce_and_norm_in_two_trips(columns: int) -> None:
+    x = meta(256, columns)
+    assert lamport_two_shot.shots(x.nbytes, WORLD) == 2
+    with ranks(), recorded() as launches:
+        row_norm.sum_norm(x, meta(columns), x, meta(columns), 1e-6, "0")
+    check(launches, "sm_90")
+    text = text_of(launches, "norm", "sm_90")
+    assert "st.global.v4" in text
+    assert "st.global.b32" not in text
+    assert "ld.volatile.global.v4" in text
+    assert "ld.volatile.global.b32" not in text
 
 
 @pytest.mark.slow

@@ -87,7 +87,8 @@ def share_sums(
     each = words_of_a_rank(third_bytes, WORLD + 1)
     mine = inside & (owner == rank)
     total = as_values(joined(low, high, DTYPE), DTYPE)
-    # A sum without all parts is no sum: who waits for it finds that out as this rank did.
+    # A sum without all parts is no sum: who waits for it finds out as this rank did who is late, in a first trip of its
+    # own. This wait is twice as long, so that those end first: of a program's few last words a rank may own none.
     sends = mine & may_send(state_ptr, epoch) & came
     sums = (WORLD - 1) * each + at
     for i in tl.static_range(1, WORLD):
@@ -95,7 +96,8 @@ def share_sums(
         tl.store(there + sums, total, mask=sends)
     here = buffer(addresses_ptr, rank, turn, third_bytes)
     found, all_came = receive_values(
-        (here + sums)[None, :], (inside & (owner != rank))[None, :], owner[None, :], epoch, state_ptr, fault_ptr, limit_ns,
+        (here + sums)[None, :], (inside & (owner != rank))[None, :], owner[None, :], epoch, state_ptr, fault_ptr,
+        2 * limit_ns,
     )  # fmt: skip
     words = tl.where(mine, total, tl.reshape(found, at.shape))
     return tl.where(came & all_came, from_values(words, DTYPE), NANS)
@@ -121,7 +123,9 @@ def exchange_sums(
         turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
         own = as_values(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
         # All ranks own some, so that each hears of all others itself and names the one that does not come.
-        owner = tl.arange(0, BLOCK) * WORLD // tl.maximum(tl.sum(inside.to(tl.int32), 0), 1)
+        # Of four words each, so that stores are wide.
+        fours = tl.cdiv(tl.sum(inside.to(tl.int32), 0), 4)
+        owner = tl.arange(0, BLOCK) // 4 * WORLD // tl.maximum(fours, 1)
         send_to_owners(
             own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD
         )  # fmt: skip
