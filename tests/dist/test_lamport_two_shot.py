@@ -23,7 +23,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
-from torch_fdattn.dist.tp_linear import lamport_two_shot, low_latency
+from torch_fdattn.dist.tp_linear import gemm_epilogue, lamport_two_shot, low_latency
 from torch_fdattn.ops.library import INTERPRET
 
 
@@ -125,18 +125,31 @@ def test_when_two_trips_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("two_shots")
-def test_a_rank_that_does_not_come_is_named(group, rank_device) -> None:
+@pytest.mark.parametrize("rows", [None, 1, 2, 4])
+def test_a_rank_that_does_not_come_is_named(group, rank_device, rows: int | None) -> None:
+    """By ranks that own nothing of a product of few rows too; rows None: of a sum alone."""
     new = dist.new_group()
     last = dist.get_world_size() - 1
-    x = torch.ones(4, 32, device=rank_device)
-    low_latency.all_reduce(x, new.group_name)
+    x, weight = (
+        torch.ones(rows or 4, 32, device=rank_device),
+        torch.ones(64, 32, device=rank_device),
+    )
+
+    def call() -> Tensor:
+        if rows is None:
+            return low_latency.all_reduce(x, new.group_name)
+        return gemm_epilogue.matmul_all_reduce(x, weight, new.group_name)
+
+    call()
     dist.barrier()
     set_timeout(0.5)
     try:
         if dist.get_rank() != last:
-            assert low_latency.all_reduce(x, new.group_name).isnan().all()
+            if dist.get_rank() == 0:
+                time.sleep(0.2)  # a survivor that is itself a little late
+            assert call().isnan().all()
             with pytest.raises(PeerTimeout, match=f"rank {last}"):
-                low_latency.all_reduce(x, new.group_name)
+                call()
         dist.barrier()
     finally:
         set_timeout(10.0)

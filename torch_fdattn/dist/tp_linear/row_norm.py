@@ -93,13 +93,13 @@ def takes(columns: int, dtype: torch.dtype) -> bool:
     return 0 < columns <= MOST_COLUMNS and columns * dtype.itemsize % 4 == 0
 
 
-def _key(m: int, words: int, eps: float, plain: bool, x: Tensor, numbers: tuple, world: int) -> tuple:  # fmt: skip
-    return "row norm", m, words, eps, plain, x.dtype, x.device, *numbers, world
+def _key(m: int, words: int, eps: float, plain: bool, x: Tensor, numbers: tuple, world: int, trips: int) -> tuple:  # fmt: skip
+    return "row norm", m, words, eps, plain, x.dtype, x.device, *numbers, world, trips
 
 
 def key_of_sum(y: Tensor, eps: float) -> tuple:
     """What `repeated_call` knows the launch by of a sum y (M, N) of which nothing is to be summed, without a bias."""
-    return _key(y.shape[0], y.shape[1] * y.element_size() // 4, eps, True, y, (0, 0, 0), 1)
+    return _key(y.shape[0], y.shape[1] * y.element_size() // 4, eps, True, y, (0, 0, 0), 1, 0)
 
 
 def sum_norm(
@@ -144,7 +144,7 @@ def sum_norm(
         )  # fmt: skip
 
     with on_device(x):
-        key = _key(m, words, eps, bias is None, x, numbers, world)
+        key = _key(m, words, eps, bias is None, x, numbers, world, trips)
         repeat(key, tensors, run)
     if where is not None:
         remember(memo, where, key)
