@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +78,8 @@ def capabilities() -> list[Layer]:
     for name in supported:
         aten, onednn, mkl = _CAPABILITIES[name]
         limits = {
+            # Inductor takes code that was compiled for other instructions out of its cache, and crashes.
+            "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/inductor-{aten}",
             "ATEN_CPU_CAPABILITY": aten,
             "ONEDNN_MAX_CPU_ISA": onednn,
             "MKL_ENABLE_INSTRUCTIONS": mkl,
