@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
-#: Head dims of caches, and of attention over the keys of one call.
+#: Head dims of caches that are appended to or sharded, and of attention and decode.
 MOST_DIMS, MOST_ATTENTION_DIMS = 256, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"

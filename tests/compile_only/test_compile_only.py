@@ -62,6 +62,8 @@ SPILLS = {
     ("dkdv", "gfx942", "half above 256"): (240, 184),
     ("dkdv", "gfx950", "half above 256"): (152, 152),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
+    ("decode", "sm_80", "half above 256"): (8, 8),
+    ("decode", "sm_100", "fp32 above 256"): (16, 16),
     ("dkdv", "sm_90", "half packed"): (256, 272),
     ("dq", "sm_90", "half striped"): (168, 168),
     ("dmask", "sm_80", "half packed"): (24, 24),
@@ -171,6 +173,21 @@ def decode_cases():
         for cache in ("same", "same-paged", "e4m3-paged"):  # equal lengths have a grid of their own
             yield Case("decode", arch.name, "bf16", 128, "full", 4, cache)
         yield Case("decode", arch.name, "bf16", 96, "all", 4)
+    # Head dims above 256: tiles of their own.
+    for arch, (rows, cache, mask) in itertools.product(
+        ARCHS,
+        (
+            (4, "same", "padded"),
+            (32, "same-paged", "padded"),
+            (4, "e4m3", "full"),
+            (64, "same", "all"),
+        ),
+    ):
+        yield Case("decode", arch, "bf16", 512, mask, rows, cache)
+    for arch, cache in (*((arch, "same") for arch in ARCHS), ("sm_90", "e4m3-paged")):
+        yield Case("decode", arch, "fp32", 512, "padded", 4, cache)
+    yield Case("decode", "sm_90", "fp16", 512, "padded", 64, "int8", v_dim=64)
+    yield Case("decode", "sm_90", "bf16", 320, "window", 4)
     # One byte an element under float32, whose dots take the most registers.
     for dim, rows in itertools.product((64, 128, 256), (4, 32)):
         yield Case("decode", "sm_90", "fp32", dim, "padded", rows, "e4m3-paged")

@@ -80,6 +80,8 @@ def decode_config(
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
         return TileConfig(block_m, 16, 1, 1)
+    if head_dim > 256:
+        return _largest_dims_config(dtype, block_m, narrow, capability)
     if dtype == torch.float32:
         # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread, and where bytes
         # are converted on their way so do these beside a second stage.
@@ -107,6 +109,15 @@ def decode_config(
     # 64 keys of 128 dims are 16 KiB a load: three stages keep enough bytes in flight. With 64 rows they
     # would take 72 KiB of the 64 KiB of shared memory that gfx942 has.
     return TileConfig(block_m, 64, 4, 3 if block_m <= 32 else 2)
+
+
+def _largest_dims_config(
+    dtype: torch.dtype, block_m: int, narrow: bool, capability: tuple[int, int]
+) -> TileConfig:
+    """Head dims above 256, padded to 512: what fits into registers and, on AMD, 64 KiB. Not measured."""
+    if dtype == torch.float32:
+        return TileConfig(16, 16, 8, 1)
+    return TileConfig(min(block_m, 32), 32 if capability >= (8, 0) else 16, 8, 1)
 
 
 def loads_keys_first(
