@@ -307,14 +307,35 @@ def in_forward_mode(*arguments: object) -> bool:
     return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
 
 
-def refuse_derivatives(op: str, where: str, *arguments: object) -> None:
-    """By the name that users call, where the raw op beneath would be named otherwise."""
-    if torch.is_grad_enabled() and any(map(requires_grad, arguments)):
-        raise NotImplementedError(f"{op} has no gradient {where}: call it under torch.no_grad()")
+class _NoGradient(torch.autograd.Function):
+    """A raw op's results, whose backward says by what name that there is none."""
+
+    @staticmethod
+    def forward(message, raw, *arguments):
+        return raw(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(ctx.message)
+
+
+def run_without_derivatives(op: str, where: str, raw: Callable, *arguments: object):
+    """raw(*arguments). Inputs may require gradients, as a model's do outside of no_grad: only a backward raises.
+
+    By the name that users call, where the raw op beneath would be named otherwise.
+    """
     if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
         raise NotImplementedError(
             f"{op} has no forward-mode derivative {where} (torch.func.jvp, torch.autograd.forward_ad)"
         )
+    if torch.is_grad_enabled() and any(map(requires_grad, arguments)):
+        message = f"{op} has no gradient {where}: call it under torch.no_grad()"
+        return _NoGradient.apply(message, raw, *arguments)
+    return raw(*arguments)
 
 
 def in_vmap() -> bool:

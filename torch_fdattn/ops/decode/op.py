@@ -294,14 +294,18 @@ def decode(
     scale = default_scale(q, scale)
     tensors = q, k_cache, v_cache, *extras
     differentiated = torch.is_grad_enabled() and any(library.requires_grad(x) for x in tensors)
+    raw, arguments = torch.ops.fdattn.decode_forward, (q, k_cache, v_cache, *mask, scale, None)
     if without := _has_no_derivatives(k_cache, k_scale, v_scale):
-        library.refuse_derivatives("decode", f"with {without}", *tensors)
-    elif differentiated or library.in_forward_mode(*tensors):
+        library.meet(q)
+        return library.run_without_derivatives(
+            "decode", f"with {without}", raw, *arguments, *extras
+        )
+    if differentiated or library.in_forward_mode(*tensors):
         scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
         forward = functools.partial(_forward_of_scores, batch_invariant)
         return attend(forward, q, k_cache, v_cache, mask, scale, scores)
     library.meet(q)
-    return torch.ops.fdattn.decode_forward(q, k_cache, v_cache, *mask, scale, None, *extras)
+    return raw(*arguments, *extras)
 
 
 def _forward_of_scores(batch_invariant: bool, q, k, v, *rest):
@@ -330,11 +334,11 @@ def paged_decode(
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
-    library.refuse_derivatives("paged_decode", "over pages", q, k_cache, v_cache, *extras)
     library.meet(q)
-    return torch.ops.fdattn.paged_decode_forward(
-        q, k_cache, v_cache, page_table, *mask, default_scale(q, scale), None, *extras
-    )
+    return library.run_without_derivatives(
+        "paged_decode", "over pages", torch.ops.fdattn.paged_decode_forward,
+        q, k_cache, v_cache, page_table, *mask, default_scale(q, scale), None, *extras,
+    )  # fmt: skip
 
 
 def _is_plain(others: tuple) -> bool:

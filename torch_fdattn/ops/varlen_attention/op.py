@@ -255,11 +255,11 @@ def _varlen_attention(
     if page_table is None:
         where = cu_seqlens_q, cu_seqlens_k
         return attend(_differentiable_forward, q, k, v, mask, scale, scores, dropout, where)
-    library.refuse_derivatives("varlen_attention", "where page_table is given", q, k, v, *scores)
     library.meet(q)
-    return torch.ops.fdattn.varlen_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *mask, scale, None, *scores, *dropout
-    )
+    return library.run_without_derivatives(
+        "varlen_attention", "where page_table is given", torch.ops.fdattn.varlen_attention_forward,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *mask, scale, None, *scores, *dropout,
+    )  # fmt: skip
 
 
 library.define_composite(
