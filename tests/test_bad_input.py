@@ -107,7 +107,9 @@ WRONG = {
     "scale nan": (lambda: attention(q(), k(), k(), scale=NAN), ValueError, "scale must be a positive finite number, got nan"),
     "scale inf": (lambda: attention(q(), k(), k(), scale=INF), ValueError, "scale must be a positive finite number, got inf"),
     "scale a string": (lambda: attention(q(), k(), k(), scale="x"), TypeError, "scale must be a number, got str"),
-    "scale a tensor": (lambda: attention(q(), k(), k(), scale=torch.tensor(1.0)), TypeError, "scale must be a number, got Tensor"),
+    "scale a tensor of one dimension": (lambda: attention(q(), k(), k(), scale=torch.ones(1)), TypeError, "scale must be a number, got Tensor"),
+    "scale a tensor that requires a gradient": (lambda: attention(q(), k(), k(), scale=torch.tensor(1.0, requires_grad=True)), TypeError, "scale has no gradient and must not require one"),
+    "scale a complex tensor": (lambda: decode(q(), k(), k(), scale=torch.tensor(1j)), TypeError, "scale must be a number, got Tensor"),
     "softcap a parameter": (lambda: attention(q(), k(), k(), softcap=torch.nn.Parameter(torch.tensor(1.0))), TypeError, "softcap must be a number, got Parameter"),
     "no softcap": (lambda: attention(q(), k(), k(), softcap=None), TypeError, "softcap must be a number, got NoneType"),
     # decode

@@ -219,6 +219,17 @@ def expect_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
+def number(name: str, value: object) -> object:
+    """A 0-dim tensor as the number that it holds, which waits for its device; everything else as it is."""
+    if type(value) is float or not isinstance(value, Tensor) or value.dim() or value.is_complex():
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name} has no gradient and must not require one, got a tensor that does: multiply q by it, or detach it"
+        )
+    return float(value)
+
+
 def expect_int64(**named: object) -> None:
     for name, value in named.items():
         if isinstance(value, int):

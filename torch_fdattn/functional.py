@@ -41,7 +41,7 @@ def attention(
         causal: a query sees keys up to its own position.
         window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded, and
             beyond 2**29 is 2**29. torch.compile compiles anew for each left and right.
-        scale: of the scores; default D ** -0.5. Positive.
+        scale: of the scores; default D ** -0.5. Positive; a 0-dim tensor is read, which waits for its device.
         q_start: int32 (B,), position of the first query, clamped to ±2**29. Default: the queries are the
             last of the keys (bottom-right alignment).
         kv_start: int32 (B,), position of the first key, clamped to ±2**29. Default 0.
@@ -79,6 +79,7 @@ def attention(
 
     Source: FlashAttention-2, arXiv:2307.08691.
     """
+    scale = checks.number("scale", scale)
     options = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
     drops = dropout_seed is not None or type(dropout_p) not in (int, float) or dropout_p != 0
     unseen = not drops and library.runs_unseen(q, k, v, *options)
@@ -135,7 +136,7 @@ def varlen_attention(
         cu_seqlens_k: the same for keys and values. Default: as cu_seqlens_q.
         page_table: int32 (B, pages a sequence) on q's device: key j of sequence b is slot j % page of page
             page_table[b, j // page]. Entries beyond a sequence's keys, or before all that its window lets it
-            see, may be anything; keys on a page outside [0, P) are masked. For chunked prefill: no gradient.
+            see, may be anything; keys on a page outside [0, P) are masked. For chunked prefill: a backward raises.
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to what it has.
             Default: all (with page_table, all slots of its row).
         q_start, kv_start: int32 (B,), as in `attention`. Default: a sequence's queries are the last of its keys.
@@ -156,6 +157,7 @@ def varlen_attention(
 
     Source: flash_attn_varlen_func of FlashAttention-2, arXiv:2307.08691; torch.nn.attention.varlen.
     """
+    scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
     _expect_types(
@@ -210,6 +212,7 @@ def decode(
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
     """
+    scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask)
     if out is None and workspace is None and library.runs_unseen(
@@ -256,10 +259,11 @@ def paged_decode(
             outside [0, P) are masked.
         k_scale, v_scale: broadcastable to (P, H_kv, page).
 
-    All else is as with `decode`. Not differentiable.
+    All else is as with `decode`. Not differentiable: a backward raises.
 
     Source: PagedAttention, arXiv:2309.06180.
     """
+    scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
     extras = (k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
     given = page_table is not None and out is None and workspace is None

@@ -66,6 +66,7 @@ def decode(
         PeerTimeout: one-sided strategies, here, at a later call or at `torch_fdattn.dist.check`: a rank did not
             come; out and lse of such a call are NaN.
     """
+    scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     inner, outer = _pair_of_names(hierarchy)
     named = dict(
@@ -170,6 +171,7 @@ def ring_attention(
             they disagree (on GPUs at the first call with such values), before any data moves.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
     """
+    scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
     rank, world_size = rank_and_size(group_name)

@@ -588,23 +588,29 @@ def test_autocast_leaves_quantised_caches_alone(device):
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_gradients_are_refused_where_there_are_none(name, device):
+def test_a_backward_is_refused_where_there_is_none(name, device):
+    """And no forward: a model's inputs require gradients outside of no_grad."""
     q, k, v, lens = caches(device)
     options = {name: torch.tensor(1.0, device=device)}
     k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
-    with pytest.raises(
-        NotImplementedError, match=f"decode has no gradient with {name}, a quantised"
-    ):
-        torch_fdattn.decode(q.requires_grad_(), k, v, lens, **options)
-    with torch.no_grad():
-        torch_fdattn.decode(q, k, v, lens, **options)
+    expected = torch_fdattn.decode(q, k, v, lens, **options)
+    out, lse = torch_fdattn.decode(q.requires_grad_(), k, v, lens, **options)
+    assert torch.equal(out, expected[0])
+    for result in (out, lse):
+        with pytest.raises(
+            NotImplementedError, match=f"decode has no gradient with {name}, a quantised"
+        ):
+            result.sum().backward(retain_graph=True)
 
 
 def test_pages_have_no_gradient(device):
     q, k, v, lens = caches(device)
     (k, table), (v, _) = in_pages(k, 16), in_pages(v, 16)
+    expected, _ = torch_fdattn.paged_decode(q, k, v, table, lens)
+    out, _ = torch_fdattn.paged_decode(q.requires_grad_(), k, v, table, lens)
+    assert torch.equal(out, expected)
     with pytest.raises(NotImplementedError, match="paged_decode has no gradient over pages"):
-        torch_fdattn.paged_decode(q.requires_grad_(), k, v, table, lens)
+        out.sum().backward()
 
 
 WRONG = {
@@ -635,7 +641,7 @@ WRONG = {
     "expanded lse": (dict(out=(torch.ones(4, 6, 1, 32), torch.ones(4, 1, 1).expand(4, 6, 1))), ValueError, "lse must be contiguous"),
     "one output": (dict(out=torch.ones(4, 6, 1, 32)), TypeError, "out must be a pair of tensors"),
     "scale a string": (dict(scale="0.1"), TypeError, "scale must be a number"),
-    "scale a tensor": (dict(scale=torch.tensor(0.1)), TypeError, "scale must be a number"),
+    "scale a tensor of one dimension": (dict(scale=torch.full((1,), 0.1)), TypeError, "scale must be a number"),
     "softcap None": (dict(softcap=None), TypeError, "softcap must be a number, got NoneType"),
     "sinks a list": (dict(sinks=[0.0] * 6), TypeError, "sinks must be a torch.Tensor, got list"),
     "k_scale a number": (dict(k_scale=0.1), TypeError, "k_scale must be a torch.Tensor, got float"),

@@ -1,0 +1,52 @@
+"""A scale that is a 0-dim tensor is the number it holds when the call is made."""
+
+import pytest
+import torch
+
+import torch_fdattn
+from tests.ops.decode.test_serving import in_pages, int32
+from torch_fdattn.testing import make_tensor
+
+
+def calls(device):
+    q = make_tensor((2, 4, 3, 32), device=device)
+    k, v = (make_tensor((2, 2, 48, 32), device=device) for _ in range(2))
+    (k_pages, table), (v_pages, _) = in_pages(k, 16), in_pages(v, 16)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    begins = int32(0, 3, 6, device=device), int32(0, 48, 96, device=device)
+    yield "attention", lambda **options: torch_fdattn.attention(q, k, v, **options)
+    yield (
+        "varlen_attention",
+        lambda **options: torch_fdattn.varlen_attention(*packed, *begins, **options),
+    )
+    yield "decode", lambda **options: torch_fdattn.decode(q, k, v, **options)
+    yield (
+        "paged_decode",
+        lambda **options: torch_fdattn.paged_decode(q, k_pages, v_pages, table, **options),
+    )
+
+
+NAMES = [name for name, _ in calls("cpu")]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_read_at_each_call(name, dtype, device):
+    call = dict(calls(device))[name]
+    scale = torch.tensor(0.5 if dtype.is_floating_point else 1, dtype=dtype, device=device)
+    for _ in range(3):  # the later ones could be known calls
+        found, wanted = call(scale=scale), call(scale=float(scale))
+        assert all(map(torch.equal, found, wanted))
+        scale *= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_would_be_lost(name, device):
+    call = dict(calls(device))[name]
+    scale = torch.tensor(0.5, requires_grad=True, device=device)
+    with pytest.raises(TypeError, match="scale has no gradient and must not require one"):
+        call(scale=scale)
+    with torch.no_grad():
+        call(scale=scale)
