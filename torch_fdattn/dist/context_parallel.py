@@ -11,15 +11,19 @@ in the manner of `torch.distributed.tensor.experimental.context_parallel`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
+import threading
+import types
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_fdattn.dist.functional import ring_attention
-from torch_fdattn.dist.groups import agree, rank_and_size
+from torch_fdattn.dist.groups import agree, raise_together, rank_and_size, refuse
 from torch_fdattn.dist.ring_attention.layout import exchange
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.sequence_shards import SequenceShards
@@ -94,7 +98,7 @@ def context_parallel(
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        with _RingMode(group_name, shards, strategy):
+        with RingMode(group_name, shards, strategy):
             yield
     finally:
         for x, data in zip(buffers, whole, strict=True):
@@ -117,6 +121,32 @@ _LOCAL_ATTENTION = (
 )
 
 
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@contextlib.contextmanager
+def _engine_in(mode: RingMode) -> Iterator[None]:
+    """A backward runs in the mode, as the call of it stood there: activation checkpoints call attention again in it.
+
+    Modes are off while one handles a call, and the engine runs with the modes of its caller; nothing but its call
+    stands between.
+    """
+    run, thread, under_way = torch.autograd._engine_run_backward, threading.get_ident(), [True]
+
+    def run_in_mode(*args, **kwargs):
+        if under_way and threading.get_ident() == thread:
+            with mode:
+                return run(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_in_mode
+    try:
+        yield
+    finally:
+        under_way.clear()
+        torch.autograd._engine_run_backward = run
+
+
 def check_strategy(strategy: str, where: str) -> None:
     """Raises ValueError for one that `ring_attention` does not have, or that takes whole keys."""
     usable = tuple(name for name in STRATEGIES if name != "query_split")
@@ -126,14 +156,31 @@ def check_strategy(strategy: str, where: str) -> None:
         )
 
 
-class _RingMode(TorchFunctionMode):
+class RingMode(TorchFunctionMode):
     """Sends attention calls to ring attention; everything else goes its way."""
 
     def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
         super().__init__()
-        _rank(group_name, shards)
+        self._rank = _rank(group_name, shards)
         check_strategy(strategy, "context_parallel")
+        self._group_name, self._shards = group_name, shards
         self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks."""
+        return self._shards.total
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """int64 (this rank's tokens,), on the CPU."""
+        return self._shards.positions(self._rank)
+
+    def raise_together(
+        self, device: torch.device, kind: type[Exception], said: str | None, remedy: str
+    ) -> None:
+        """`groups.raise_together` of the ranks that share the sequence."""
+        raise_together(self._group_name, device, kind, said, remedy)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -147,13 +194,28 @@ class _RingMode(TorchFunctionMode):
                 f"{name} inside context_parallel would attend to this rank's tokens only: call "
                 "F.scaled_dot_product_attention or torch_fdattn.attention"
             )
+        if func in _BACKWARDS:
+            with _engine_in(self):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _sdpa(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     ):  # fmt: skip
-        _refuse("scaled_dot_product_attention", attn_mask=attn_mask, dropout_p=dropout_p)
+        self._refuse(
+            "scaled_dot_product_attention", query, attn_mask=attn_mask, dropout_p=dropout_p
+        )
+        window = None
+        if _TRANSFORMERS_SDPA in sys.modules:
+            window = _window_of_transformers(sys._getframe(2))
+        if window is not None and window < self.total:
+            refuse(
+                self._group_name, query,
+                'attn_implementation="sdpa" inside context_parallel loses a sliding window that is longer than a '
+                f"rank's part, got {window} of {self.total} tokens: use attn_implementation=\"fdattn\" "
+                "(torch_fdattn.dropins.transformers.register())",
+            )  # fmt: skip
         del enable_gqa  # groups follow from the head counts
         return ring_attention(query, key, value, causal=is_causal, scale=scale, **self._options)[0]
 
@@ -161,20 +223,40 @@ class _RingMode(TorchFunctionMode):
         self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
         window_right=-1, kv_block=0, kv_stride=0, scale=None, **options,
     ):  # fmt: skip
-        _refuse("attention", kv_lens=kv_lens, q_start=q_start, kv_start=kv_start, kv_block=kv_block,
-                kv_stride=kv_stride, **options)  # fmt: skip
+        self._refuse("attention", q, kv_lens=kv_lens, q_start=q_start, kv_start=kv_start,
+                     kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         window = (window_left, window_right)
         return ring_attention(q, k, v, causal=causal, window=window, scale=scale, **self._options)
 
+    def _refuse(self, name: str, q: Tensor, **options: object) -> None:
+        given = [
+            x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
+        ]
+        if given:
+            refuse(
+                self._group_name, q,
+                f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}",
+            )  # fmt: skip
 
-def _refuse(name: str, **options: object) -> None:
-    given = [
-        x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
-    ]
-    if given:
-        raise NotImplementedError(
-            f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}"
-        )
+
+_TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention"
+
+
+def _window_of_transformers(caller: types.FrameType) -> int | None:
+    """The sliding window of a layer of transformers' that calls SDPA by its own name "sdpa".
+
+    transformers makes no mask for it where this rank's keys are fewer, and SDPA is told nothing of it: only the
+    caller's arguments have it.
+    """
+    if caller.f_globals.get("__name__") != _TRANSFORMERS_SDPA:
+        return None
+    return caller.f_locals.get("kwargs", {}).get("sliding_window")
+
+
+def active() -> RingMode | None:
+    """The innermost `context_parallel` that is under way in this thread, if one is."""
+    modes = [x for x in _get_current_function_mode_stack() if isinstance(x, RingMode)]
+    return modes[-1] if modes else None
 
 
 def _rank(group_name: str, shards: SequenceShards) -> int:

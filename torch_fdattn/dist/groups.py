@@ -7,6 +7,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -147,12 +148,43 @@ def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: boo
     agreed[key] = digest
 
 
+_REFUSED = "what a rank refuses"
+
+
+def refuse(group_name: str, like: Tensor, message: str) -> NoReturn:
+    """Raises NotImplementedError where other ranks may be on their way to an `agree` of the call: there, they raise too."""
+    agree(group_name, like, {_REFUSED: message})
+    raise NotImplementedError(message)
+
+
+def raise_together(
+    group_name: str, device: torch.device, kind: type[Exception], said: str | None, remedy: str
+) -> None:
+    """Raises `kind` on every rank where one of them has something to say (None: nothing), with what each one says.
+
+    A collective of one number on this device, and a wait for it.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    raise_faults(group_name)
+    says = torch.tensor([said is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(says, dist.ReduceOp.MAX, group=group)
+    if not says.item():
+        return
+    everywhere: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, said, group=group)
+    ranks = "; ".join(f"on rank {r} {text}" for r, text in enumerate(everywhere) if text)
+    raise kind(f"{remedy} ({ranks})")
+
+
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
     """Raises on every rank, naming what differs."""
     everywhere: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(
         everywhere, {name: str(value) for name, value in values.items()}, group=group
     )
+    for rank, theirs in enumerate(everywhere):
+        if _REFUSED in theirs:
+            raise NotImplementedError(f"{theirs[_REFUSED]} (on rank {rank})")
     for name in values:
         found = [theirs.get(name) for theirs in everywhere]
         if len(set(found)) > 1:

@@ -68,7 +68,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, problem, strategy):
         out, lse, saved = STRATEGIES[strategy].forward(q, k, v, problem)
-        ctx.save_for_backward(*saved)
+        # The first is like nothing that attention of one rank saves: a checkpoint whose backward stands outside of
+        # `context_parallel`, and so makes such attention of this, sees other tensors than it had, and raises.
+        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved)
         ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
         return out, lse
@@ -76,7 +78,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("ring_attention")
-        saved = Saved(*ctx.saved_tensors)
+        saved = Saved(*ctx.saved_tensors[1:])
         dtype = saved.q.dtype
         # Ranks may use different outputs, and one that used none must still take part in the collectives:
         # all of them travel, as zeros where they were not used.
