@@ -1,0 +1,77 @@
+"""Which masks a model of transformers can be given, by its configuration's class."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import sys
+
+import torch
+
+
+class Kind(enum.Enum):
+    """What its code does with its masks."""
+
+    HANDS_ON = "hands them on to its layers: what says the same as a mask will do"
+    ASKS = "names the argument that forbids to leave masks out, and computes with them (Doge)"
+    EAGER = "has run with eager's additive masks alone, with which it may calculate (DeepSeek-V4)"
+
+
+@torch.compiler.assume_constant_result  # or Dynamo would trace it
+def kind_of(config_class: type) -> Kind:
+    """Raises NotImplementedError for models that attend by themselves: they would add to their scores what is no
+    mask of theirs, or go without the one that they rely on. transformers lets any model have any registered name.
+    """
+    return _kind_of(config_class)
+
+
+@functools.cache
+def _kind_of(config_class: type) -> Kind:
+    import transformers
+
+    models = _models(config_class)
+    for one in models:
+        if not one._can_set_attn_implementation():
+            raise NotImplementedError(
+                f'attn_implementation="fdattn": {one.__name__} of transformers {transformers.__version__} does '
+                "not take its attention from AttentionInterface; use its own, or "
+                'torch.compile(model, backend="fdattn")'
+            )
+    if models and not any(
+        getattr(one, f"_supports_{name}", True)
+        for one in models
+        for name in ("sdpa", "flash_attn", "flex_attn")
+    ):
+        return Kind.EAGER
+    return Kind.ASKS if _asks_for_masks(config_class) else Kind.HANDS_ON
+
+
+def _models(config_class: type) -> list[type]:
+    """The models of a configuration: transformers' list has one of most, the modelling file all that are its own."""
+    import transformers
+
+    listed = transformers.MODEL_MAPPING.get(config_class, None)
+    if listed is not None:
+        return [x for x in (listed if isinstance(listed, tuple) else (listed,)) if x is not None]
+    module = _modelling_file(config_class)
+    return [
+        x for x in vars(module).values()
+        if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
+        and x.__module__ == module.__name__ and getattr(x, "config_class", None) is config_class
+    ] if module is not None else []  # fmt: skip
+
+
+def _modelling_file(config_class: type):
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    return None if name == config_class.__module__ else sys.modules.get(name)
+
+
+def _asks_for_masks(config_class: type) -> bool:
+    module = _modelling_file(config_class)
+    if module is None:
+        return False
+    try:
+        return "allow_is_causal_skip" in inspect.getsource(module)
+    except OSError:  # no source: not to be wrong is worth a mask
+        return True
