@@ -249,6 +249,35 @@ def test_layers_that_mix_tokens_otherwise_are_refused(group, rank_device):
         model.to(rank_device)(ids, position_ids=positions, use_cache=False)
 
 
+def test_an_encoder_whose_layers_are_told_positions_as_it_is_given_them(group, rank_device):
+    """BERT adds positions to its tokens, and makes its own where it is given none: its layers are then told none."""
+    shards = SequenceShards.zigzag(total(), dist.get_world_size())
+    whole = batch(rank_device)
+    ids, positions, _ = shard_batch(group, shards, *whole)
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    eager, ours = (
+        transformers.BertModel._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+        for name in ("eager", "fdattn")
+    )
+    ours.load_state_dict(eager.state_dict())
+    eager, ours = eager.to(rank_device), ours.to(rank_device)
+    expected = eager(whole[0]).last_hidden_state
+    with context_parallel(group, shards=shards):
+        found = ours(ids, position_ids=positions).last_hidden_state
+        with pytest.raises(
+            NotImplementedError, match="needs position_ids, and its layers are told none"
+        ):
+            ours(ids)
+    torch.testing.assert_close(found, shards.shard(expected, dist.get_rank()), rtol=1e-4, atol=1e-4)
+
+
 def test_a_window_that_transformers_drops_for_sdpa_is_refused(group, rank_device):
     """It makes no mask where the window is longer than a rank's part, and tells SDPA nothing of it."""
     needs_two()

@@ -85,6 +85,10 @@ def context_parallel(
     nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.varlen_attention, decode and paged_decode: silently they would attend to
     this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
+
+    The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
+    what it counts by itself, or computes from its input's length, is of one rank's part. For models of transformers
+    `attn_implementation="fdattn"` (`torch_fdattn.dropins.transformers.register()`) holds what it can of that.
     """
     if len(buffers) != len(seq_dims):
         raise ValueError(

@@ -98,8 +98,9 @@ def check_positions(shards: RingMode, position_ids: Tensor | None, query: Tensor
     """
     if position_ids is None:
         raise NotImplementedError(
-            f"{_PLACE} cannot see which positions this model gave its tokens, since its layers are not told "
-            "position_ids, and will not guess them: call torch_fdattn.dist.ring_attention in a model of your own"
+            f"{_PLACE} needs position_ids, and its layers are told none: {_REMEDY}. Where they were given, this "
+            "model does not hand them to its layers, and nothing shows which positions its tokens have: call "
+            "torch_fdattn.dist.ring_attention in a model of your own"
         )
     last = _checked.get(shards)
     if last is not None and last[0]() is position_ids and last[1] == position_ids._version:

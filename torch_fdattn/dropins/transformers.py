@@ -83,22 +83,25 @@ def fdattn_mask(
     skips = allow_is_bidirectional_skip if full else allow_is_causal_skip
     if shards is not None:  # transformers forbids it where it sees several sequences
         skips = kind is Kind.HANDS_ON
+    if kind is Kind.EAGER:
+        return _explicit(*explicit)
     if torch.compiler.is_compiling():
         # Dynamo does not follow `same_function`; no mask is made only where it is so by lengths alone.
-        causal = mask_function is hf.causal_mask_function
-        ends = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-        if kind is Kind.EAGER or not skips or attention_mask is not None:
-            return _explicit(*explicit)
+        ends = isinstance(q_offset, int) and q_length == kv_length
+        mask = hf.sdpa_mask(
+            *sizes, mask_function, attention_mask, local_size, device=device,
+            allow_is_causal_skip=skips and not full and ends, allow_is_bidirectional_skip=skips and full, **kwargs,
+        )  # fmt: skip
+        if mask is not None:
+            return mask
         if full:
             return mask_forms.nothing_hidden(batch_size, device)
-        if causal and ends:
-            return mask_forms.causal(batch_size, 0, None, device)
-        return _explicit(*explicit)
+        return mask_forms.causal(batch_size, 0, None, device)
     window = 0 if full else window_of(mask_function, local_size, hf)
     # A step over a static cache is never "skipped", lest a compiled step change its form; here it has one. But a
     # model may have forbidden it too, and nothing but its code tells.
     step = q_length == 1 and isinstance(q_offset, Tensor) and not full and kind is Kind.HANDS_ON
-    if kind is Kind.EAGER or window is None or not (skips or step):  # not ours to describe
+    if window is None or not (skips or step):  # not ours to describe
         return _explicit(*explicit)
     end = kv_offset + kv_length if full else q_offset + q_length
     padding = padding_of(attention_mask, kv_length, kv_offset, end, hf)
