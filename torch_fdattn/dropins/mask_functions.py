@@ -23,24 +23,28 @@ def window_of(mask_function: Callable, local_size: int | None, hf: types.ModuleT
 def without_packing(
     mask_function: Callable, positions: Tensor, hf: types.ModuleType
 ) -> Callable | None:
-    """The mask function beneath transformers' mask of packed sequences, which it took these positions (S,) for.
+    """The mask function beneath transformers' mask of the packed sequences that it sees in these positions (S,).
 
-    None where it is no such mask, or of other positions.
+    None where it is no such mask, or of other sequences.
     """
-    example = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, positions)
-    packed = hf.and_masks(example, hf.packed_sequence_mask_function(positions))
-    if not _same_code(mask_function, packed):
+    sequences = hf.find_packed_sequence_indices(positions[None])
+    if sequences is None:
+        return None
+    packed = hf.packed_sequence_mask_function(sequences)
+    if not _same_code(mask_function, hf.and_masks(packed, packed)):
         return None
     inner = _enclosed(mask_function).get("mask_functions", ())
-    if len(inner) != 2 or not _same_code(inner[0], example):
+    if len(inner) != 2 or not _same_code(inner[1], packed):
         return None
-    found = _enclosed(inner[0])
-    theirs = found.get("position_ids")
+    theirs = _enclosed(inner[1]).get("packed_sequence_mask")
     if not isinstance(theirs, Tensor) or theirs.shape[-1:] != positions.shape:
         return None
-    return (
-        found.get("mask_function") if bool((theirs == positions.to(theirs.device)).all()) else None
-    )
+    if not bool((theirs == sequences.to(theirs.device)).all()):
+        return None
+    remap = getattr(hf, "remap_positions_for_packed_sequence", None)  # of later versions
+    if remap is not None and _same_code(inner[0], remap(packed, positions)):
+        return _enclosed(inner[0]).get("mask_function")
+    return inner[0]
 
 
 def same_function(a: object, b: object) -> bool:

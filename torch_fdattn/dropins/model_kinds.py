@@ -13,8 +13,8 @@ import torch
 class Kind(enum.Enum):
     """What its code does with its masks."""
 
-    HANDS_ON = "hands them on to its layers: what says the same as a mask will do"
-    ASKS = "names the argument that forbids to leave masks out, and computes with them (Doge)"
+    HANDS_ON = "hands them on to its layers, as flash attention needs: what says the same as a mask will do"
+    ASKS = "may calculate with boolean masks: has not run with flash attention, or forbids to leave them out (Doge)"
     EAGER = "has run with eager's additive masks alone, with which it may calculate (DeepSeek-V4)"
 
 
@@ -38,13 +38,15 @@ def _kind_of(config_class: type) -> Kind:
                 "not take its attention from AttentionInterface; use its own, or "
                 'torch.compile(model, backend="fdattn")'
             )
-    if models and not any(
-        getattr(one, f"_supports_{name}", True)
-        for one in models
-        for name in ("sdpa", "flash_attn", "flex_attn")
-    ):
+    if models and not _supports(models, "sdpa", "flash_attn", "flex_attn"):
         return Kind.EAGER
-    return Kind.ASKS if _asks_for_masks(config_class) else Kind.HANDS_ON
+    if (models and not _supports(models, "flash_attn")) or _asks_for_masks(config_class):
+        return Kind.ASKS
+    return Kind.HANDS_ON
+
+
+def _supports(models: list[type], *names: str) -> bool:
+    return any(getattr(one, f"_supports_{name}", True) for one in models for name in names)
 
 
 def _models(config_class: type) -> list[type]:

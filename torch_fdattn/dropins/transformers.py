@@ -82,8 +82,8 @@ def fdattn_mask(
     full = mask_function is hf.bidirectional_mask_function
     skips = allow_is_bidirectional_skip if full else allow_is_causal_skip
     if shards is not None:  # transformers forbids it where it sees several sequences
-        skips = kind is Kind.HANDS_ON
-    if kind is Kind.EAGER:
+        skips = True
+    if kind is not Kind.HANDS_ON:
         return _explicit(*explicit)
     if torch.compiler.is_compiling():
         # Dynamo does not follow `same_function`; no mask is made only where it is so by lengths alone.
@@ -98,9 +98,8 @@ def fdattn_mask(
             return mask_forms.nothing_hidden(batch_size, device)
         return mask_forms.causal(batch_size, 0, None, device)
     window = 0 if full else window_of(mask_function, local_size, hf)
-    # A step over a static cache is never "skipped", lest a compiled step change its form; here it has one. But a
-    # model may have forbidden it too, and nothing but its code tells.
-    step = q_length == 1 and isinstance(q_offset, Tensor) and not full and kind is Kind.HANDS_ON
+    # A step over a static cache is never "skipped", lest a compiled step change its form; here it has one.
+    step = q_length == 1 and isinstance(q_offset, Tensor) and not full
     if window is None or not (skips or step):  # not ours to describe
         return _explicit(*explicit)
     end = kv_offset + kv_length if full else q_offset + q_length
