@@ -53,6 +53,27 @@ def test_attention_calls_inside_are_ring_attention(group, rank_device) -> None:
     assert torch.equal(same, out)
 
 
+def test_a_scale_that_is_a_tensor(group, rank_device) -> None:
+    """Is the number that it holds, in all ways to attend over the ranks."""
+    shards = zigzag(20)
+    part = [
+        shards.shard(torch.randn(2, 2, 20, 16, device=rank_device), dist.get_rank(), 2)
+        for _ in range(3)
+    ]
+    cache = [torch.randn(2, 2, 8, 16, device=rank_device) for _ in range(2)]
+    q, lens = torch.randn(2, 2, 1, 16, device=rank_device), torch.tensor([8, 5], dtype=torch.int32)
+    results = []
+    for scale in (torch.tensor(0.3, device=rank_device), float(torch.tensor(0.3))):
+        with context_parallel(group, shards=shards):
+            inside = torch_fdattn.attention(*part, causal=True, scale=scale)
+        ring = torch_fdattn.dist.ring_attention(
+            *part, group, shards=shards, causal=True, scale=scale
+        )
+        decoded = torch_fdattn.dist.decode(q, *cache, lens.to(rank_device), group, scale=scale)
+        results.append((*inside, *ring, *decoded))
+    assert all(map(torch.equal, *results))
+
+
 def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
     x = torch.randn(1, 1, 8, 16, device=rank_device)
     shards = zigzag(8 * dist.get_world_size())
