@@ -18,7 +18,6 @@ from torch_fdattn.compile_backend.nodes import (
     arguments,
     asks_for_shape,
     described,
-    is_tensor,
     known,
     op_name,
     tensor,
@@ -41,8 +40,8 @@ def match(node: Node, masks: Masks) -> Attention | None:
     source, dim = _softmax(node)
     scores, above = _or_left(scores_of.below_softmax, source)
     weights, below = _or_left(weights_of.follow, node)
-    if scores is None and weights is None and not _stands_between_products(node, source):
-        return None  # a classifier's or a router's softmax
+    if scores is None and weights is None:
+        return None  # a classifier's or a router's softmax, or in no form of ours (`unmatched.py`)
     if above or below:
         raise above or below
     last = tensor(node).dim() - 1
@@ -79,28 +78,6 @@ def _or_left(follow, node):
         return follow(node), None
     except Left as left:
         return None, left
-
-
-#: What may stand between an attention's products and its softmax, in forms that are not known too.
-_BETWEEN = {
-    "add", "bfloat16", "contiguous", "div", "dropout", "float", "getitem", "half", "masked_fill",
-    "mul", "reshape", "sub", "tanh", "to", "type_as", "view",
-}  # fmt: skip
-_PRODUCTS = {"baddbmm", "bmm", "einsum", "matmul"}
-
-
-def _stands_between_products(softmax: Node, source: object) -> bool:
-    """Whether this looks like an attention, that it may at least be reported."""
-    above, below = source, softmax
-    while op_name(above) in _BETWEEN:
-        above = next((x for x in above.args if is_tensor(x)), None)
-    if op_name(above) not in _PRODUCTS:
-        return False
-    while len(below.users) == 1:
-        (below,) = below.users
-        if op_name(below) not in _BETWEEN:
-            break
-    return op_name(below) in _PRODUCTS
 
 
 def _softmax(node: Node) -> tuple[object, object]:

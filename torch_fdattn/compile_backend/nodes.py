@@ -27,16 +27,18 @@ _ALIASES = {
     "__eq__": "eq",  # as Dynamo of torch 2.11 writes a == b
 }  # fmt: skip
 _NAMES = (
-    "abs", "add", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "cumsum", "diff", "div",
-    "divide", "dropout", "einsum", "eq", "eye", "flatten", "floor_divide", "floordiv", "full", "full_like", "ge",
+    "_log_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
+    "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "conv1d", "conv2d", "conv3d",
+    "cumsum", "diff", "div",
+    "divide", "dropout", "einsum", "embedding", "eq", "eye", "flatten", "floor_divide", "floordiv", "full", "full_like", "ge",
     "getitem", "greater", "greater_equal",
-    "gt", "inv", "invert", "le", "less", "less_equal", "linear", "logical_and", "logical_not",
-    "logical_or", "logical_xor", "lt",
-    "masked_fill", "matmul", "max", "mul", "multiply", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
+    "gt", "gumbel_softmax", "inner", "inv", "invert", "le", "less", "less_equal", "linear", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "log_softmax", "lt",
+    "masked_fill", "matmul", "max", "mm", "mul", "multi_head_attention_forward",
+    "multiply", "mv", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
     "or_", "outer", "permute", "pow", "repeat_interleave", "reshape", "rsqrt",
-    "scaled_dot_product_attention", "softmax", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
-    "swapdims", "tanh", "tensor", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
+    "scaled_dot_product_attention", "softmax", "softmin", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
+    "swapdims", "tanh", "tensor", "tensordot", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
     "unsqueeze", "where", "xor", "zeros", "zeros_like",
 )  # fmt: skip
 _FUNCTIONS: dict[object, str] = {
@@ -46,9 +48,14 @@ _FUNCTIONS: dict[object, str] = {
     if hasattr(module, name)
 }
 _FUNCTIONS[torch.special.softmax] = "softmax"
-for _name in ("scaled_dot_product_attention", "_safe_softmax"):
+_FUNCTIONS[torch.special.log_softmax] = "log_softmax"
+for _name in ("scaled_dot_product_attention", "_safe_softmax", "_softmax", "_log_softmax"):
     _aten = getattr(torch.ops.aten, _name)
     _FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = _name
+for _name in ("softmax", "log_softmax"):
+    # Another order of arguments than torch's: named as what no form knows.
+    _aten = getattr(torch.ops.aten, _name)
+    _FUNCTIONS[_aten] = _FUNCTIONS[_aten.int] = f"_{_name}"
 
 
 def op_name(node: object) -> str:

@@ -36,6 +36,7 @@ REASONS = {
     "softmax-dim": "the softmax is not over the last dimension",
     "tensor-subclass": "a tensor subclass",
     "unexpected": "a call in a form that is not known",
+    "unknown-op": "a softmax between two products, and an operation beside it that no form of attention has",
     "weights-unknown": "an operation on the weights that attention does not have",
 }
 
@@ -92,8 +93,7 @@ class Site:
     @property
     def where(self) -> str:
         """file:line of the innermost frame, or the node's name where the graph has no stack traces."""
-        frames = re.findall(r'File "([^"]+)", line (\d+)', self.stack_trace)
-        return ":".join(frames[-1]) if frames else f"node {self.node}"
+        return _innermost(self.stack_trace, self.node)
 
     def __str__(self) -> str:
         if self.op is None:
@@ -153,3 +153,13 @@ def joined(reports: Iterable[Report]) -> Report:
 
 def stack_trace(node: Node) -> str:
     return node.meta.get("stack_trace") or ""
+
+
+def where(node: Node) -> str:
+    """Where a node stands in the source, as `Site.where` has it."""
+    return _innermost(stack_trace(node), node.name)
+
+
+def _innermost(trace: str, name: str) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return ":".join(frames[-1]) if frames else f"node {name}"

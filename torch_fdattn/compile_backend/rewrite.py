@@ -13,6 +13,7 @@ from torch_fdattn.compile_backend.emit import emit
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.nodes import op_name
 from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+from torch_fdattn.compile_backend.unmatched import OTHER_SOFTMAXES, Unmatched
 
 _FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(handwritten.SOFTMAX, handwritten)}
 
@@ -35,14 +36,18 @@ def rewrite(
 def _rewrite_one(
     gm: GraphModule, module: str, dryrun: bool, context: ContextParallel | None
 ) -> list[Site]:
-    masks, sites = Masks(), []
+    masks, sites, unmatched = Masks(), [], Unmatched(gm.graph)
+    forms = {**_FORMS, **dict.fromkeys(OTHER_SOFTMAXES, unmatched)}
     transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
-        form = opaque if opaque.is_opaque(node) else _FORMS.get(op_name(node))
+        form = opaque if opaque.is_opaque(node) else forms.get(op_name(node))
         if context is not None and OwnCall.matches(node):
             form = OwnCall
         if form is not None:
-            sites += _site(form, node, masks, module, node in transformed, dryrun, context)
+            found = _site(form, node, masks, module, node in transformed, dryrun, context)
+            if not found and form is handwritten:
+                found = _site(unmatched, node, masks, module, node in transformed, dryrun, context)
+            sites += found
     if any(site.op for site in sites) and not dryrun:
         gm.graph.lint()
         gm.recompile()
