@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Node
 
+from torch_fdattn.compile_backend.hidden_rows import check as check_hidden_rows
 from torch_fdattn.compile_backend.mask_expressions import Lookup, Poly, atoms_of
 from torch_fdattn.compile_backend.mask_recovery import Sizes, Structure
-from torch_fdattn.compile_backend.masks import Recovered
+from torch_fdattn.compile_backend.mask_terms import Recovered
 from torch_fdattn.compile_backend.mutations import written_after
 from torch_fdattn.compile_backend.nodes import described, is_tensor, known, tensor, value
 from torch_fdattn.compile_backend.operands import B, D, H, Operand, S, seen_through
@@ -70,6 +71,7 @@ def choose(found: Attention) -> Plan:
     _check_shapes(found)
     if found.scale is not None and not 1e-37 <= found.scale <= 1e37:
         raise Left("scale", f"the scale is {found.scale:g}, not a positive number")
+    check_hidden_rows(found)
     structure = found.mask.structure
     if structure.chunk:
         return Plan("varlen_attention", dtype, structure, found.scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch._functorch.predispatch import _vmap_decrement_nesting
@@ -14,9 +15,9 @@ from torch_fdattn.compile_backend.attention import Attention
 from torch_fdattn.compile_backend.mask_expressions import Poly
 from torch_fdattn.compile_backend.mask_operands import Operands
 from torch_fdattn.compile_backend.mask_recovery import Structure
-from torch_fdattn.compile_backend.masks import Kept
+from torch_fdattn.compile_backend.mask_terms import Kept
 from torch_fdattn.compile_backend.mutations import written_between
-from torch_fdattn.compile_backend.nodes import described, known, tensor, value
+from torch_fdattn.compile_backend.nodes import described, known, value
 from torch_fdattn.compile_backend.operands import B
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.scores import MASK_LIMIT
@@ -102,22 +103,67 @@ class MaskArguments:
 
     def _explicit(self) -> Node | None:
         """The one operand that all kept masks are together, boolean if none is added."""
-        join = self.add.call
+        mask = self._together(self.found.mask.kept)
+        if self.found.mask.levels is None:
+            return mask
+        highest = self._highest()
+        # What nothing hides below: where -inf hides all it stays.
+        base = self.add.call("masked_fill", highest, self._is_infinite(highest), 0.0)
+        return self.add.call(operator.sub, self._wide(mask), base)
+
+    def _together(self, terms: Iterable[Kept]) -> Node | None:
+        """Masks in the order in which they are written, over scores of zero; boolean if none holds a number."""
         found: Node | None = None
-        for kept in self.found.mask.kept:
-            node = self._four_dims(self._of_term(kept), kept)
-            boolean = value(node).dtype == torch.bool
-            if found is None:
-                found = node
-            elif boolean and value(found).dtype == torch.bool:
-                found = join(operator.and_, found, node)
-            elif boolean:
-                found = join("masked_fill", found, join(torch.logical_not, node), -math.inf)
-            elif value(found).dtype == torch.bool:
-                found = join("masked_fill", node, join(torch.logical_not, found), -math.inf)
-            else:
-                found = join(operator.add, found, node)
+        for kept in terms:
+            found = self._over(found, self._four_dims(self._of_term(kept), kept), kept)
         return found
+
+    def _over(self, found: Node | None, node: Node, kept: Kept) -> Node:
+        join, is_number = self.add.call, found is not None and value(found).dtype != torch.bool
+        if value(node).dtype != torch.bool:
+            if found is None or is_number:
+                return node if found is None else join(operator.add, found, node)
+            return join("masked_fill", node, join(torch.logical_not, found), -math.inf)
+        if not is_number and math.isinf(kept.fill):
+            return node if found is None else join(operator.and_, found, node)
+        if not is_number:
+            zeros = join(torch.zeros, (), dtype=kept.term.dtype, device=value(node).device)
+            if found is None:
+                return join(torch.where, node, zeros, kept.fill)
+            found = join(torch.where, found, zeros, -math.inf)
+        return join("masked_fill", found, join(torch.logical_not, node), kept.fill)
+
+    def _highest(self) -> Node:
+        """Of each row of all masks, also of those that are structure: (…, 1)."""
+        made = self._wide(self._together(self.found.mask.levels.terms))
+        made = self.add.call("amax", made, -1, keepdim=True)
+        return self.add.call("detach", made) if value(made).requires_grad else made
+
+    def _wide(self, node: Node) -> Node:
+        wanted = torch.promote_types(value(node).dtype, torch.float32)
+        return node if value(node).dtype == wanted else self.add.call("to", node, wanted)
+
+    def _is_infinite(self, highest: Node) -> Node:
+        return self.add.call(operator.eq, highest, -math.inf)
+
+    def without_swallowed(self, q: Node, k: Node) -> tuple[Node, Node]:
+        """q and k that give scores of zero in rows of whose scores nothing is left.
+
+        Where gradients reach these all the same, q less itself brings the gradient of q, and beside it q itself
+        brings that of k, by k less itself.
+        """
+        levels, call = self.found.mask.levels, self.add.call
+        if levels is None or levels.limit is None:
+            return q, k
+        highest = self._highest()
+        rows = call(operator.le, highest, levels.limit)
+        if not levels.flows:
+            return call("masked_fill", q, rows, 0.0), k
+        constant, keys = call("detach", q), call("detach", k)
+        first = call(torch.where, rows, call(operator.sub, q, constant), q)
+        second = call(torch.where, rows, constant, call(torch.zeros_like, constant))
+        q = call(torch.cat, [first, second], -1)
+        return q, call(torch.cat, [k, call(operator.sub, k, keys)], -1)
 
     def _of_term(self, kept: Kept) -> Node:
         if kept.condition is not None:
@@ -169,12 +215,7 @@ def _as_operand(add: Adder, kept: Kept) -> Node:
     """A mask itself, as our ops take it."""
     node, term = kept.term.node, kept.term
     if not term.is_added:
-        if term.kind == "hidden":
-            node = add.call(torch.logical_not, node)
-        if math.isfinite(kept.fill):
-            zeros = add.call(torch.zeros, (), device=tensor(node).device)
-            node = add.call(torch.where, node, zeros, kept.fill)
-        return node
+        return add.call(torch.logical_not, node) if term.kind == "hidden" else node
     if term.factor != 1:
         node = add.call(operator.mul, node, term.factor)
     if kept.limited:

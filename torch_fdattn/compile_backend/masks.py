@@ -9,8 +9,7 @@ lack: scores that a number replaces which may not hide them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import sympy
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import constant
+from torch_fdattn.compile_backend.hidden_rows import HiddenRows, constants, hides, lowest
 from torch_fdattn.compile_backend.mask_chunks import is_chunked
 from torch_fdattn.compile_backend.mask_entries import Entry, Reader, axis
 from torch_fdattn.compile_backend.mask_expressions import (
@@ -27,7 +27,6 @@ from torch_fdattn.compile_backend.mask_expressions import (
     Holds,
     Lookup,
     Poly,
-    Select,
     at_least_zero,
     atoms_of,
     axes_of,
@@ -45,109 +44,11 @@ from torch_fdattn.compile_backend.mask_recovery import (
     split,
     structured,
 )
+from torch_fdattn.compile_backend.mask_terms import Kept, KeptWhole, MaskTerm, Read, Recovered
 from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import value
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.scores import MASK_LIMIT
-
-#: What a query that sees no key gets: zeros, as our ops give it; NaN; or the mean of all values, which is
-#: softmax's answer where a finite number hid all of its scores.
-Empty = Literal["zero", "nan", "mean"]
-
-
-@dataclass(frozen=True)
-class MaskTerm:
-    """One operation that hides scores."""
-
-    node: Node
-    kind: Literal[
-        "visible", "hidden", "added"
-    ]  #: True where seen, True where hidden, a number to add
-    fill: float = 0.0  #: what hidden scores become, where the mask itself does not say
-    factor: float = 1.0  #: by which the scores are multiplied afterwards
-    dtype: torch.dtype | None = None  #: the narrowest that the scores have from there on
-
-    @property
-    def is_added(self) -> bool:
-        return self.kind == "added"
-
-    def rounded(self, fill: float) -> float:
-        """Twice float32's least number is -inf, and so is that number in bfloat16."""
-        return fill if self.dtype is None else torch.tensor(fill, dtype=self.dtype).item()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What stays a tensor of a term: a condition, to be made from what the mask was made of, or the mask itself."""
-
-    term: MaskTerm
-    condition: Condition | None = None
-    fill: float = -math.inf  #: of a boolean mask's hidden entries
-    limited: bool = False  #: whether the mask may hold finite numbers that our ops take for -inf
-
-
-@dataclass
-class Recovered:
-    structure: Structure = field(default_factory=Structure)
-    slopes: Poly | None = None
-    kept: list[Kept] = field(default_factory=list)  #: in the order in which they meet the scores
-    empty: Empty = "zero"
-    reason: str = ""  #: why something stays a tensor: a key of `report.MASK_REASONS`
-    roots: dict[Poly, Node] = field(
-        default_factory=dict
-    )  #: the masks that hold what these are made of
-    nodes: list[Node] = field(default_factory=list)  #: that made the masks, and are needed no more
-
-    @property
-    def name(self) -> str:
-        """As a report says it."""
-        found, words = self.structure, []
-        if found.right == 0:
-            words.append("causal" if found.start is None else "causal from an offset")
-        if found.left >= 0 or found.right > 0:
-            left, right = ("all" if n < 0 else n for n in (found.left, found.right))
-            words.append(f"window ({left}, {right})")
-        if found.chunk is not None:
-            words.append(f"chunks of {found.chunk}")
-        if found.lengths is not None:
-            words.append("lengths")
-        if self.slopes is not None:
-            words.append("ALiBi")
-        for kept in self.kept:
-            what = "mask" if kept.condition is None else "padding"
-            words.append(f"explicit {what} ({self.reason})")
-        return " and ".join(words) or "full"
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A term as it was understood: a bias where the condition holds, and elsewhere one of `fills`, which hide.
-
-    `bias` None: it was not, and is kept.
-    """
-
-    term: MaskTerm
-    condition: Condition = TRUE
-    fills: frozenset[float] = frozenset()
-    bias: Poly | None = None
-    reason: str = "mask-form"
-    limited: bool = False
-    infinite: bool = False  #: whether an added mask may hold -inf
-    summed: bool = False  #: whether an added mask is a sum of several that hide
-
-    @property
-    def hides(self) -> bool:
-        return bool(self.fills) or self.bias is None
-
-    def whole(self, reason: str = "") -> _Read:
-        """An added mask as the numbers that it holds."""
-        return replace(
-            self, condition=TRUE, fills=frozenset(), bias=None, reason=reason or self.reason
-        )
-
-
-class _Kept(Exception):
-    """Raised where terms are not to be taken apart."""
 
 
 def top_left(sizes: Sizes) -> Recovered:
@@ -189,22 +90,22 @@ class Masks:
             reads.append(read)
             makers += nodes
         _check_writes(reads)
-        wanted = value(until).requires_grad
+        rows = HiddenRows(safe, value(until).requires_grad, sinks)
         try:
-            found = _taken_apart(reads, sizes, safe)
-        except _Kept as why:
-            found = _all_kept(reads, wanted, safe, str(why))
+            found = _taken_apart(reads, sizes, rows)
+        except KeptWhole as why:
+            found = rows.all_kept(reads, str(why))
         found.structure = found.structure.aligned(sizes, found.slopes is not None)
         positions = (found.structure.start, found.structure.lengths)
         if any(x is not None and isinstance(x.constant, sympy.Expr) for x in positions):
-            found = _all_kept(reads, wanted, safe, "mask-symbol")
+            found = rows.all_kept(reads, "mask-symbol")
         found.nodes = makers
         return found
 
     def _understood(
         self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node,
         sinks: bool,
-    ) -> tuple[_Read, list[Node]]:  # fmt: skip
+    ) -> tuple[Read, list[Node]]:  # fmt: skip
         fake = value(term.node)
         if term.is_added and not fake.is_floating_point():
             raise Left("mask", f"a mask of {fake.dtype} is added to the scores")
@@ -216,23 +117,22 @@ class Masks:
             seen = entry if term.kind == "visible" else negation(entry)
             fill = term.rounded(term.fill * term.factor)
             if seen == TRUE:
-                return _Read(term, bias=number(0)), makers
-            if not _hides(fill, dtype):
+                return Read(term, bias=number(0)), makers
+            if not hides(fill, dtype):
                 raise Left(
                     "mask-value",
                     f"scores are hidden by {fill:g}, which does not hide them for certain",
                 )
-            return _Read(term, seen, frozenset({fill}), number(0)), makers
-        constants = _constants(entry)
-        limited = fake.dtype != torch.float16 and any(
-            -math.inf < x < -MASK_LIMIT for x in constants
-        )
+            return Read(term, seen, frozenset({fill}), number(0)), makers
+        numbers = constants(entry)
+        limited = fake.dtype != torch.float16 and any(-math.inf < x < -MASK_LIMIT for x in numbers)
         data = any(isinstance(x, Lookup) for x in atoms_of(entry))
-        found = _Read(
+        found = Read(
             term, reason="mask-data" if data else "mask-form", limited=limited,
-            infinite=-math.inf in constants,
+            infinite=-math.inf in numbers, floor=lowest(entry * number(term.factor)),
+            learned=fake.requires_grad,
         )  # fmt: skip
-        parts = split(entry * number(term.factor), lambda fill: _hides(fill, dtype))
+        parts = split(entry * number(term.factor), lambda fill: hides(fill, dtype))
         bias = parts.bias
         if sinks and bias.terms:
             return found, makers  # what is the same for all keys changes their sum with a sink
@@ -266,7 +166,7 @@ class Masks:
         return entry, visited
 
 
-def _check_writes(reads: list[_Read]) -> None:
+def _check_writes(reads: list[Read]) -> None:
     """What two masks are made of is one number for both, unless something writes it between them."""
     order = {node: i for i, node in enumerate(reads[0].term.node.graph.nodes)}
     roots = sorted((read.term.node for read in reads), key=order.__getitem__)
@@ -278,8 +178,10 @@ def _check_writes(reads: list[_Read]) -> None:
         raise Left("in-place", "what masks are made of may be written between them")
 
 
-def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool, chunks: bool = True) -> Recovered:
-    """What is proven as structure, and the rest kept; raises `_Kept` where all is better kept.
+def _taken_apart(
+    reads: list[Read], sizes: Sizes, rows: HiddenRows, chunks: bool = True
+) -> Recovered:
+    """What is proven as structure, and the rest kept; raises `KeptWhole` where all is better kept.
 
     chunks: whether they may be structure, which they are alone or beside causal and a window.
     """
@@ -290,73 +192,23 @@ def _taken_apart(reads: list[_Read], sizes: Sizes, safe: bool, chunks: bool = Tr
         alibi = None if found.slopes else slopes(read.bias, found.structure, sizes)
         if alibi is None or not is_expressible(alibi[0], sizes):
             whole = read.whole()
-            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, safe, chunks)
+            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, rows, chunks)
         found.slopes, found.structure = alibi
         found.roots[found.slopes] = read.term.node
     for poly in (found.structure.start, found.structure.lengths):
         if poly is not None and poly.constant is None:
             found.roots[poly] = _root(poly, reads, sizes)
-    fills = {fill for read in reads for fill in read.fills}
-    finite = any(map(math.isfinite, fills))
+    finite = any(math.isfinite(fill) for read in reads for fill in read.fills)
     for read in reads:
         found.kept += _kept(read, found, sizes, finite)
     if found.kept and found.structure.chunk:
-        return _taken_apart(reads, sizes, safe, chunks=False)
-    if not found.kept and found.structure.is_never_empty(sizes):
-        return found
-    if finite:
-        _check_one_fill(reads, fills)
-        found.empty = "mean"
-    elif not safe and (fills or any(r.bias is None and r.infinite for r in reads)):
-        found.empty = "nan"
+        return _taken_apart(reads, sizes, rows, chunks=False)
+    if found.kept or not found.structure.is_never_empty(sizes):
+        rows.settle(found, reads)
     return found
 
 
-def _check_one_fill(reads: list[_Read], fills: set[float]) -> None:
-    """Where a finite number hides scores, a query all of whose scores are hidden weighs all values the same.
-
-    Exactly so if one operation hid them, and with no sum of such numbers, or all filled in the same number. A score
-    to which -3e38 is added is gone with all its bits: our gradient with respect to it is 0 there, while autograd
-    sees a sum.
-    """
-    hiding = [read for read in reads if read.hides]
-    filled = not any(read.term.is_added for read in hiding)
-    once = len(hiding) == 1 and not hiding[0].summed
-    if len(fills) > 1 or not (filled or once):
-        raise _Kept("mask-rows")
-
-
-def _all_kept(reads: list[_Read], wanted: bool, safe: bool, reason: str) -> Recovered:
-    found = Recovered(reason=reason)
-    added = any(read.term.is_added and read.hides for read in reads)
-    fills = {fill for read in reads if not read.term.is_added for fill in read.fills}
-    as_numbers = len(fills) > 1 or (added and any(map(math.isfinite, fills)))
-    if as_numbers and wanted:
-        # No gradient flows to scores that were filled, and one would to those to which a number is added.
-        raise Left("mask-value", "several numbers hide scores, and gradients are wanted")
-    for read in reads:
-        if read.term.is_added:
-            if read.hides or read.bias.terms:
-                found.kept.append(Kept(read.term, limited=read.limited))
-        elif read.fills:
-            (fill,) = read.fills
-            if as_numbers and math.isfinite(fill):
-                fill = max(fill, -MASK_LIMIT)
-            else:
-                fill = -math.inf
-            found.kept.append(Kept(read.term, fill=fill))
-    if not as_numbers and any(map(math.isfinite, fills)):
-        found.empty = "mean"
-    elif not safe and (
-        -math.inf in fills
-        or any(read.infinite for read in reads)
-        or sum(read.hides for read in reads) > 1  # least + least is -inf
-    ):
-        found.empty = "nan"
-    return found
-
-
-def _kept(read: _Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kept]:
+def _kept(read: Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kept]:
     """What of a term the structure does not say."""
     if read.bias is None:
         found.reason = read.reason
@@ -372,26 +224,19 @@ def _kept(read: _Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kep
     if not by_rows and condition != FALSE and is_expressible(condition, sizes):
         return [Kept(read.term, condition)]
     if read.bias.terms:  # which the mask holds too
-        raise _Kept(found.reason)
+        raise KeptWhole(found.reason)
     if read.term.is_added and finite:
-        raise _Kept("mask-chunked" if is_chunked(condition) else "mask-rows")
+        raise KeptWhole("mask-chunked" if is_chunked(condition) else "mask-rows")
     return [Kept(read.term)]
 
 
-def _root(poly: Poly, reads: list[_Read], sizes: Sizes) -> Node:
+def _root(poly: Poly, reads: list[Read], sizes: Sizes) -> Node:
     """A mask that holds all that a polynomial is made of: there it can be computed."""
     wanted = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
     for read in reads:
         if wanted <= set(atoms_of(read.condition)) and is_expressible(poly, sizes):
             return read.term.node
-    raise _Kept("mask-data")
-
-
-def _hides(fill: float, dtype: torch.dtype) -> bool:
-    """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
-    least = torch.finfo(dtype).min
-    # float16 has no such room: scores of some ten thousand are possible.
-    return fill <= (least if dtype == torch.float16 else least / 4)
+    raise KeptWhole("mask-data")
 
 
 def _is_as_read(root: Node, visited: frozenset[Node], looked_up: set[Node]) -> bool:
@@ -412,17 +257,6 @@ def unread(node: Node, axes: tuple[str, ...]) -> Entry:
     index = tuple(map(axis, axes))[len(axes) - value(node).dim() :]
     found = Lookup(node, index)
     return Holds(found) if value(node).dtype == torch.bool else Poly.atom(found)
-
-
-def _constants(entry: Poly) -> list[float]:
-    """The constants that an entry is one of; [-inf, least] where it may be anything."""
-    if isinstance(entry.constant, (int, float)):
-        return [float(entry.constant)]
-    single = entry.single
-    if single is None or not isinstance(single[0], Select):
-        return [-math.inf, -2 * MASK_LIMIT]
-    atom, factor, rest = single
-    return [x for branch in (atom.yes, atom.no) for x in _constants(branch * number(factor) + rest)]
 
 
 def _from_entries(

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import number
-from torch_fdattn.compile_backend.masks import MaskTerm
+from torch_fdattn.compile_backend.mask_terms import MaskTerm
 from torch_fdattn.compile_backend.nodes import (
     arguments,
     described,

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.attention import Attention, sizes, unrepeated
-from torch_fdattn.compile_backend.masks import Masks, MaskTerm, top_left
+from torch_fdattn.compile_backend.mask_terms import MaskTerm
+from torch_fdattn.compile_backend.masks import Masks, top_left
 from torch_fdattn.compile_backend.nodes import arguments, is_tensor, known, op_name, tensor
 from torch_fdattn.compile_backend.operands import H, operand
 from torch_fdattn.compile_backend.report import Left

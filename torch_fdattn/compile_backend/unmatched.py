@@ -106,9 +106,9 @@ class Unmatched:
         waiting = [node]
         while waiting:
             last = waiting.pop()
-            if last.op in ("placeholder", "get_attr"):
-                if not isinstance(value(last), torch.nn.Parameter):
-                    return False
+            is_input = last.op in ("placeholder", "get_attr")
+            if is_input and not isinstance(value(last), torch.nn.Parameter):
+                return False
             for source in self._sources(last):
                 if source not in seen:
                     seen.add(source)

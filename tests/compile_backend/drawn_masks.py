@@ -1,0 +1,318 @@
+"""Attention under drawn compositions of masks, through the backend, against eager: `make drawn-masks`.
+
+    python -m tests.compile_backend.drawn_masks [HOW MANY]
+
+A composition is one to three masks (causal, padding, a window, blocks, random entries, a bias of floats), each with
+what it fills in (-inf, the dtype's least number, -1e9, -1e4) and a way to write it, in a drawn order. All rows
+count, those that see no key too: outputs and gradients are held to the error rule against fp64, NaN and infinities
+stand where eager has them, or the attention is left for a reason. The table that is printed is kept beside this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from torch_fdattn.testing import check_close
+from torch_fdattn.testing.oracle import _Streamed
+
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KINDS = ("causal", "left padding", "right padding", "window", "blocks", "random", "bias")
+WAYS = ("masked_fill", "where", "added", "added, given", "1 - mask, times, added", "sdpa")
+COUNTS = (1, 1, 1, 2, 2, 3)
+#: Inputs of which torch's own error is taken: in fp32 a single one is a lottery (`torch_fdattn.testing`).
+SAMPLES = {torch.float32: 8}
+#: Of all compositions, what is to be rewritten.
+LEAST_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Mask:
+    kind: str
+    way: str
+    fill: float
+
+
+@dataclass
+class Composition:
+    """Drawn from a seed: attention over q, k, v and the tensors that its masks are given."""
+
+    seed: int
+    dtype: torch.dtype = torch.float32
+    masks: list[Mask] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+    given: list[Tensor] = field(default_factory=list)  #: a tensor a mask
+    scaled_afterwards: bool = False
+    in_fp32: bool = False  #: whether softmax is, whatever the dtype
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        self.dtype = draw.choice(DTYPES)
+        self.in_fp32 = self.dtype.itemsize == 2 and draw.random() < 0.5
+        self.scaled_afterwards = draw.random() < 0.1
+        q_len = draw.choice((8, 12))
+        kv_len = q_len if draw.random() < 0.7 else q_len + draw.choice((-4, 4))
+        self.sizes = (2, 2, q_len, kv_len)
+        with_sdpa = draw.random() < 1 / len(WAYS)
+        for _ in range(draw.choice(COUNTS)):
+            kind = draw.choice(KINDS)
+            way = "sdpa" if with_sdpa else draw.choice(WAYS[:-1])
+            # Half precision holds no -1e9.
+            far = -3e4 if self.dtype == torch.float16 else -1e9
+            fill = draw.choice((-math.inf, torch.finfo(self.dtype).min, far, -1e4))
+            if way == "1 - mask, times, added" and fill == -math.inf:
+                fill = torch.finfo(self.dtype).min  # 0 times infinity is NaN
+            self.masks.append(
+                Mask(kind, "added" if kind == "bias" and not with_sdpa else way, fill)
+            )
+            self.given.append(self._given(kind, way, fill, draw))
+        if with_sdpa:  # which scales before it masks
+            self.scaled_afterwards = self.in_fp32 = False
+
+    def _given(self, kind: str, way: str, fill: float, draw: random.Random) -> Tensor:
+        batch, heads, q_len, kv_len = self.sizes
+        if kind == "bias":
+            shape = draw.choice(((heads, q_len, kv_len), (q_len, kv_len), (batch, 1, 1, kv_len)))
+            return torch.randn(shape, dtype=self.dtype).requires_grad_(draw.random() < 0.5)
+        if "padding" in kind:
+            ends = torch.tensor([draw.randint(0, 5), draw.choice((0, 3, kv_len))])
+            seen = torch.arange(kv_len) >= ends[:, None]
+            given = seen.flip(1) if kind == "right padding" else seen
+        elif kind == "random":
+            given = torch.rand(batch, 1, q_len, kv_len) > draw.choice((0.3, 0.8))
+        else:
+            given = torch.tensor(draw.randint(2, 5))
+        if way != "added, given" or kind in ("blocks",):
+            return given
+        seen = self.seen(kind, given)
+        return torch.zeros(seen.shape, dtype=self.dtype).masked_fill(~seen, fill)
+
+    def seen(self, kind: str, given: Tensor) -> Tensor:
+        """The keys that are seen, broadcast to (B, H, S, N)."""
+        _, _, q_len, kv_len = self.sizes
+        queries, keys = torch.arange(q_len)[:, None], torch.arange(kv_len)
+        if kind == "causal":
+            return (keys <= queries)[None, None]
+        if kind == "window":
+            return ((queries - keys).abs() < 3)[None, None]
+        if kind == "blocks":
+            return (queries // 4 == keys // 4)[None, None]
+        return given[:, None, None, :] if "padding" in kind else given
+
+    def numbers(self, mask: Mask, given: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a mask adds."""
+        if mask.kind == "bias":
+            return given
+        if mask.way == "added, given" and given.is_floating_point():
+            return given
+        seen = self.seen(mask.kind, given)
+        if mask.way == "1 - mask, times, added":
+            return (1.0 - seen.to(dtype)) * mask.fill
+        if mask.kind == "causal" and mask.fill == -math.inf:
+            return torch.full(self.sizes[2:], mask.fill, dtype=dtype).triu(1)
+        return torch.where(seen, torch.zeros((), dtype=dtype), mask.fill)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        return self._attend(q, k, v, given, fused=True)
+
+    def exact(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        """By formula, where eager has torch's fused kernels too."""
+        return self._attend(q, k, v, given, fused=False)
+
+    def reversed(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        """The formula with products that are summed in another order."""
+        return self._attend(q.flip(-1), k.flip(-1), v, given, fused=False)
+
+    def streamed(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        """Exact, but for an output that is saved at the dtype for its own derivative."""
+        scores = self._scores(q, k, given)
+        return _Streamed.apply(scores, v, None, self.dtype)[0]
+
+    def _attend(self, q, k, v, given: tuple[Tensor, ...], fused: bool) -> Tensor:
+        if self.masks[0].way == "sdpa":
+            return self._by_sdpa(q, k, v, given, fused)
+        scores = self._scores(q, k, given)
+        if self.in_fp32:
+            return F.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+        return scores.softmax(-1) @ v
+
+    def _scores(self, q, k, given: tuple[Tensor, ...]) -> Tensor:
+        if self.masks[0].way == "sdpa":
+            return self._sdpa_scores(q, k, given)
+        scores = q @ k.mT
+        if not self.scaled_afterwards:
+            scores = scores * 0.25
+        for mask, tensor in zip(self.masks, given, strict=True):
+            if mask.way == "masked_fill":
+                scores = scores.masked_fill(~self.seen(mask.kind, tensor), mask.fill)
+            elif mask.way == "where":
+                scores = torch.where(self.seen(mask.kind, tensor), scores, mask.fill)
+            else:
+                scores = scores + self.numbers(mask, tensor, scores.dtype)
+        return scores * 0.25 if self.scaled_afterwards else scores
+
+    def _by_sdpa(self, q, k, v, given: tuple[Tensor, ...], fused: bool) -> Tensor:
+        if fused:
+            mask = self._one_mask(given, q.dtype).expand(self.sizes)
+            return F.scaled_dot_product_attention(q, k, v, mask, scale=0.25)
+        scores = self._sdpa_scores(q, k, given)
+        hidden = (scores == -math.inf).all(-1, keepdim=True)
+        return (scores.masked_fill(hidden, 0.0).softmax(-1) @ v).masked_fill(hidden, 0.0)
+
+    def _sdpa_scores(self, q, k, given: tuple[Tensor, ...]) -> Tensor:
+        mask, scores = self._one_mask(given, q.dtype), q @ k.mT * 0.25
+        return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+    def _one_mask(self, given: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """All masks as SDPA takes them: boolean where all hide by -inf, else a sum."""
+        pairs = list(zip(self.masks, given, strict=True))
+        if all(x.kind != "bias" and x.fill == -math.inf for x in self.masks):
+            return reduce(operator.and_, (self.seen(mask.kind, x) for mask, x in pairs))
+        return reduce(operator.add, (self.numbers(mask, x, dtype) for mask, x in pairs))
+
+    def may_miss_nan(self, name: str) -> bool:
+        """Beside an output of NaN: in a bias's gradient, and in all where -inf both fills and is added."""
+        ways = {
+            mask.way in ("masked_fill", "where") for mask in self.masks if mask.fill == -math.inf
+        }
+        return name.startswith("dbias") or (name in ("dq", "dk") and ways == {True, False})
+
+    def inputs(self, sample: int = 0) -> list[Tensor]:
+        batch, heads, q_len, kv_len = self.sizes
+        make = torch.Generator().manual_seed(1000 * self.seed + sample)
+        lengths = q_len, kv_len, kv_len, q_len
+        return [torch.randn(batch, heads, n, 16, generator=make).to(self.dtype) for n in lengths]
+
+    def results(self, function: Callable, dtype: torch.dtype, sample: int = 0) -> dict[str, Tensor]:
+        """The output and the gradients of all that has one."""
+        *qkv, dout = (x.to(dtype) for x in self.inputs(sample))
+        qkv = [x.requires_grad_() for x in qkv]
+        given = [x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+                 for x in self.given]  # fmt: skip
+        out = function(*qkv, *given)
+        names = ["dq", "dk", "dv", *(f"dbias{i}" for i, x in enumerate(given) if x.requires_grad)]
+        leaves = [*qkv, *(x for x in given if x.requires_grad)]
+        found = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+        gradients = (
+            torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
+        )
+        return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+
+    def __str__(self) -> str:
+        masks = "; ".join(f"{x.kind} by {x.way} of {x.fill:.3g}" for x in self.masks)
+        name = str(self.dtype).removeprefix("torch.")
+        return f"seed {self.seed}: {name}{', softmax in fp32' * self.in_fp32}: {masks}"
+
+
+def check_one(seed: int) -> str:
+    """Compiles one and compares; returns "rewritten", or the reason why it was left."""
+    case = Composition(seed)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(case.attend, backend="fdattn", options={"lower": "eager"})
+    found = case.results(compiled, case.dtype)
+    counted = counters["fdattn"]
+    assert counted["rewritten"] + counted["left"] == 1, f"{case}: {dict(counted)}"
+    eager = case.results(case.attend, case.dtype)
+    exact = case.results(case.exact, torch.float64)
+    errors: dict[str, list[Tensor]] = {name: [] for name in found}
+    for sample in range(SAMPLES.get(case.dtype, 1)):
+        right = exact if not sample else case.results(case.exact, torch.float64, sample)
+        runs = [(case.attend, case.dtype), (case.reversed, case.dtype)]
+        if case.dtype != torch.float64:  # what a derivative costs that has its mean from the output
+            runs += [(case.streamed, torch.float32), (case.streamed, torch.float64)]
+        for way, dtype in runs:
+            for name, x in case.results(way, dtype, sample).items():
+                errors[name].append(_finite(x.double() - right[name]))
+    for name, x in found.items():
+        try:
+            compare(case, name, x, eager[name], exact[name], errors[name])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+    reasons = [key.removeprefix("left/") for key in counted if key.startswith("left/")]
+    return reasons[0] if reasons else "rewritten"
+
+
+def compare(case: Composition, name: str, x, eager, exact, errors: list[Tensor]) -> None:
+    for test in (torch.isnan, torch.isposinf, torch.isneginf):
+        there, ours = test(eager), test(x)
+        if test is torch.isnan and case.may_miss_nan(name):
+            ours = ours | there
+        assert torch.equal(ours, there), f"{name}: {test.__name__} elsewhere than in eager"
+    odd = ~torch.isfinite(eager) | ~torch.isfinite(exact)
+    x, exact = x.masked_fill(odd, 0.0), exact.masked_fill(odd, 0.0)
+    errors = [error.masked_fill(odd, 0.0) for error in errors]
+    if case.dtype != torch.float64:
+        check_close(name, x, exact, errors)
+        return
+    # Of fp64 nothing is more exact: what a number added to scores costs eager itself, it may differ by.
+    lost = max((-m.fill for m in case.masks if m.fill in (-1e9, -1e4)), default=0.0) * 2**-50
+    worst = (x - exact).abs().max().item()
+    bound = (1e-12 + lost) * max(1.0, exact.abs().max().item())
+    assert worst <= bound, f"{name}: max error {worst:.3g}, bound {bound:.3g}"
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0)
+
+
+def table(results: dict[int, str]) -> str:
+    count = len(results)
+    done = sum(result == "rewritten" for result in results.values())
+    lines = [
+        f"Of {count} drawn compositions of masks {done} ({done / count:.0%}) are rewritten; all agree with eager.",
+        "", "| | compositions | share |", "|---|---:|---:|",
+    ]  # fmt: skip
+    for result, n in Counter(results.values()).most_common():
+        name = result if result == "rewritten" else f"left: `{result}`"
+        lines.append(f"| {name} | {n} | {n / count:.1%} |")
+    cases = {seed: Composition(seed) for seed in results}
+    rows = {
+        "masks": lambda c: [str(len(c.masks))], "dtype": lambda c: [str(c.dtype).removeprefix("torch.")],
+        "kind": lambda c: {x.kind for x in c.masks}, "way": lambda c: {x.way for x in c.masks},
+        "fill": lambda c: {_fill_name(c, x.fill) for x in c.masks if x.kind != "bias"},
+    }  # fmt: skip
+    lines += ["", "| with | | compositions | rewritten |", "|---|---|---:|---:|"]
+    for what, of in rows.items():
+        total, rewritten = Counter(), Counter()
+        for seed, case in cases.items():
+            total.update(of(case))
+            rewritten.update(of(case) if results[seed] == "rewritten" else ())
+        lines += [
+            f"| {what} | {x} | {n} | {rewritten[x] / n:.0%} |" for x, n in sorted(total.items())
+        ]
+    return "\n".join(lines)
+
+
+def _fill_name(case: Composition, fill: float) -> str:
+    return "least" if fill == torch.finfo(case.dtype).min else f"{fill:.0e}"
+
+
+def main(count: int) -> int:
+    results, wrong = {}, 0
+    for seed in itertools.islice(itertools.count(), count):
+        try:
+            results[seed] = check_one(seed)
+        except AssertionError as error:
+            wrong += 1
+            print(error, file=sys.stderr)
+    print(table(results))
+    rewritten = sum(result == "rewritten" for result in results.values())
+    return int(wrong > 0 or rewritten < LEAST_SHARE * count)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000))

@@ -1,0 +1,175 @@
+"""Queries that see no key: what they attend to is what eager makes of the numbers that hide their keys.
+
+Of a query that sees a key, hidden keys weigh nothing, whatever hides them. Of one that sees none
+
+    where -inf hides all, softmax gives NaN, SDPA zeros;
+    where one number hides all, all values weigh the same: a fill is that number, and a score to which -3e38 is added;
+    where several numbers hide, those at the highest weigh the same, and the others nothing;
+    where a smaller number is added, softmax sees the digits of the scores that are left.
+
+The last two are told as `Levels`: the mask's numbers less the highest of their row, which changes no softmax and
+leaves all digits to the backward's lse, where the number itself would take them; and scores of zero for rows where
+nothing is left of them. Gradients reach scores as they do in eager: through a sum, not through a fill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_fdattn.compile_backend.mask_expressions import Lookup, Poly, Select, atoms_of, number
+from torch_fdattn.compile_backend.mask_terms import Kept, KeptWhole, Levels, Read, Recovered
+from torch_fdattn.compile_backend.nodes import value
+from torch_fdattn.compile_backend.operands import D
+from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.ops.scores import MASK_LIMIT
+
+if TYPE_CHECKING:
+    from torch_fdattn.compile_backend.attention import Attention
+
+#: What is added below this leaves no digit of a score, in float64 neither.
+SWALLOWS = -1e16
+#: What is added above this costs lse less than scores lose to their own rounding.
+HARMLESS = -64.0
+#: Beyond it a head has no room for the queries' second copy (`mask_arguments.py`).
+MAX_HEAD_DIM = 128
+
+
+def hides(fill: float, dtype: torch.dtype) -> bool:
+    """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
+    least = torch.finfo(dtype).min
+    # float16 has no such room: scores of some ten thousand are possible.
+    return fill <= (least if dtype == torch.float16 else least / 4)
+
+
+def constants(entry: Poly) -> list[float]:
+    """The constants that an entry is one of; [-inf, least] where it may be anything."""
+    found = _constants(entry)
+    return [-math.inf, -2 * MASK_LIMIT] if found is None else found
+
+
+def _constants(entry: Poly) -> list[float] | None:
+    if isinstance(entry.constant, (int, float)):
+        return [float(entry.constant)]
+    single = entry.single
+    if single is None or not isinstance(single[0], Select):
+        return None
+    atom, factor, rest = single
+    parts = [_constants(branch * number(factor) + rest) for branch in (atom.yes, atom.no)]
+    return None if None in parts else parts[0] + parts[1]
+
+
+def lowest(entry: Poly) -> float:
+    """The lowest finite number that an additive mask may hold; -inf where it may be any."""
+    found = _constants(entry)
+    if found is not None:
+        return min(filter(math.isfinite, found), default=0.0)
+    # Products of indices are no numbers that swallow scores, nor are those that the call counts by.
+    anything = any(
+        isinstance(x, Select) or (isinstance(x, Lookup) and value(x.node).is_floating_point())
+        for x in atoms_of(entry)
+    )
+    return -math.inf if anything else SWALLOWS / 2
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Decides for one attention."""
+
+    safe: bool  #: whether it is SDPA, which gives zeros where -inf hides all keys
+    wanted: bool  #: whether gradients are
+    sinks: bool  #: whether there are any: they take the weight of rows whose keys are hidden
+
+    def settle(self, found: Recovered, reads: Sequence[Read]) -> None:
+        """Where the masks were taken apart; raises `KeptWhole` where that loses what hides a row."""
+        fills = {fill for read in reads for fill in read.fills}
+        hiding = [read for read in reads if read.hides]
+        by_sums = all(read.term.is_added for read in hiding)
+        if any(map(math.isfinite, fills)):
+            # Exactly so if one operation hid them, and with no sum of such numbers, or all filled in the same.
+            once = len(hiding) == 1 and not hiding[0].summed
+            filled = not any(read.term.is_added for read in hiding)
+            # Learned slopes have a gradient of such a row too, as a mask has.
+            learned = self.wanted and any(read.learned for read in hiding)
+            if len(fills) > 1 or learned or not (filled or once):
+                raise KeptWhole("mask-rows")
+            found.empty = "mean"
+        else:
+            if not self.safe and (fills or any(r.bias is None and r.infinite for r in reads)):
+                found.empty = "nan"
+            found.levels = self._levels(reads, [x for x in reads if x.bias is None])
+            if found.levels:  # beside which no number is too low
+                found.kept = [replace(x, limited=False) for x in found.kept]
+        found.flows = self.wanted and by_sums
+
+    def all_kept(self, reads: Sequence[Read], reason: str) -> Recovered:
+        """All masks as tensors."""
+        found = Recovered(reason=reason)
+        filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
+        added = any(
+            read.term.is_added and (read.hides or read.infinite or read.floor < HARMLESS)
+            for read in reads
+        )
+        finite = any(map(math.isfinite, filled))
+        found.flows = self.wanted and not filled
+        found.levels = self._levels(reads, reads, several=len(filled) > 1 or (added and finite))
+        if found.levels:
+            found.kept = list(found.levels.terms)
+        else:
+            for read in reads:
+                if not read.term.is_added and read.fills:
+                    found.kept.append(Kept(read.term))
+                elif read.term.is_added and (read.hides or read.bias.terms):
+                    found.kept.append(Kept(read.term, limited=read.limited))
+        if finite and not found.levels:
+            found.empty = "mean"
+        elif not self.safe and (
+            found.levels
+            or -math.inf in filled
+            or any(read.infinite for read in reads)
+            or sum(read.hides for read in reads) > 1  # least + least is -inf
+        ):
+            found.empty = "nan"
+        return found
+
+    def _levels(
+        self, reads: Sequence[Read], kept: Sequence[Read], several: bool = False
+    ) -> Levels | None:
+        """Of all masks, where numbers among those that are kept may hide a row and leave it something.
+
+        several: whether fills are of more than one number, or beside what is added.
+        """
+        floor = min((read.floor for read in kept), default=0.0)
+        if self.sinks or not (several or (self.wanted and floor < HARMLESS)):
+            return None
+        filled = {x for read in reads if not read.term.is_added for x in read.fills}
+        finite = [x for x in filled if math.isfinite(x)]
+        given = any(read.floor <= SWALLOWS and not read.learned for read in kept)
+        if self.wanted and finite and given:
+            # No gradient flows to scores that were filled, and one does to those to which a number is added. (A
+            # learned bias is one that no gradient reaches if it hides a row.)
+            raise Left("mask-value", "fills and sums may hide one row, and gradients are wanted")
+        limit = max([SWALLOWS] * (floor <= SWALLOWS) + [0.99 * x for x in finite], default=None)
+        terms = []
+        for read in reads:
+            if read.term.is_added:
+                terms.append(Kept(read.term))
+            elif read.fills:
+                (fill,) = read.fills
+                terms.append(Kept(read.term, fill=fill))
+        return Levels(tuple(terms), limit, self.wanted and not finite)
+
+
+def check(found: Attention) -> None:
+    """Raises `Left` where a gradient would need what the op cannot give."""
+    mask = found.mask
+    copies = mask.levels is not None and mask.levels.needs_copies
+    if found.softcap and (copies or (mask.flows and mask.empty == "mean")):
+        raise Left("mask-value", "sums may hide a row, and its gradient goes through a softcap")
+    dim = found.q.size(D)
+    if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
+        raise Left("mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it")
