@@ -22,7 +22,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -60,6 +60,8 @@ coverage: $(TESTED)  ## What the compile backend makes of transformers' models: 
 
 sweep: $(TESTED)  ## What attn_implementation="fdattn" makes of every text model of transformers: a table, of about four minutes.
 	$(PYTHON) -m tests.dropins.sweep $(CLASSES)
+drawn-masks: $(TESTED)  ## A thousand compositions of masks through the compile backend, against eager: a table, of about five minutes; DRAWN=N for another number.
+	$(PYTHON) -m tests.compile_backend.drawn_masks $(DRAWN)
 
 FUZZ := -m pytest -q -n 2 -k drawn tests/ops/decode/test_serving_drawn.py tests/ops/attention/test_attention_features.py tests/ops/varlen_attention/test_varlen_drawn.py
 

@@ -55,8 +55,11 @@ def test_two_masks_that_hide(grad, fills, order):
             same = torch.allclose(x, expected[name], 1e-4, 1e-5, equal_nan=True)
             assert same, (ways, name, str(backend.found.report))
         rewritten += len(backend.found.report.rewritten)
-    # A row that both fills and sums hide has no gradient that ours has, where both are one number.
-    assert rewritten == (8 if grad and fills == (LEAST, LEAST) else 16)
+    # Where gradients are wanted, what is data may be the number that fills, which no gradient passes.
+    left = 0
+    if grad:
+        left = 8 if fills == (LEAST, LEAST) else 2
+    assert rewritten == 16 - left
 
 
 def results(fn, args) -> dict[str, torch.Tensor]:
@@ -174,3 +177,21 @@ def test_learned_slopes_of_hidden_rows():
 
     args = *qkv(LENGTH), KEEP, torch.rand(4, requires_grad=True)
     assert ops(check(fn, *args, lower="eager")) == ["attention"]
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("name", ["given", "beside a causal mask", "made in the graph"])
+def test_sizes_that_are_symbols(name, lower):
+    """No guards are added, and the sums are the same."""
+    keep = KEEP & torch.tensor([[False], [True]])
+    mask = torch.where(keep[:, None, None], 0.0, -1e4)
+    check(
+        NUMBERS[name](-1e4),
+        *qkv(LENGTH),
+        keep,
+        mask,
+        lower=lower,
+        dynamic=True,
+        rtol=2e-3,
+        atol=2e-3,
+    )

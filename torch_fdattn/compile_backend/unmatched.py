@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
+from torch_fdattn.compile_backend import scores
 from torch_fdattn.compile_backend.mutations import storages, writes
 from torch_fdattn.compile_backend.nodes import described, op_name, value
 from torch_fdattn.compile_backend.report import Left, where
@@ -56,7 +57,8 @@ class Unmatched:
         for node in between:
             if op_name(node) not in _ORDINARY:
                 raise Left("unknown-op", f"{described(node)} ({where(node)})")
-        raise Left("scores-unknown", "operations of attention in an order that no form has")
+        scores.below_softmax(softmax.all_input_nodes[0])  # which says what it does not know of them
+        raise Left("weights-unknown", "operations of attention in an order that no form has")
 
     def _way(self, start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> list[Node]:
         """The nodes from one to the nearest product of activations, without it; empty where none is reached."""
