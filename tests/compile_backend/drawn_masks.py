@@ -186,10 +186,8 @@ class Composition:
         return reduce(operator.add, (self.numbers(mask, x, dtype) for mask, x in pairs))
 
     def may_miss_nan(self, name: str) -> bool:
-        """Beside an output of NaN: in a bias's gradient, and in all where -inf both fills and is added."""
-        ways = {
-            mask.way in ("masked_fill", "where") for mask in self.masks if mask.fill == -math.inf
-        }
+        """Beside an output of NaN: in a bias's gradient, and in all where both fills and sums hide keys."""
+        ways = {mask.way in ("masked_fill", "where") for mask in self.masks if mask.kind != "bias"}
         return name.startswith("dbias") or (name in ("dq", "dk") and ways == {True, False})
 
     def inputs(self, sample: int = 0) -> list[Tensor]:

@@ -50,6 +50,8 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
             lse_shape = value(q).shape[1::-1] if plan.structure.chunk else None
             pair = empty_state(like, value(v), lse_shape=lse_shape)
         pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
+        if found.mask.levels is not None and found.mask.levels.fills_apart:
+            pair = _with_fills(add, pair, (queries, keys, v), given.of_fills())
         out = add.call(operator.getitem, pair, 0)
         if plan.structure.chunk:
             out = unpacked(add, out, whole)
@@ -107,6 +109,28 @@ def _scale(found: Attention, plan: Plan) -> float | None:
     if plan.scale is not None or levels is None or not levels.needs_copies:
         return plan.scale
     return found.q.size(D) ** -0.5
+
+
+def _with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node) -> Node:
+    """(out, lse) with the keys that fills hide: scores are the fills, and no gradient reaches q and k."""
+    q, k, v = qkv
+    queries, keys = (add.call("detach", x) for x in (q, k))
+    zeros = add.call(torch.zeros_like, queries)
+    with add.mode:
+        yields = empty_state(value(q), value(v))
+    other = add.new(
+        torch.ops.fdattn.attention.default,
+        (zeros, keys, v, None, None),
+        yields=yields,
+        attn_mask=mask,
+    )
+    parts = [
+        add.call(torch.stack, [add.call(operator.getitem, x, i) for x in (pair, other)])
+        for i in (0, 1)
+    ]
+    with add.mode:
+        yields = tuple(value(x)[0].contiguous() for x in parts)
+    return add.new(torch.ops.fdattn.merge_states.default, tuple(parts), yields=yields)
 
 
 def _with_empty_rows(

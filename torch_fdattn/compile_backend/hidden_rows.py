@@ -149,11 +149,11 @@ class HiddenRows:
         filled = {x for read in reads if not read.term.is_added for x in read.fills}
         finite = [x for x in filled if math.isfinite(x)]
         given = any(read.floor <= SWALLOWS and not read.learned for read in kept)
-        if self.wanted and finite and given:
-            # No gradient flows to scores that were filled, and one does to those to which a number is added. (A
-            # learned bias is one that no gradient reaches if it hides a row.)
-            raise Left("mask-value", "fills and sums may hide one row, and gradients are wanted")
+        # No gradient flows to scores that were filled, and one does to those to which a number is added: two
+        # attentions, where one row may be hidden by both. (Of a learned bias no number is expected that hides.)
+        apart = self.wanted and bool(finite) and given
         limit = max([SWALLOWS] * (floor <= SWALLOWS) + [0.99 * x for x in finite], default=None)
+        limit = SWALLOWS if apart else limit
         terms = []
         for read in reads:
             if read.term.is_added:
@@ -161,7 +161,7 @@ class HiddenRows:
             elif read.fills:
                 (fill,) = read.fills
                 terms.append(Kept(read.term, fill=fill))
-        return Levels(tuple(terms), limit, self.wanted and not finite)
+        return Levels(tuple(terms), limit, self.wanted and (apart or not finite), apart)
 
 
 def check(found: Attention) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch._functorch.predispatch import _vmap_decrement_nesting
@@ -12,10 +13,11 @@ from torch.fx import Node
 
 from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention
+from torch_fdattn.compile_backend.hidden_rows import SWALLOWS
 from torch_fdattn.compile_backend.mask_expressions import Poly
 from torch_fdattn.compile_backend.mask_operands import Operands
 from torch_fdattn.compile_backend.mask_recovery import Structure
-from torch_fdattn.compile_backend.mask_terms import Kept
+from torch_fdattn.compile_backend.mask_terms import Kept, Levels
 from torch_fdattn.compile_backend.mutations import written_between
 from torch_fdattn.compile_backend.nodes import described, known, value
 from torch_fdattn.compile_backend.operands import B
@@ -106,10 +108,37 @@ class MaskArguments:
         mask = self._together(self.found.mask.kept)
         if self.found.mask.levels is None:
             return mask
+        found = self._below_highest(mask)
+        return self._among(found, self._filled(), False) if self.levels.fills_apart else found
+
+    @property
+    def levels(self) -> Levels:
+        return self.found.mask.levels
+
+    def of_fills(self) -> Node:
+        """The mask of the attention to keys that fills hide, beside that to all others."""
+        mask = self._below_highest(self._together(self.levels.terms))
+        return self._among(mask, self._filled(), True)
+
+    def _below_highest(self, mask: Node) -> Node:
         highest = self._highest()
         # What nothing hides below: where -inf hides all it stays.
         base = self.add.call("masked_fill", highest, self._is_infinite(highest), 0.0)
         return self.add.call(operator.sub, self._wide(mask), base)
+
+    def _filled(self) -> Node:
+        """Whether a fill hides a key."""
+        nodes = [self._four_dims(self._of_term(kept), kept) for kept in self.levels.terms]
+        seen = [node for node in nodes if value(node).dtype == torch.bool]
+        both = reduce(lambda a, b: self.add.call(operator.and_, a, b), seen)
+        return self.add.call(torch.logical_not, both)
+
+    def _among(self, mask: Node, filled: Node, wanted: bool) -> Node:
+        """A mask of the keys that are filled or that are not, less those that weigh nothing in their row."""
+        call = self.add.call
+        others = call(torch.logical_not, filled) if wanted else filled
+        nothing = call(operator.lt, mask, SWALLOWS)
+        return call("masked_fill", mask, call(operator.or_, others, nothing), -math.inf)
 
     def _together(self, terms: Iterable[Kept]) -> Node | None:
         """Masks in the order in which they are written, over scores of zero; boolean if none holds a number."""
@@ -135,7 +164,7 @@ class MaskArguments:
 
     def _highest(self) -> Node:
         """Of each row of all masks, also of those that are structure: (…, 1)."""
-        made = self._wide(self._together(self.found.mask.levels.terms))
+        made = self._wide(self._together(self.levels.terms))
         made = self.add.call("amax", made, -1, keepdim=True)
         return self.add.call("detach", made) if value(made).requires_grad else made
 
@@ -152,7 +181,7 @@ class MaskArguments:
         Where gradients reach these all the same, q less itself brings the gradient of q, and beside it q itself
         brings that of k, by k less itself.
         """
-        levels, call = self.found.mask.levels, self.add.call
+        levels, call = self.levels, self.add.call
         if levels is None or levels.limit is None:
             return q, k
         highest = self._highest()

@@ -57,6 +57,9 @@ class Levels:
         float | None
     )  #: of a row whose highest number is at most this, nothing of its scores is left
     flows: bool  #: whether gradients reach these scores
+    fills_apart: bool = (
+        False  #: whether keys that fills hide are another attention, which none reaches
+    )
 
     @property
     def needs_copies(self) -> bool:
