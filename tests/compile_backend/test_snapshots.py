@@ -131,12 +131,12 @@ filled afterwards: attention.default(l_q_, l_k_, l_v_, None, None, causal = True
     assert_expected_inline(
         snapshot(BIASES, *qkv(), bias),
         """\
-sdpa: attention.default(cat, cat_1, l_v_, None, None, causal = False, scale = 0.25, attn_mask = sub)
-added: attention.default(cat, cat_1, l_v_, None, None, causal = False, scale = 0.25, attn_mask = sub)
-scaled with the scores: attention.default(cat, cat_1, l_v_, None, None, causal = False, scale = 0.5, attn_mask = sub)
-subtracted: attention.default(cat, cat_1, l_v_, None, None, causal = False, scale = 1.0, attn_mask = sub_1)
-with a causal mask: attention.default(cat, cat_1, l_v_, None, None, causal = True, scale = 1.0, attn_mask = sub)
-two of them: attention.default(cat, cat_1, l_v_, None, None, causal = False, scale = 1.0, attn_mask = sub)""",
+sdpa: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None, attn_mask = where)
+added: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 0.25, attn_mask = where)
+scaled with the scores: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 0.5, attn_mask = where)
+subtracted: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 1.0, attn_mask = where)
+with a causal mask: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale = 1.0, attn_mask = where)
+two of them: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 1.0, attn_mask = add_2)""",
     )
 
 

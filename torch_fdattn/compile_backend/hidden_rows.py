@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_fdattn.compile_backend.mask_expressions import Lookup, Poly, Select, atoms_of, number
+from torch_fdattn.compile_backend.mask_expressions import Lookup, Monomial, Poly, Select, number
 from torch_fdattn.compile_backend.mask_terms import Kept, KeptWhole, Levels, Read, Recovered
 from torch_fdattn.compile_backend.nodes import value
 from torch_fdattn.compile_backend.operands import D
@@ -64,16 +64,44 @@ def _constants(entry: Poly) -> list[float] | None:
 
 
 def lowest(entry: Poly) -> float:
-    """The lowest finite number that an additive mask may hold; -inf where it may be any."""
-    found = _constants(entry)
-    if found is not None:
-        return min(filter(math.isfinite, found), default=0.0)
+    """The lowest finite number that an additive mask may hold; -inf where it may be any.
+
+    Nobody expects a learned bias to hold numbers that hide: it would have learned them.
+    """
+    return _bounds(entry)[0]
+
+
+def _bounds(entry: Poly) -> tuple[float, float]:
+    """(the lowest, the highest) finite number that an entry may be."""
+    low = high = 0.0
+    for monomial, factor in entry.terms:
+        ends = _bounds_of(monomial)
+        if isinstance(factor, (int, float)) and math.isfinite(factor):
+            ends = [factor * x if x else 0.0 for x in ends]  # 0 times infinity is no number
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _bounds_of(monomial: Monomial) -> tuple[float, float]:
+    if not monomial:
+        return 1.0, 1.0
+    atoms = [atom for atom, _ in monomial]
+    given = [value(x.node) for x in atoms if isinstance(x, Lookup)]
+    if any(x.is_floating_point() and not x.requires_grad for x in given):
+        return -math.inf, math.inf
+    if len(monomial) == 1 and isinstance(atoms[0], Select) and (atoms[0], 1) in monomial:
+        ends = [
+            _bounds(branch)
+            for branch in (atoms[0].yes, atoms[0].no)
+            if branch.constant not in (math.inf, -math.inf)
+        ]
+        return min((x for x, _ in ends), default=0.0), max((x for _, x in ends), default=0.0)
+    if any(isinstance(x, Select) for x in atoms):
+        return -math.inf, math.inf
+    if given and all(x.requires_grad for x in given) and len(atoms) == 1:
+        return 0.0, 0.0
     # Products of indices are no numbers that swallow scores, nor are those that the call counts by.
-    anything = any(
-        isinstance(x, Select) or (isinstance(x, Lookup) and value(x.node).is_floating_point())
-        for x in atoms_of(entry)
-    )
-    return -math.inf if anything else SWALLOWS / 2
+    return SWALLOWS / 2, -SWALLOWS / 2
 
 
 @dataclass(frozen=True)
