@@ -60,6 +60,7 @@ coverage: $(TESTED)  ## What the compile backend makes of transformers' models: 
 
 sweep: $(TESTED)  ## What attn_implementation="fdattn" makes of every text model of transformers: a table, of about four minutes.
 	$(PYTHON) -m tests.dropins.sweep $(CLASSES)
+
 drawn-masks: $(TESTED)  ## A thousand compositions of masks through the compile backend, against eager: a table, of about five minutes; DRAWN=N for another number.
 	$(PYTHON) -m tests.compile_backend.drawn_masks $(DRAWN)
 
