@@ -98,6 +98,31 @@ _LLAMA31 = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("flash_attention_window", 4096), ("rope_initial_scale", 2.0), ("parallel_block", True),
+        ("normalize_embeddings", True), ("use_causal", False), ("causal_attention", True), ("dim_model_base", 256),
+        ("attn_scale_per_head", 2.0),
+    ],
+)  # fmt: skip
+def test_unknown_keys_that_mean_computation_are_refused(key, value):
+    with pytest.raises(ModelError, match=key):
+        ModelConfig.from_hf({**LLAMA, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_flash_attention", True), ("attn_pdrop", 0.1), ("init_scale_attn", 0.1),
+        ("flash_attn_implementation", "triton"), ("router_loss_weight", 0.1), ("my_notes", "norm"),
+        ("use_causal", None), ("attention_backend", "x"),
+    ],
+)  # fmt: skip
+def test_unknown_keys_of_training_and_kernels_are_passed_over(key, value):
+    assert ModelConfig.from_hf({**LLAMA, key: value}) == ModelConfig.from_hf(LLAMA)
+
+
 def published(architecture, sizes, **more):
     """A published config.json: vocabulary, width, MLP, layers, heads, key heads, context; and the rest."""
     names = [

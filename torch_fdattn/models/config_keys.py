@@ -59,6 +59,7 @@ HF_ONLY: dict[str, tuple[Values, str]] = {  # by key: the values that are read, 
     "quantization_config": (_EMPTY, "absent"),
     "quantization": (_EMPTY, "absent"),
     "compression_config": (_EMPTY, "absent"),
+    "dim_model_base": (_EMPTY, "absent: logits are not scaled"),
     "per_layer_config": (_EMPTY, "absent: layers must be alike"),
     "pruned_heads": (_EMPTY, "empty"),
     "is_encoder_decoder": (_UNSET, "false"),
@@ -143,9 +144,18 @@ _COMPUTATION = frozenset(
         "sinks",
         "sparse",
         "sparsity",
+        "parallel",
+        "normalize",
+        "normalise",
+        "normalized",
+        "normalization",
     ]
 )
-_NO_COMPUTATION = ("dropout", "pdrop", "flash", "init", "loss")
+#: Words of a key that is of training alone; and of one that chooses a kernel, which says no more than that there is
+#: attention.
+_OF_TRAINING = frozenset(("dropout", "pdrop", "loss", "init", "initializer", "initialization"))
+_OF_A_KERNEL = frozenset(("flash", "sdpa", "kernel", "impl", "implementation", "backend"))
+_ATTENTION = frozenset(("attn", "attention"))
 
 # --- generation_config.json: of it only the end tokens are read; how to draw is the caller's to say.
 
@@ -245,7 +255,9 @@ def check_hf_keys(raw: Mapping[str, Any]) -> None:
             "than a language model's"
         )
     for key in _unknown(raw, HF_USED, HF_HARMLESS, HF_ONLY):
-        if _means_computation(key) and not _is_one_of(raw[key], _EMPTY):
+        # Not to be causal is no default.
+        defaults = (None,) if "causal" in _words(key) else _EMPTY
+        if _means_computation(key) and not _is_one_of(raw[key], defaults):
             raise ModelError(
                 f"{key} must be absent, since no {kind} model has it and its name says that it changes "
                 f"what is computed, got {reprlib.repr(raw[key])}: take it out of config.json if it does not"
@@ -322,6 +334,11 @@ def _unknown(raw: Iterable[str], *tables: Iterable[str]) -> list[str]:
     return [key for key in raw if key not in known]
 
 
+def _words(key: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", key.lower()))
+
+
 def _means_computation(key: str) -> bool:
-    words = set(re.split(r"[^a-z0-9]+", key.lower()))
-    return bool(words & _COMPUTATION) and not any(part in key.lower() for part in _NO_COMPUTATION)
+    words = _words(key)
+    found = words & _COMPUTATION - (_ATTENTION if words & _OF_A_KERNEL else frozenset())
+    return bool(found) and not words & _OF_TRAINING
