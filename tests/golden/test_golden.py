@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.golden import book
 from tests.golden.recorder import Launch
 
 _ROOT = Path(__file__).parents[2]
+_DIFFER = "launches differ, file -> today (where that is meant: python -m tests.golden --write):"
 #: Lines of differences that are shown.
 _SHOWN = 60
 
@@ -23,13 +26,11 @@ def test_launches_are_the_golden_ones() -> None:
         text=True,
         check=False,
     )
-    lines = (ran.stdout + ran.stderr).splitlines()
-    more = [f"… and {len(lines) - _SHOWN} lines more: python -m tests.golden"] * (
-        len(lines) > _SHOWN
-    )
-    assert ran.returncode == 0, "\n".join(
-        ["launches differ (file -> today):", *lines[:_SHOWN], *more]
-    )
+    if ran.returncode:
+        lines = (ran.stdout + ran.stderr).splitlines()
+        more = [f"… and {len(lines) - _SHOWN} lines more: python -m tests.golden"]
+        lines[_SHOWN:] = more * (len(lines) > _SHOWN)
+        pytest.fail("\n".join([_DIFFER, *lines]), pytrace=False)
 
 
 BOOK = {

@@ -54,7 +54,7 @@ def calls() -> Iterator[Call]:
 
 
 def sizes() -> Iterator[Call]:
-    for b in (1, 4, 64, 300):
+    for b in (1, 4, 64, 200, 300):
         yield one(f"b{b}", cache(b))
         yield one(f"b{b}/equal", cache(b, equal=True))
     for t in (2, 4, 16):
