@@ -77,7 +77,7 @@ def bits_of_backward(q_len, kv_len, device, **options):
 @pytest.mark.parametrize(
     "bits", [bits_of_forward, pytest.param(bits_of_backward, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("keys", [16, 32])
+@pytest.mark.parametrize("keys", [pytest.param(16, marks=pytest.mark.slow), 32])
 def test_the_references_mask(bits, keys, device):
     """Tiles of whole groups, 32 keys, and of less."""
     q_pos, k_pos = torch.arange(37 - 21, 37), torch.arange(37)
