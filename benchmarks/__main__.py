@@ -293,7 +293,7 @@ def _start(
             torch.cuda.set_device(device)
         device = torch.device("cuda", torch.cuda.current_device())
     meta = collect_meta(words, device, world_size)
-    # The README shows the newest file of each name: a sweep must not take the place of the baselines.
+    # The documents show the newest file of each name: a sweep must not take the place of the baselines.
     name = f"{options.name}-sweep" if getattr(options, "sweep", None) else options.name
     name = "attention-features" if getattr(options, "features", False) else name
     name = f"{name}-tiles" if _tile_sizes(options) else name

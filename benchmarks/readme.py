@@ -1,23 +1,30 @@
-"""The results section of the README, made from the newest results file of each benchmark.
+"""The generated parts of documents, made from the newest results file of each benchmark.
 
-python -m benchmarks readme            rewrite it
-python -m benchmarks readme --check    exit 1 where it is not what the files say
+README.md has the summary, docs/performance.md all results.
+
+python -m benchmarks readme            rewrite them
+python -m benchmarks readme --check    exit 1 where they are not what the files say
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from . import summary
+from .distributed import crossover_report
 from .distributed.report import HEAD, lines_of
 from .results import RESULTS_DIR, ROOT, Results
 from .tables import render_summary
 
 README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+_LINK = "../benchmarks/results"
 _SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DOTALL)
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "generate")
-#: Long tables and host times: the README links to their files alone.
+#: Long tables and host times: the page links to their files alone.
 _LINKED = (
     "attention-tiles",
     "attention-features-tiles",
@@ -50,7 +57,7 @@ def section(folder: Path = RESULTS_DIR) -> str:
         if _benchmark(path).startswith(_DISTRIBUTED):
             distributed.append(path)
             continue
-        link = f"[`{path.name}`](benchmarks/results/{path.name})"
+        link = f"[`{path.name}`]({_LINK}/{path.name})"
         if _benchmark(path) in _LINKED:
             linked.append(link)
             continue
@@ -73,7 +80,7 @@ def _distributed_section(paths: list[Path]) -> str:
             **run.meta
         )
         lines.setdefault(machine, []).extend(lines_of(run))
-    links = ", ".join(f"[`{path.name}`](benchmarks/results/{path.name})" for path in paths)
+    links = ", ".join(f"[`{path.name}`]({_LINK}/{path.name})" for path in paths)
     parts = [
         "### Over several GPUs",
         "torch: eager PyTorch with NCCL on the same weights, activations replicated, one all-reduce a "
@@ -87,12 +94,20 @@ def _distributed_section(paths: list[Path]) -> str:
 
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:
-    """The README's text with its results section made anew."""
+    """The page's text with its results section made anew."""
     if not _SECTION.search(text):
         raise ValueError(
-            "README.md must have <!-- results --> and <!-- end of results -->, got neither"
+            "performance.md must have <!-- results --> and <!-- end of results -->, got neither"
         )
     return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
+
+
+def documents() -> dict[Path, Callable[[str], str]]:
+    """Each document with generated parts, and what makes its text anew."""
+    return {
+        README: summary.updated,
+        PERFORMANCE: lambda text: crossover_report.updated(updated(text)),
+    }
 
 
 def _benchmark(path: Path) -> str:

@@ -38,7 +38,7 @@ def add_commands(names) -> None:
     )
 
     command = _command(
-        names, "readme", "the README's results section from the newest files", _readme
+        names, "readme", "the generated tables of README.md and docs/performance.md, from the newest files", _readme
     )
     command.add_argument("--check", action="store_true", help="only say whether it is up to date")
 
@@ -88,17 +88,16 @@ def _plot(options: argparse.Namespace) -> int:
 
 def _readme(options: argparse.Namespace) -> int:
     from . import readme
-    from .distributed import crossover_report
 
     stale = False
-    for document in (readme, crossover_report):
-        text = document.README.read_text(encoding="utf-8")
-        new = document.updated(text)
+    for path, updated in readme.documents().items():
+        text = path.read_text(encoding="utf-8")
+        new = updated(text)
         stale |= new != text
         if not options.check:
-            document.README.write_text(new, encoding="utf-8")
+            path.write_text(new, encoding="utf-8")
         else:
-            name = document.README.relative_to(ROOT)
+            name = path.relative_to(ROOT)
             _say(f"{name} {'is up to date' if new == text else 'has stale results'}\n")
     return int(options.check and stale)
 

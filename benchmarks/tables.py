@@ -1,8 +1,8 @@
 """Tables from a results file, as Markdown; html_report.py shows the same cells.
 
 Ratios are formed within a file only, as speed: above 1 ours is faster than that peer, whatever the
-metric's direction. Where we lose, the ratio is bold. Decode times have the percentage of the pure
-read's speed beside them. Errors and cases that were not measured are listed with their reasons.
+metric's direction. The ratio to a peer that is faster than ours is bold; a tie at two digits, a floor and
+another of ours never are. Decode times have the percentage of the pure read's speed beside them. Errors and cases that were not measured are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = dict[str, dict[str, float]]  # case → impl → value
 PERCENT = "%"
 #: Ours without lengths, and the peers that know none: these are compared with the same call.
 FULL, KNOW_NO_LENGTHS = "fdattn/full", ("cudnn", "fa2")
-RATIO_NOTE = "(n×): how many times faster ours is than that one; **bold** where ours is slower."
+RATIO_NOTE = "(n×): how many times faster ours is than that one; **bold** where a peer is faster than ours (ties and floors are not bold)."
 FULL_NOTE = f"`{FULL}` is given no lengths; {' and '.join(KNOW_NO_LENGTHS)}, which know none, are compared with it."
 
 
@@ -76,7 +76,7 @@ def render(results: Results) -> str:
 
 
 def render_summary(results: Results) -> str:
-    """The speeds alone, one level of headings lower, for the README."""
+    """The speeds alone, one level of headings lower, for docs/performance.md."""
     parts = [heading(results)]
     for metric in METRICS.values():
         values = values_of(results, metric.name)
@@ -127,7 +127,7 @@ class Cell:
         if self.ratio is None:
             return self.text
         ratio = ratio_text(self.ratio)
-        return f"{self.text} ({ratio})" if self.ratio >= 1 else f"{self.text} (**{ratio}**)"
+        return f"{self.text} (**{ratio}**)" if self.loses else f"{self.text} ({ratio})"
 
 
 def metric_cells(metric: Metric, values: Values) -> tuple[list[str], list[tuple[str, list[Cell]]]]:
@@ -164,9 +164,9 @@ def _cell(metric: Metric, by_impl: dict[str, float], impl: str) -> Cell:
             for name, other in by_impl.items()
             if not is_ours(name) and name not in FLOORS and opposite(name, by_impl) == impl
         ]
-        return Cell(text, loses=any(metric.speedup(value, other) < 1 for other in peers))
+        return Cell(text, loses=any(is_loss(metric.speedup(value, other)) for other in peers))
     ratio = metric.speedup(by_impl[own], value)
-    return Cell(text, ratio, loses=ratio < 1 and impl not in FLOORS and not is_ours(impl))
+    return Cell(text, ratio, loses=is_loss(ratio) and impl not in FLOORS and not is_ours(impl))
 
 
 def spread_lines(results: Results) -> list[str]:
@@ -236,6 +236,11 @@ def failure_rows(results: Results) -> list[list[str]]:
 
 def ratio_text(value: float) -> str:
     return f"{value:.2f}×"
+
+
+def is_loss(ratio: float) -> bool:
+    """Whether ours is slower, as far as `ratio_text` shows it: 1.00 is a tie."""
+    return round(ratio, 2) < 1
 
 
 def is_ours(impl: str) -> bool:

@@ -200,7 +200,7 @@ def decode(
         sinks: (H,): a logit that joins each row's softmax and adds nothing to its output. The lse
             returned includes it, so that ``exp(score - lse)`` are the weights.
         batch_invariant: a sequence of n keys is cut into ⌈n / 1024⌉ pieces, so that its results are the same
-            bits whatever else is in the batch (`ops/decode/README.md`).
+            bits whatever else is in the batch (`docs/notes/decode.md`).
         attn_mask: as `attention`'s, broadcastable to (B, H, T, capacity): left padding, say. It is read where it
             lies; what it hides is not skipped.
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous, out not expanded.

@@ -1,4 +1,4 @@
-"""The measured tables of `torch_fdattn/dist/tp_linear/README.md`, from the newest `tp_crossover` of each machine.
+"""The tables of tensor-parallel matmuls in docs/performance.md, from the newest `tp_crossover` of each machine.
 
 Needs no torch, as all that shows results.
 """
@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..results import RESULTS_DIR, ROOT, Results
+from ..results import RESULTS_DIR, Results
 from ..tables import values_of
 
-README = ROOT / "torch_fdattn" / "dist" / "tp_linear" / "README.md"
 _SECTION = re.compile(r"(<!-- crossovers -->\n).*?(<!-- end of crossovers -->)", re.DOTALL)
 _CASE = re.compile(r"tp_crossover (\w+) M(\d+) N(\d+) K(\d+) (\w+) x(\d+)")
 #: Rows that the tables show, of those measured.
@@ -36,9 +35,11 @@ def section(folder: Path = RESULTS_DIR) -> str:
 
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:
-    """A README's text with its section made anew."""
+    """The page's text with its section made anew."""
     if not _SECTION.search(text):
-        raise ValueError(f"{README.name} must have <!-- crossovers --> and <!-- end of crossovers -->, got neither")  # fmt: skip
+        raise ValueError(
+            "performance.md must have <!-- crossovers --> and <!-- end of crossovers -->, got neither"
+        )
     return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..metrics import METRICS
 from ..results import Results
 from ..shapes import FLOORS
-from ..tables import failures, is_ours, markdown_table, metric_cells, ours, values_of
+from ..tables import failures, is_loss, is_ours, markdown_table, metric_cells, ours, values_of
 
 TORCH = "eager"
 IN_GRAPH = "_graph"  # at the end of a peer's name: the same in a CUDA graph
@@ -52,7 +52,7 @@ def _line(
             cell += f", {tokens.format(rates[impl])} tokens/s"
         cells.append(cell)
     speedup = metric.speedup(times[own], times[peer])
-    ratio = f"{speedup:.2f}×" if speedup >= 1 else f"**{speedup:.2f}×**"
+    ratio = f"**{speedup:.2f}×**" if is_loss(speedup) else f"{speedup:.2f}×"
     compared = "" if peer == TORCH else f" ({peer})"
     strategy = own.partition("/")[2]
     return f"| {f'{test} {strategy}'.rstrip()} | {parameters}{compared} | {cells[0]} | {cells[1]} | {ratio} |"

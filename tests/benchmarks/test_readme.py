@@ -1,19 +1,44 @@
-"""The README's results are what the newest results files say."""
+"""The generated parts of README.md and docs/performance.md are what the newest results files say."""
 
 from __future__ import annotations
 
-from benchmarks.distributed import crossover_report
-from benchmarks.readme import README, newest_files, section, updated
-from benchmarks.results import RESULTS_DIR, Results
+import pytest
+
+from benchmarks import summary
+from benchmarks.readme import README, documents, newest_files, section
+from benchmarks.results import RESULTS_DIR, Results, Row
 
 from .test_tables import by_hand
 
 
-def test_readme_is_made_from_the_results() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert updated(text) == text, "run python -m benchmarks readme"
-    text = crossover_report.README.read_text(encoding="utf-8")
-    assert crossover_report.updated(text) == text, "run python -m benchmarks readme"
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_documents_are_made_from_the_results(path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert documents()[path](text) == text, "run python -m benchmarks readme"
+
+
+def test_every_subject_of_the_summary_was_measured() -> None:
+    text = summary.section()
+    for subject in summary.SUBJECTS:
+        assert f"| {subject.title} | ours | fastest peer | speed-up |" in text
+        for rows in subject.rows:
+            assert f"_{rows.file}.json" in text
+
+
+def test_the_summary_compares_with_the_fastest_peer(tmp_path, monkeypatch) -> None:
+    """Floors and others of ours are no peers; a tie is not bold."""
+    rows = {"fdattn": 10.0, "fdattn/two": 5.0, "local": 1.0, "slow": 20.0, "fast": 8.0}
+    made = by_hand()
+    made.rows = [Row("case", x, "graph_us", us, "us") for x, us in rows.items()]
+    made.rows += [Row("tie", x, "graph_us", us, "us") for x, us in (("fdattn", 10.0), ("a", 9.99))]
+    made.save(tmp_path / "20260101T000000Z_H100x1_decode.json")
+    subject = summary.Subject("Decode, µs", (summary.Rows("H100x1_decode", "graph_us", "graph"),))
+    monkeypatch.setattr(summary, "SUBJECTS", (subject,))
+    text = summary.section(tmp_path)
+    assert "| graph case | 10.0 | 8.00 fast | **0.80×** |" in text
+    assert "| graph tie | 10.0 | 9.99 a | 1.00× |" in text
+    assert "[data](benchmarks/results/20260101T000000Z_H100x1_decode.json)" in text
+    assert summary.section(tmp_path / "none") == "Not measured yet.\n"
 
 
 def test_the_plot_is_of_the_newest_decode_run() -> None:

@@ -81,7 +81,7 @@ def test_rendered_cells() -> None:
     assert "### Time in a CUDA graph, cold clean L2, µs; %: of the pure read's speed" in lines
     assert "| case | fdattn | % | cudnn | % | fa2 | % | pure_read |" in lines
     assert (
-        f"| {DECODE} | 10.0 | 75 | 13.0 (1.30×) | 58 | 8.00 (**0.80×**) | 94 | 7.50 (**0.75×**) |"
+        f"| {DECODE} | 10.0 | 75 | 13.0 (1.30×) | 58 | 8.00 (**0.80×**) | 94 | 7.50 (0.75×) |"
     ) in lines
     assert f"| {PREFILL} | 500 | 625 (**0.80×**) | 400 (1.25×) |" in lines
     assert f"| {PREFILL} | 1.2e-02 |" in lines

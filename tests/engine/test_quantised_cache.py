@@ -1,7 +1,7 @@
 """Caches of one byte an element: perplexity and tokens against the unquantised cache, scales, refusals.
 
 SmolLM2-135M in fp32 on tests/engine/prose.py, teacher-forced through the cache, scales from the first 64
-tokens; the figures are in torch_fdattn/engine/README.md. The bounds leave them some room.
+tokens; the figures are in docs/notes/quantised-caches.md. The bounds leave them some room.
 """
 
 from __future__ import annotations

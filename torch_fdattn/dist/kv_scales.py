@@ -29,7 +29,7 @@ class KVFormat(NamedTuple):
     headroom: float
 
 
-#: Names of `kv_dtype`. README.md of the engine has the perplexities that the headrooms were chosen by.
+#: Names of `kv_dtype`. docs/notes/quantised-caches.md has the perplexities that the headrooms were chosen by.
 KV_FORMATS = {
     "fp8_e4m3": KVFormat(torch.float8_e4m3fn, 448.0, 4.0),
     "fp8_e5m2": KVFormat(torch.float8_e5m2, 57344.0, 16.0),

@@ -104,7 +104,7 @@ def judge_kernels(result: Mapping[str, Any], devices: list[str]) -> list[Finding
     found = []
     for device, error in failed.items():
         text = f"{what} on {device} failed: {error}"
-        remedy = remedy_for(error, "see Troubleshooting in the README; report it if it stays")
+        remedy = remedy_for(error, "see docs/troubleshooting.md; report it if it stays")
         found.append(Finding("fail", "trial", text, remedy))
     errors = result.get("errors", {})
     shown = ", ".join(f"{device} {error:.0e}" for device, error in errors.items())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.library import INTERPRET
 
-#: Keys from which on a launch more is worth it (README.md of `attention`): at 256 it loses up to a fifth.
+#: Keys from which on a launch more is worth it (docs/notes/attention.md): at 256 it loses up to a fifth.
 LEAST_KEYS = 1 if INTERPRET else 512
 
 

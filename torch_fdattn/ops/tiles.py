@@ -234,7 +234,7 @@ def add_dot(acc, a, b, PRECISION: tl.constexpr):
     """acc + a @ b, in fp32 without tensor cores each tile's product by itself.
 
     Such a product is a chain of FMAs along the columns of a. One chain through all tiles gathers an error that grows
-    with the sequence (attention/README.md); max_num_imprecise_acc keeps the compiler from making it one.
+    with the sequence (docs/notes/attention.md); max_num_imprecise_acc keeps the compiler from making it one.
     """
     if a.dtype == tl.float32 and PRECISION == "ieee":
         return acc + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)

@@ -1,6 +1,6 @@
-"""The dispatch table: it fits every call, is what runs, and is what README.md shows.
+"""The dispatch table: it fits every call, is what runs, and is what docs/attention.md shows.
 
-EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py rewrites the README's tables.
+EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py rewrites the page's tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.testing import make_tensor
 
-README = Path(dispatch.__file__).with_name("README.md")
+PAGE = Path(__file__).parents[3] / "docs" / "attention.md"
 _MARKED = re.compile(r"(<!-- dispatch -->\n).*?(<!-- end of dispatch -->)", re.DOTALL)
 CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "AMD": (0, 0)}
 ANY = torch.empty(1)
@@ -94,11 +94,11 @@ def test_short_windows(left: int, right: int, keys: int, short: bool) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiles kernels, which the interpreter replaces")
-def test_readme_shows_the_table() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_shows_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     new = _MARKED.sub(lambda found: f"{found[1]}{shown()}{found[2]}", text)
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
-        README.write_text(new, encoding="utf-8")
+        PAGE.write_text(new, encoding="utf-8")
     assert text == new, "EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py"
 
 

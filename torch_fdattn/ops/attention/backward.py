@@ -7,7 +7,7 @@ Three launches (FlashAttention-2, arXiv:2307.08691, algorithm 2, split in two sw
   gradient. An additive mask's gradient is dS: written here where the mask is broadcast to nothing;
 - `backward_mask.py`: else one program per tile of the mask sums it, in fixed order.
 Seven matmuls instead of the five of a single sweep, but no atomics: the same bits on every run. One sweep with
-dQ added up in fp32 was written and measured: no faster on the whole (README.md).
+dQ added up in fp32 was written and measured: no faster on the whole (docs/notes/attention.md).
 
 Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, dv (B, H_kv, N, DV); lse, dlse
 (B, H, M). Packed sequences: the same programs on blocks that they look up, as in `forward.py`.

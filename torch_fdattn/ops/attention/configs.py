@@ -87,7 +87,7 @@ def forward_config(
         return _fp32_tile(head_dim)
     masked = scores.attn_mask is not None
     if capability[0] == 9 and (masked or dropout.p) and head_dim <= 128:
-        # Swept on one H100 (README.md).
+        # Swept on one H100 (docs/notes/attention.md).
         return TileConfig(64, 64, 4, 3) if head_dim <= 64 else TileConfig(128, 64, 8, 3)
     if masked and dropout.p and capability[0] < 8:
         return TileConfig(32, 16 if head_dim > 64 else 32, 8, 2)  # more spills on AMD; not measured
@@ -96,7 +96,7 @@ def forward_config(
     if capability[0] == 9:
         if head_dim <= 128 and short_window:
             return TileConfig(64, 64, 4, 3)
-        # Swept on one H100 (README.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
+        # Swept on one H100 (docs/notes/attention.md): 427 TFLOP/s at hd64 16k causal, 511 at hd128 16k full, 557 at hd256
         # 16k causal. At hd128 the wider key tile wins 1 to 2 % where nothing is masked, else it loses 2 %.
         if not borders and 64 < head_dim <= 128:
             return TileConfig(128, 128, 8, 3)
@@ -122,7 +122,7 @@ def backward_config(
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
     masked = scores.attn_mask is not None
     if capability[0] == 9 and (masked or dropout.p) and head_dim <= 128:
-        # Swept on one H100 (README.md): four warps of 64 x 64 at hd64 and 128 keys at hd128 win over what
+        # Swept on one H100 (docs/notes/attention.md): four warps of 64 x 64 at hd64 and 128 keys at hd128 win over what
         # spills less, by up to half.
         if head_dim <= 64:
             dkdv = TileConfig(64, 64, 4, 3 if masked else 2)
@@ -139,7 +139,7 @@ def backward_config(
         wide = capability[0] >= 8 and head_dim <= 128  # on AMD it spilled 888 bytes a thread
         return BackwardConfig(small, TileConfig(64, 64, 8, 2) if wide else small)
     if capability[0] == 9:
-        # Swept on one H100 (README.md). At hd128 three stages win 16 % over two in the dK/dV sweep where nothing
+        # Swept on one H100 (docs/notes/attention.md). At hd128 three stages win 16 % over two in the dK/dV sweep where nothing
         # is masked; at hd256 only narrow key tiles leave the dQ sweep its registers, and a third stage wins 30 %.
         # Softcap and ALiBi spill up to 150 bytes a thread in dK/dV, and yet win 40 % over tiles that do not.
         if head_dim <= 64:
@@ -170,7 +170,7 @@ def mask_gradient_config(
         return _largest_dims_tile(dtype, capability)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
-    if capability[0] == 9 and head_dim <= 128:  # swept on one H100 (README.md)
+    if capability[0] == 9 and head_dim <= 128:  # swept on one H100 (docs/notes/attention.md)
         return TileConfig(64, 64, 4, 3) if head_dim <= 64 else TileConfig(128, 64, 8, 2)
     return TileConfig(64, 64 if head_dim <= 128 else 32, 8, 1)
 
@@ -195,7 +195,7 @@ def is_short_window(mask: Mask, kv_capacity: int) -> bool:
     """Whether a program has so few tiles, by a window that hides something, that its beginning and end count.
 
     Such programs are made small enough for two to share a processor, of which one computes while the other loads its
-    first tiles or stores its results (README.md). Sequences that are as short are not: plain causal ones lost by it.
+    first tiles or stores its results (docs/notes/attention.md). Sequences that are as short are not: plain causal ones lost by it.
     """
     sides = mask.window_left, mask.window_right
     return min(sides) >= 0 and sum(sides) < min(_SHORT_WINDOW, kv_capacity - 1)
@@ -210,7 +210,7 @@ def heads_beside(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
     (`tiles.block_coordinates`, whose int32 has no room for more than there are).
 
     More than one pays where the first blocks are the longest, which those of packed sequences are not. Swept on one
-    H100 (README.md): 8 MiB won over 4 and 16, all heads at once lost up to a tenth.
+    H100 (docs/notes/attention.md): 8 MiB won over 4 and 16, all heads at once lost up to a tenth.
     """
     if packed or mask.window_right < 0 or mask.window_left >= 0:
         return 1

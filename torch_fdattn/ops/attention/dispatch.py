@@ -1,7 +1,7 @@
 """Which kernels run a call of attention: the first row of TABLE that fits its hardware, dtype, dims and features.
 
 A kernel that can do less than all, or wants some generation, is a row above the portable ones, with what it can
-do as `features`; `op.py` knows how to launch each `kernel`. Tiles within a kernel are `configs.py`'s. README.md
+do as `features`; `op.py` knows how to launch each `kernel`. Tiles within a kernel are `configs.py`'s. docs/attention.md
 shows both (held by `tests/ops/attention/test_dispatch.py`).
 """
 

@@ -2,7 +2,7 @@
 
 Everything that follows from shapes, strides, dtypes and options is a `Plan`. The first launch of a plan goes
 through Triton's own launcher, which compiles; the later ones hand the compiled kernels their pointers
-directly, because binding 50 arguments anew in Python costs more than a short decode takes (README.md).
+directly, because binding 50 arguments anew in Python costs more than a short decode takes (docs/notes/decode.md).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def decode_config(
     head_dim: int, dtype: torch.dtype, rows: int, paged: bool = False, narrow: bool = False, load: float = 1.0,
     capability: tuple[int, int] = (9, 0), capacity: int = 0, fast_memory: bool = False,
 ) -> TileConfig:  # fmt: skip
-    """Tiles of the kernel, measured on an H100, those for fast memory on an H200 (README.md).
+    """Tiles of the kernel, measured on an H100, those for fast memory on an H200 (docs/notes/decode.md).
 
     rows is the number of packed query rows of one KV head; narrow: the cache has one byte an element; load is
     the number of items a processor; capacity: keys of a sequence.

@@ -11,7 +11,7 @@ The pieces of an item take its tiles in turn: piece p of P reads tiles p, p + P,
 the order of items, then pieces. The grid follows from shapes alone, so that a CUDA graph stays right for any
 lengths; programs beyond the last piece end at once. Each program scans all lengths to find its piece, so a
 large batch is shared out in groups of sequences, each with programs of its own. (A line of equal shares that run across items, Stream-K's
-idea, a counter at which the last program merges, and programs that take several pieces were tried: README.md.)
+idea, a counter at which the last program merges, and programs that take several pieces were tried: docs/notes/decode.md.)
 """
 
 from __future__ import annotations
