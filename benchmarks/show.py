@@ -38,7 +38,10 @@ def add_commands(names) -> None:
     )
 
     command = _command(
-        names, "readme", "the generated tables of README.md and docs/performance.md, from the newest files", _readme
+        names,
+        "readme",
+        "the generated tables of README.md and docs/performance.md, from the newest files",
+        _readme,
     )
     command.add_argument("--check", action="store_true", help="only say whether it is up to date")
 

