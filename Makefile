@@ -22,7 +22,7 @@ DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn gen
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks soak sanitize mutants lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -33,7 +33,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint]'
+	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint,docs]'
 	touch $@
 
 demo: $(READY)  ## A real model writes text on two processes, its KV cache sharded over them.
@@ -92,6 +92,9 @@ $(KERNELS:%=bench-%): bench-%: $(TESTED)  ## A rung of the ladder in a real mode
 
 $(KERNELS:%=debug-%): debug-%: $(TESTED)  ## The same, interpreted, every call of one layer shown and checked.
 	$(PYTHON) -m benchmarks ladder --kernel $* --debug $(LADDER)
+
+docs: $(TESTED)  ## The documents and the API reference as pages, in build/site.
+	$(PYTHON) -m mkdocs build --strict -f docs/mkdocs.yml
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .
