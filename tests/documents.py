@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,12 +34,13 @@ def run_in_order(snippets: list[str], name: str) -> dict:
 
 
 def run_on_two_ranks(name: str, script: str, folder: Path) -> str:
-    """Runs a script with torchrun on two ranks; its output."""
+    """Runs a script with torchrun on two CPU ranks; its output."""
     (folder / name).write_text(script, encoding="utf-8")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     done = subprocess.run(
         [sys.executable, *torchrun, str(folder / name)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -29,7 +29,9 @@ def test_the_script_runs_on_two_ranks(tmp_path) -> None:
     _, scripts = python_blocks(README)
     assert list(scripts) == ["sharded_decode.py"]
     out = run_on_two_ranks("sharded_decode.py", scripts["sharded_decode.py"], tmp_path)
-    assert sorted(out.split("\n"))[1:] == [f"rank {x}: (2, 32, 1, 128)" for x in range(2)]
+    # Ranks write text and newline apart (torchrun's children are unbuffered), so lines may mix.
+    for rank in range(2):
+        assert out.count(f"rank {rank}: (2, 32, 1, 128)") == 1
 
 
 def _generate() -> list[str]:
