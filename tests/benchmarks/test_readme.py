@@ -47,8 +47,11 @@ def test_the_plot_is_of_the_newest_decode_run() -> None:
     )
     plot = RESULTS_DIR / "decode.svg"
     assert f"benchmarks/results/{plot.name}" in README.read_text(encoding="utf-8")
+    meta = Results.load(newest).meta
     command = f"run python -m benchmarks plot {newest} -o {plot}"
-    assert str(Results.load(newest).meta["date"]) in plot.read_text(encoding="utf-8"), command
+    assert str(meta["date"]) in plot.read_text(encoding="utf-8"), command
+    caption = f"commit {meta['commit']}, {meta['date'][:10]}"
+    assert caption in README.read_text(encoding="utf-8")
 
 
 def test_newest_file_of_each_benchmark_and_machine(tmp_path) -> None:
