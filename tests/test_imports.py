@@ -101,6 +101,22 @@ def test_import_is_light() -> None:
     assert run(code) == "[]"
 
 
+@pytest.mark.parametrize("name", ["compile_backend", "dist", "dropins", "engine", "models"])
+def test_subpackages_are_attributes(name: str) -> None:
+    code = (
+        "import sys, torch_fdattn as t;"
+        f"print({name!r} in dir(t), {name!r} in t.__all__, t.{name} is sys.modules['torch_fdattn.{name}'])"
+    )
+    assert run(code) == "True True True"
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    import torch_fdattn
+
+    with pytest.raises(AttributeError, match="'torch_fdattn' has no attribute 'no_such'"):
+        torch_fdattn.no_such  # noqa: B018
+
+
 def test_import_takes_under_300_ms_beyond_torch() -> None:
     code = (
         "import torch, time; start = time.process_time(); import torch_fdattn;"
