@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_fdattn import compile_backend, dist, dropins, ops
+from torch_fdattn import checkout, compile_backend, dist, dropins, ops
 from torch_fdattn.compile_backend import explain
 from torch_fdattn.functional import (
     append_kv,
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 dropins.register_flash_impl()
+checkout.announce()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
 """`torch.compile(model, backend="fdattn")`: attention becomes ours wherever it is provably the same function.
 
-    fdattn    the backend, which torch finds by the entry point `torch_dynamo_backends`
+    fdattn    the backend, which torch finds by the entry point `torch_dynamo_backends`: of an installation, or
+              after `import torch_fdattn` (`torch_fdattn.checkout`). `backend=torch_fdattn.compile_backend.fdattn`
+              works anywhere
     explain   what the backend does to a function's attention, site by site
 
 Importing this loads nothing of torch.compile: that happens at the first compilation.
