@@ -79,6 +79,11 @@ WRONG = {
     "kv_stride below kv_block": (lambda: attention(q(), k(), k(), kv_block=4, kv_stride=2), ValueError, "got kv_block=4, kv_stride=2"),
     "negative kv_block": (lambda: attention(q(), k(), k(), kv_block=-4, kv_stride=-2), ValueError, "got kv_block=-4, kv_stride=-2"),
     "striped mask without q_start": (lambda: attention(q(), k(), k(), causal=True, kv_block=4, kv_stride=8), ValueError, "q_start must be given when kv_block is and the mask depends on positions"),
+    # masks
+    "padding mask": (lambda: attention(q(), k(), k(), attn_mask=torch.ones(2, 9).bool()), ValueError, "attn_mask must be broadcastable to (2, 4, 5, 9) (batch, heads, queries, keys), got shape (2, 9); a mask (batch, keys) is given as attn_mask[:, None, None]"),
+    "padding mask of decode": (lambda: decode(q(), k(), k(), attn_mask=torch.ones(2, 9).bool()), ValueError, "got shape (2, 9); a mask (batch, keys) is given as attn_mask[:, None, None]"),
+    "a tokenizer's padding mask": (lambda: attention(q(), k(), k(), attn_mask=torch.ones(2, 9).long()), TypeError, "got torch.int64; a mask (batch, keys) is given as attn_mask.bool()[:, None, None]"),
+    "mask without heads": (lambda: attention(q(), k(), k(), attn_mask=torch.ones(2, 5, 9)), ValueError, "got shape (2, 5, 9); a mask (batch, queries, keys) is given as attn_mask[:, None]"),
     # options
     "window below -1": (lambda: attention(q(), k(), k(), window=(-2, 3)), ValueError, "window must be (left, right) with each at least 0, or -1 for unbounded, got (-2, 3)"),
     "window of one number": (lambda: attention(q(), k(), k(), window=4), TypeError, "window must be two ints (left, right) or None, got 4"),
@@ -271,6 +276,17 @@ def test_check_mode_names_bad_lengths(lens):
     assert done.returncode != 0
     low, high = sorted(int(n) for n in lens.split(","))
     assert f"ValueError: kv_lens must lie in [0, 9], got values from {low} to {high}" in done.stderr
+
+
+def test_the_remedy_for_a_padding_mask_works():
+    """And a mask of another size, or one that fits, is given no hint."""
+    valid = torch.ones(2, 9).bool()
+    valid[1, 4:] = False
+    queries, keys = q(), k()
+    found = attention(queries, keys, keys, attn_mask=valid[:, None, None])[0]
+    torch.testing.assert_close(found, attention(queries, keys, keys, int32(9, 4))[0])
+    with pytest.raises(ValueError, match=r"got shape \(2, 8\)$"):
+        attention(queries, keys, keys, attn_mask=torch.ones(2, 8).bool())
 
 
 def test_there_are_enough_wrong_calls():

@@ -154,7 +154,7 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, full: tuple[int | None,
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         raise TypeError(
             "attn_mask must be boolean, or bfloat16, float16, float32 (or float64 on CPU), "
-            f"got {attn_mask.dtype}"
+            f"got {attn_mask.dtype}{_padding_hint(attn_mask, full)}"
         )
     if attn_mask.dtype == torch.float64 and q.is_cuda:
         raise TypeError("attn_mask must not be float64 on CUDA, got torch.float64")
@@ -168,9 +168,22 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, full: tuple[int | None,
         sizes = ", ".join("any" if size is None else str(size) for size in full)
         raise ValueError(
             f"attn_mask must be broadcastable to ({sizes}) (batch, heads, queries, keys), "
-            f"got shape {_shape(attn_mask)}"
+            f"got shape {_shape(attn_mask)}{_padding_hint(attn_mask, full)}"
         )
     expect_device("attn_mask", attn_mask, q.device, "q")
+
+
+def _padding_hint(attn_mask: Tensor, full: tuple[int | None, ...]) -> str:
+    """What turns a mask (batch, keys) or (batch, queries, keys), as tokenizers and models have them, into ours."""
+    cast = "" if attn_mask.dtype == torch.bool or attn_mask.is_floating_point() else ".bool()"
+    for shape, index in (
+        ((full[0], full[3]), "[:, None, None]"),
+        ((full[0], *full[2:]), "[:, None]"),
+    ):
+        if None not in shape and tuple(attn_mask.shape) == shape:
+            names = "(batch, keys)" if len(shape) == 2 else "(batch, queries, keys)"
+            return f"; a mask {names} is given as attn_mask{cast}{index}"
+    return ""
 
 
 def check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:
