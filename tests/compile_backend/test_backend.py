@@ -117,13 +117,22 @@ def test_require_all():
     [
         ({"lower": "tvm"}, r"options\[\"lower\"\] must be one of .*, got 'tvm'"),
         ({"dryrun": 1}, r"options\[\"dryrun\"\] must be a bool, got 1"),
-        ({"no_such": 1}, "Unexpected optimization option no_such"),
+        ({"no_such": 1}, r"of backend=\"fdattn\" \(dryrun, require_all, lower, context_parallel, tensor_parallel\)"
+                         r" or of Inductor \(torch._inductor.list_options\(\) lists them\), got 'no_such'\.\n"),
+        ({"require-al": True}, "got 'require-al'. Did you mean 'require_all'?"),
+        ({"lower": "eager", "no_such": 1}, "got 'no_such'"),
         ({"lower": "eager", "max_fusion_size": 1}, 'must be "inductor" where mode or Inductor\'s'),
     ],
-)
+)  # fmt: skip
 def test_bad_options(options, text):
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text) as raised:
         torch.compile(layer, backend=fdattn, options=options)(*inputs())
+    assert len(str(raised.value)) < 1000
+
+
+def test_inductors_options_may_be_spelt_with_hyphens():
+    options = {"max-fusion-size": 1, "triton.cudagraphs": False}
+    agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24))
 
 
 def test_dynamic_lengths_do_not_recompile():

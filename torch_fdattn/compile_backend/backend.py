@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
 import torch
+import torch._inductor
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
@@ -54,7 +56,22 @@ def _split(options: dict | None) -> tuple[dict, dict]:
         raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own["lower"]!r}')
     own["context_parallel"] = parse(own["context_parallel"])
     own[passes.OPTION] = passes.parse(own[passes.OPTION])
+    _check_known(others)
     return own, others
+
+
+def _check_known(others: dict) -> None:
+    """Before Inductor does, whose own error lists all of its options and none of ours."""
+    known = {*_OWN, *torch._inductor.list_options()}
+    for name in others:
+        if name in known or name.replace("-", "_") in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f'options must be of backend="fdattn" ({", ".join(_OWN)}) or of Inductor '
+            f"(torch._inductor.list_options() lists them), got {name!r}.{hint}"
+        )
 
 
 def _lower(gm: GraphModule, inputs: list, own: dict, mode: str | None, others: dict) -> Any:
