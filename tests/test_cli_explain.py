@@ -34,6 +34,18 @@ def all_ours():
 def none():
     return torch.sin, (torch.ones(3),)
 
+def ours():
+    import torch_fdattn
+
+    return torch_fdattn.attention, qkv()
+
+class Layer(torch.nn.Module):
+    def __init__(self, width, heads=2):
+        super().__init__()
+
+def defaults(scale=0.5, *more, **others):
+    return fn, qkv(), {"scale": scale}
+
 def wrong():
     return fn
 
@@ -41,6 +53,7 @@ def wronger():
     return fn, 3
 
 number = 3
+model = torch.nn.Linear(2, 2)
 """
 HELPER = """\
 import torch
@@ -95,6 +108,20 @@ def test_a_function_without_attention(folder):
     )  # fmt: skip
 
 
+def test_a_function_that_calls_our_ops_already(folder):
+    result = invoke("explain", "case:ours")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "0 of 0 attention sites rewritten, in 1 graph; it calls ops of torch_fdattn itself, which stay: "
+        "1 of fdattn.attention\n",
+    )
+
+
+def test_arguments_with_defaults_are_none(folder):
+    result = invoke("explain", "case.py:defaults")
+    assert result.stdout == MIXED, result.output
+
+
 def test_a_file_elsewhere(folder, monkeypatch, tmp_path_factory):
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     result = invoke("explain", f"{folder}/case.py:all_ours")
@@ -111,6 +138,20 @@ def test_a_file_elsewhere(folder, monkeypatch, tmp_path_factory):
         ("no.such.module:make", "no.such.module: no such module"),
         ("case.py:nothing", "case.py:nothing must be a function, got nothing"),
         ("case.py:number", "case.py:number must be a function, got int"),
+        (
+            "case.py:fn",
+            r"case.py:fn must be a function without arguments that returns \(function or module, example arguments\), "
+            r"got one that takes q, k, v: add `def case\(\): return fn, \(q, k, v,\)` to case.py, with values for "
+            "q, k, v, and explain case.py:case",
+        ),
+        (
+            "case.py:Layer",
+            r"case.py:Layer must be .* got one that takes width: add .* return Layer\(width\), \(tensors,\)`",
+        ),
+        (
+            "case.py:model",
+            r"case.py:model must be .* got one that takes input: add .* return model, \(input,\)`",
+        ),
         ("case.py:wrong", r"must return \(function, arguments\) or .*, got function"),
         ("case.py:wronger", r"must return .*, got \('function', 'int'\)"),
     ],

@@ -74,6 +74,24 @@ def test_a_function_without_attention():
     assert str(report) == "0 of 0 attention sites rewritten, in 1 graph"
 
 
+def test_calls_of_our_own_ops_are_counted():
+    """A model that was moved to our ops is not told that it has no attention."""
+
+    def fn(q, k, v):
+        out, _ = torch_fdattn.attention(q, k, v, causal=True)
+        torch._dynamo.graph_break()
+        out, lse = torch.ops.fdattn.attention.default(out, k, v)
+        out = sdpa(out, k, v)
+        return torch_fdattn.merge_states(out[None], lse[None])
+
+    report = torch_fdattn.explain(fn)(*qkv())
+    assert report.own == {"attention": 2, "merge_states": 1}  # what SDPA became is none
+    assert str(report).splitlines()[0] == (
+        "1 of 1 attention sites rewritten, in 2 graphs; it calls ops of torch_fdattn itself, which stay: "
+        "2 of fdattn.attention, 1 of fdattn.merge_states"
+    )
+
+
 def test_every_reason_in_the_sources_is_listed():
     """A code that the table lacks would be a KeyError where it is raised without a detail."""
     root = Path(torch_fdattn.__file__).parent / "compile_backend"

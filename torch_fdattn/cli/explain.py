@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.compile_backend.report import Report, Site
@@ -24,6 +27,14 @@ def load_case(target: str) -> tuple[Callable, tuple, dict[str, Any]]:
     if not callable(make):
         what = "nothing" if make is None else type(make).__name__
         raise UsageError(f"{target} must be a function, got {what}")
+    if needed := _needed(make):
+        given = ", ".join(needed)
+        case = f"{name}({given}), (tensors,)" if inspect.isclass(make) else f"{name}, ({given},)"
+        raise UsageError(
+            f"{target} must be a function without arguments that returns (function or module, example arguments), got "
+            f"one that takes {given}: add `def case(): return {case}` to {source}, with values for {given}, and "
+            f"explain {source}:case"
+        )
     found = make()
     if isinstance(found, tuple) and len(found) in (2, 3):
         fn, args, *rest = found
@@ -36,6 +47,17 @@ def load_case(target: str) -> tuple[Callable, tuple, dict[str, Any]]:
     raise UsageError(
         f"{target} must return (function, arguments) or (function, arguments, keywords), got {shown}"
     )
+
+
+def _needed(make: Callable) -> list[str]:
+    """The names of the arguments that it cannot be called without."""
+    try:
+        function = make.forward if isinstance(make, torch.nn.Module) else make
+        given = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have none
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [x.name for x in given if x.default is x.empty and x.kind not in optional]
 
 
 def _module(source: str) -> object:
@@ -75,4 +97,4 @@ def table(report: Report) -> str:
         for row in rows:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, str(report).partition("\n")[0]])
+    return "\n".join([*lines, report.head])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -109,6 +110,8 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     graphs: int = 1
     matmuls: list[Site] = field(default_factory=list)  #: beside collectives
+    #: calls of our own ops that the model made itself, and which stay: how many of each
+    own: Counter[str] = field(default_factory=Counter)
 
     @property
     def rewritten(self) -> list[Site]:
@@ -129,12 +132,22 @@ class Report:
     def __len__(self) -> int:
         return len(self.sites)
 
-    def __str__(self) -> str:
-        head = (
+    @property
+    def head(self) -> str:
+        """One line that counts the sites, and the calls of our own ops where there are some."""
+        own = ""
+        if self.own:
+            calls = ", ".join(
+                f"{count} of fdattn.{name}" for name, count in sorted(self.own.items())
+            )
+            own = f"; it calls ops of torch_fdattn itself, which stay: {calls}"
+        return (
             f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, "
-            f"in {self.graphs} graph{'s' * (self.graphs != 1)}"
+            f"in {self.graphs} graph{'s' * (self.graphs != 1)}{own}"
         )
-        lines = [head, *(f"  {site}" for site in self.sites)]
+
+    def __str__(self) -> str:
+        lines = [self.head, *(f"  {site}" for site in self.sites)]
         if self.matmuls:
             done = sum(site.op is not None for site in self.matmuls)
             lines.append(f"{done} of {len(self.matmuls)} collectives with matmuls rewritten")
@@ -148,6 +161,7 @@ def joined(reports: Iterable[Report]) -> Report:
         [site for report in reports for site in report],
         sum(report.graphs for report in reports),
         [site for report in reports for site in report.matmuls],
+        sum((report.own for report in reports), Counter()),
     )
 
 

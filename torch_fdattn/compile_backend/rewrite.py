@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch._functorch import predispatch as vmap
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from torch_fdattn.compile_backend import context_parallel, handwritten, opaque, sdpa
@@ -29,8 +32,18 @@ def rewrite(
     report = Report()
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
+            report.own.update(_own_calls(module, context))
             report.sites += _rewrite_one(module, name, dryrun, context)
     return report
+
+
+def _own_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str]:
+    """The names of our ops that a graph calls before anything is rewritten; those that become sites are none."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+            namespace, name = str(node.target).split(".")[:2]
+            if namespace == "fdattn" and (context is None or not OwnCall.matches(node)):
+                yield name
 
 
 def _rewrite_one(
