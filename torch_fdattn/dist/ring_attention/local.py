@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.ring_attention.plan import Call
 from torch_fdattn.dist.sequence_shards import SequenceShards
@@ -30,6 +32,11 @@ class Problem(NamedTuple):
     @property
     def world_size(self) -> int:
         return self.shards.world_size
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group itself, for collectives of torch.distributed; code that is traced takes the name."""
+        return distributed_c10d._resolve_process_group(self.group_name)
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
