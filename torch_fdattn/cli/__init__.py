@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of the commands too
 )
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
 

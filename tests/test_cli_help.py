@@ -1,0 +1,57 @@
+"""`-h` and `--help` of every command line, and how soon they answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+
+from tests.test_cli import invoke
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "doctor"])
+def test_h_is_help(command):
+    words = command.split()
+    short, long = invoke(*words, "-h"), invoke(*words, "--help")
+    assert short.exit_code == 0, short.output
+    assert short.stdout == long.stdout
+    assert re.search(r"(?<!-)-h\b", short.stdout)
+
+
+@pytest.mark.parametrize("module", ["torch_fdattn", "benchmarks"])
+def test_h_is_help_of_modules(module):
+    found = run("-m", module, "-h")
+    assert found == run("-m", module, "--help")
+    assert re.search(r"(?<!-)-h\b", found)
+
+
+def test_help_takes_under_half_a_second_beyond_the_import():
+    code = (
+        "import torch_fdattn, sys, time; start = time.process_time()\n"
+        "sys.argv = ['fdattn', '--help']\n"
+        "from torch_fdattn.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print(time.process_time() - start)"
+    )
+    # Processor time: what else runs on the machine is no concern of the command's.
+    seconds = statistics.median(float(run("-c", code).split()[-1]) for _ in range(3))
+    assert seconds < 0.5
