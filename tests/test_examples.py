@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+#: One process in some thirty of torch 2.13 aborts so behind its last line, in the teardown of its gloo threads.
+TEARDOWN = "terminate called without an active exception"
 SECONDS = 240  # of the slowest on a busy machine; alone they take 5 to 20
 
 needs_transformers = pytest.mark.skipif(
@@ -34,9 +36,12 @@ def run(script: str, *arguments: str, ranks: int = 0) -> list[str]:
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *(launcher if ranks else ()), f"examples/{script}", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+        if not (done.returncode and TEARDOWN in done.stderr):
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torch_fdattn" not in done.stderr
     assert "Traceback" not in done.stderr
