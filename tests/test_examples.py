@@ -15,8 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-#: One process in some thirty of torch 2.13 aborts so behind its last line, in the teardown of its gloo threads.
-TEARDOWN = "terminate called without an active exception"
+#: Now and then a process of torch 2.13 aborts behind its last line, in the teardown of its gloo threads; torchrun's
+#: report then says this.
+TEARDOWN = "(SIGABRT)"
 SECONDS = 240  # of the slowest on a busy machine; alone they take 5 to 20
 
 needs_transformers = pytest.mark.skipif(
@@ -36,7 +37,7 @@ def run(script: str, *arguments: str, ranks: int = 0) -> list[str]:
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *(launcher if ranks else ()), f"examples/{script}", *arguments]
-    for _ in range(2):
+    for _ in range(3):
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
