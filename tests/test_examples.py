@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-#: Now and then a process of torch 2.13 aborts behind its last line, in the teardown of its gloo threads; torchrun's
+#: Seen rarely with torch 2.13 and gloo: a process aborts behind its last line, cause not known (gloo's threads?). torchrun's
 #: report then says this.
 TEARDOWN = "(SIGABRT)"
 SECONDS = 240  # of the slowest on a busy machine; alone they take 5 to 20
