@@ -683,16 +683,19 @@ class GraphModule(torch.nn.Module):
         l_q_ = L_q_
         l_mask_ = L_mask_
         l_v_ = L_v_
-        eq: "b8[2, 1, 8, 8]" = l_mask_ == -inf
-        clamp: "f32[2, 1, 8, 8]" = l_mask_.clamp(-1e+38)
-        where: "f32[2, 1, 8, 8]" = torch.where(eq, l_mask_, clamp);  eq = l_mask_ = clamp = None
-        attention_default = torch.ops.fdattn.attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 0.25, attn_mask = where);  l_q_ = l_k_ = l_v_ = where = None
+        amax: "f32[2, 1, 8, 1]" = l_mask_.amax(-1, keepdim = True)
+        eq: "b8[2, 1, 8, 1]" = amax == -inf
+        masked_fill: "f32[2, 1, 8, 1]" = amax.masked_fill(eq, 0.0);  eq = None
+        sub: "f32[2, 1, 8, 8]" = l_mask_ - masked_fill;  l_mask_ = masked_fill = None
+        le: "b8[2, 1, 8, 1]" = amax <= -1e+16;  amax = None
+        masked_fill_1: "f32[2, 4, 8, 16]" = l_q_.masked_fill(le, 0.0);  l_q_ = le = None
+        attention_default = torch.ops.fdattn.attention.default(masked_fill_1, l_k_, l_v_, None, None, causal = False, scale = 0.25, attn_mask = sub);  masked_fill_1 = l_k_ = l_v_ = sub = None
         getitem: "f32[2, 4, 8, 16]" = attention_default[0]
         getitem_1: "f32[2, 4, 8]" = attention_default[1];  attention_default = None
         eq_1: "b8[2, 4, 8]" = getitem_1 == -inf;  getitem_1 = None
         unsqueeze: "b8[2, 4, 8, 1]" = eq_1.unsqueeze(-1);  eq_1 = None
-        masked_fill: "f32[2, 4, 8, 16]" = getitem.masked_fill(unsqueeze, nan);  getitem = unsqueeze = None
-        return (masked_fill,)""",
+        masked_fill_2: "f32[2, 4, 8, 16]" = getitem.masked_fill(unsqueeze, nan);  getitem = unsqueeze = None
+        return (masked_fill_2,)""",
     )
 
 

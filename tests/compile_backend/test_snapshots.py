@@ -127,7 +127,7 @@ keys alone: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale
 two additions: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale = 1.0, alibi_slopes = select)
 filled afterwards: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale = 1.0, alibi_slopes = select)""",
     )
-    bias = torch.randn(1, 4, 8, 8, requires_grad=True)
+    bias = torch.nn.Parameter(torch.randn(1, 4, 8, 8))
     assert_expected_inline(
         snapshot(BIASES, *qkv(), bias),
         """\

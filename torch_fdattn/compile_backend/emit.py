@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 
 import torch
@@ -11,6 +10,7 @@ from torch.fx import Node
 
 from torch_fdattn.compile_backend.adder import Adder
 from torch_fdattn.compile_backend.attention import Attention, Plan
+from torch_fdattn.compile_backend.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.mutations import written_between
@@ -56,7 +56,7 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
         if plan.structure.chunk:
             out = unpacked(add, out, whole)
         if found.mask.empty != "zero" and not known(found.k.size(S) == 0):
-            out = _with_empty_rows(add, found, pair, out, (queries, keys, v))
+            out = with_empty_rows(add, found, given, pair, out, (queries, keys, v))
         out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
         if value(found.result).requires_grad and _is_written(found.result):
@@ -131,50 +131,6 @@ def _with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node
     with add.mode:
         yields = tuple(value(x)[0].contiguous() for x in parts)
     return add.new(torch.ops.fdattn.merge_states.default, tuple(parts), yields=yields)
-
-
-def _with_empty_rows(
-    add: Adder, found: Attention, pair: Node, out: Node, qkv: tuple[Node, Node, Node]
-) -> Node:
-    """The output where queries that saw no key get what the original gave them."""
-    empty, wanted = found.mask.empty, value(found.result).requires_grad
-    hidden = add.call(operator.eq, add.call(operator.getitem, pair, 1), -math.inf)
-    hidden = add.call("unsqueeze", hidden, -1)
-    if empty == "nan" and not wanted:
-        return add.call("masked_fill", out, hidden, math.nan)
-    mean = _mean_of_values(add, found, *qkv)
-    if empty == "mean":
-        return add.call(torch.where, hidden, mean, out)
-    # NaN for the gradients too: of no row that sees a key, since 0 · mean has none.
-    zeros = add.call(torch.zeros_like, add.call("detach", mean))
-    factor = add.call(torch.where, hidden, math.nan, zeros)
-    return add.call(operator.add, out, add.call(operator.mul, factor, mean))
-
-
-def _mean_of_values(add: Adder, found: Attention, q: Node, k: Node, v: Node) -> Node:
-    """Of all keys; where gradients reach their scores, with those of equal weights, and no value, of q and k.
-
-    With weights of 1 / N: out = mean + Σ (s - s₀) (v - mean) / N, which is mean + (q - q₀) · C, C = scale · kᵀ (v - mean) / N.
-    """
-    call, heads, kv_heads = add.call, value(q).shape[1], value(v).shape[1]
-
-    def repeated(x: Node) -> Node:
-        if known(kv_heads == 1) or known(heads == kv_heads):
-            return x
-        if not isinstance(heads, int) or not isinstance(kv_heads, int):
-            raise Left("heads", f"a mean of {kv_heads} heads of v for {heads} of q")
-        return call("repeat_interleave", x, heads // kv_heads, 1)
-
-    mean = call("mean", v, 2, keepdim=True)
-    if not found.mask.flows:
-        return repeated(mean)
-    scale = found.scale if found.scale is not None else found.q.size(D) ** -0.5
-    count = found.k.size(S)
-    count = count if isinstance(count, int) else call("size", k, 2)
-    centred = call(operator.sub, call("detach", v), call("detach", mean))
-    centred = call(operator.mul, call(operator.truediv, centred, count), scale)
-    moved = call(torch.matmul, q, repeated(call(torch.matmul, call("transpose", k, 2, 3), centred)))
-    return call(operator.add, repeated(mean), call(operator.sub, moved, call("detach", moved)))
 
 
 def _ordered(add: Adder, operand: Operand, dtype: torch.dtype) -> Node:

@@ -22,9 +22,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_fdattn.compile_backend.mask_expressions import Lookup, Monomial, Poly, Select, number
-from torch_fdattn.compile_backend.mask_terms import Kept, KeptWhole, Levels, Read, Recovered
+from torch_fdattn.compile_backend.mask_terms import (
+    Kept,
+    KeptWhole,
+    Levels,
+    MaskTerm,
+    Nans,
+    Read,
+    Recovered,
+)
 from torch_fdattn.compile_backend.nodes import value
 from torch_fdattn.compile_backend.operands import D
+from torch_fdattn.compile_backend.parameters import is_learned
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.ops.scores import MASK_LIMIT
 
@@ -47,9 +56,9 @@ def hides(fill: float, dtype: torch.dtype) -> bool:
 
 
 def constants(entry: Poly) -> list[float]:
-    """The constants that an entry is one of; [-inf, least] where it may be anything."""
+    """The constants that an entry is one of; -inf and several below our ops' limit where it may be anything."""
     found = _constants(entry)
-    return [-math.inf, -2 * MASK_LIMIT] if found is None else found
+    return [-math.inf, -3 * MASK_LIMIT, -2 * MASK_LIMIT] if found is None else found
 
 
 def _constants(entry: Poly) -> list[float] | None:
@@ -66,7 +75,7 @@ def _constants(entry: Poly) -> list[float] | None:
 def lowest(entry: Poly) -> float:
     """The lowest finite number that an additive mask may hold; -inf where it may be any.
 
-    Nobody expects a learned bias to hold numbers that hide: it would have learned them.
+    Of what parameters alone make no number that hides is expected: they would have learned it.
     """
     return _bounds(entry)[0]
 
@@ -86,8 +95,8 @@ def _bounds_of(monomial: Monomial) -> tuple[float, float]:
     if not monomial:
         return 1.0, 1.0
     atoms = [atom for atom, _ in monomial]
-    given = [value(x.node) for x in atoms if isinstance(x, Lookup)]
-    if any(x.is_floating_point() and not x.requires_grad for x in given):
+    given = [x.node for x in atoms if isinstance(x, Lookup)]
+    if any(value(x).is_floating_point() and not is_learned(x) for x in given):
         return -math.inf, math.inf
     if len(monomial) == 1 and isinstance(atoms[0], Select) and (atoms[0], 1) in monomial:
         ends = [
@@ -98,7 +107,7 @@ def _bounds_of(monomial: Monomial) -> tuple[float, float]:
         return min((x for x, _ in ends), default=0.0), max((x for _, x in ends), default=0.0)
     if any(isinstance(x, Select) for x in atoms):
         return -math.inf, math.inf
-    if given and all(x.requires_grad for x in given) and len(atoms) == 1:
+    if given and all(map(is_learned, given)):
         return 0.0, 0.0
     # Products of indices are no numbers that swallow scores, nor are those that the call counts by.
     return SWALLOWS / 2, -SWALLOWS / 2
@@ -133,6 +142,7 @@ class HiddenRows:
             if found.levels:  # beside which no number is too low
                 found.kept = [replace(x, limited=False) for x in found.kept]
         found.flows = self.wanted and by_sums
+        found.nans = self._nans(reads)
 
     def all_kept(self, reads: Sequence[Read], reason: str) -> Recovered:
         """All masks as tensors."""
@@ -162,7 +172,20 @@ class HiddenRows:
             or sum(read.hides for read in reads) > 1  # least + least is -inf
         ):
             found.empty = "nan"
+        found.nans = self._nans(reads)
         return found
+
+    def _nans(self, reads: Sequence[Read]) -> Nans:
+        if not self.wanted:
+            return Nans()
+        fills = {i: Kept(x.term) for i, x in enumerate(reads) if not x.term.is_added and x.fills}
+        learned = [
+            (Kept(read.term), tuple(fill for j, fill in fills.items() if j > i))
+            for i, read in enumerate(reads)
+            if read.learned
+        ]
+        sums = any(read.term.is_added and read.hides for read in reads)
+        return Nans(tuple(fills.values()) if sums else (), tuple(learned))
 
     def _levels(
         self, reads: Sequence[Read], kept: Sequence[Read], several: bool = False
@@ -172,24 +195,36 @@ class HiddenRows:
         several: whether fills are of more than one number, or beside what is added.
         """
         floor = min((read.floor for read in kept), default=0.0)
-        if self.sinks or not (several or (self.wanted and floor < HARMLESS)):
+        needed = several or (self.wanted and floor < HARMLESS) or _are_blurred(kept)
+        if self.sinks or not needed:
             return None
         filled = {x for read in reads if not read.term.is_added for x in read.fills}
         finite = [x for x in filled if math.isfinite(x)]
-        given = any(read.floor <= SWALLOWS and not read.learned for read in kept)
+        given = any(read.floor <= SWALLOWS for read in kept)
         # No gradient flows to scores that were filled, and one does to those to which a number is added: two
-        # attentions, where one row may be hidden by both. (Of a learned bias no number is expected that hides.)
+        # attentions, where one row may be hidden by both.
         apart = self.wanted and bool(finite) and given
         limit = max([SWALLOWS] * (floor <= SWALLOWS) + [0.99 * x for x in finite], default=None)
         limit = SWALLOWS if apart else limit
-        terms = []
-        for read in reads:
-            if read.term.is_added:
-                terms.append(Kept(read.term))
-            elif read.fills:
-                (fill,) = read.fills
-                terms.append(Kept(read.term, fill=fill))
-        return Levels(tuple(terms), limit, self.wanted and (apart or not finite), apart)
+        terms = [read.term for read in reads if read.term.is_added or read.fills]
+        return Levels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
+
+
+def _in_order(terms: Sequence[MaskTerm]) -> tuple[Kept, ...]:
+    """Masks as they are written, each before what multiplies the scores behind it: sums may be -inf before."""
+    found = []
+    for term, after in zip(terms, [*(abs(x.factor) for x in terms[1:]), 1.0], strict=True):
+        factor = abs(term.factor)
+        plain = replace(term, factor=term.factor / factor)
+        found.append(Kept(plain, fill=term.rounded(term.fill), scale=factor / after))
+    return tuple(found)
+
+
+def _are_blurred(kept: Sequence[Read]) -> bool:
+    """Whether different sums of masks may be -inf to our ops, or are -inf in eager before they are scaled."""
+    far = [read for read in kept if read.floor <= SWALLOWS]
+    lowest_sum = sum(read.floor / min(1.0, abs(read.term.factor)) for read in far)
+    return lowest_sum < -MASK_LIMIT and not (len(far) == 1 and far[0].one_level)
 
 
 def check(found: Attention) -> None:

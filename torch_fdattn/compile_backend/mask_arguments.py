@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch._functorch.predispatch import _vmap_decrement_nesting
@@ -109,7 +109,11 @@ class MaskArguments:
         if self.found.mask.levels is None:
             return mask
         found = self._below_highest(mask)
-        return self._among(found, self._filled(), False) if self.levels.fills_apart else found
+        return (
+            self._among(found, self.filled(self.levels.fills), False)
+            if self.levels.fills_apart
+            else found
+        )
 
     @property
     def levels(self) -> Levels:
@@ -118,18 +122,20 @@ class MaskArguments:
     def of_fills(self) -> Node:
         """The mask of the attention to keys that fills hide, beside that to all others."""
         mask = self._below_highest(self._together(self.levels.terms))
-        return self._among(mask, self._filled(), True)
+        return self._among(mask, self.filled(self.levels.fills), True)
 
     def _below_highest(self, mask: Node) -> Node:
-        highest = self._highest()
+        highest = self._highest
         # What nothing hides below: where -inf hides all it stays.
         base = self.add.call("masked_fill", highest, self._is_infinite(highest), 0.0)
         return self.add.call(operator.sub, self._wide(mask), base)
 
-    def _filled(self) -> Node:
+    def of(self, kept: Kept) -> Node:
+        return self._four_dims(self._of_term(kept), kept)
+
+    def filled(self, fills: Iterable[Kept]) -> Node:
         """Whether a fill hides a key."""
-        nodes = [self._four_dims(self._of_term(kept), kept) for kept in self.levels.terms]
-        seen = [node for node in nodes if value(node).dtype == torch.bool]
+        seen = [self.of(kept) for kept in fills]
         both = reduce(lambda a, b: self.add.call(operator.and_, a, b), seen)
         return self.add.call(torch.logical_not, both)
 
@@ -144,14 +150,16 @@ class MaskArguments:
         """Masks in the order in which they are written, over scores of zero; boolean if none holds a number."""
         found: Node | None = None
         for kept in terms:
-            found = self._over(found, self._four_dims(self._of_term(kept), kept), kept)
+            found = self._over(found, self.of(kept), kept)
+            if kept.scale != 1 and value(found).dtype != torch.bool:
+                found = self.add.call(operator.mul, found, kept.scale)
         return found
 
     def _over(self, found: Node | None, node: Node, kept: Kept) -> Node:
         join, is_number = self.add.call, found is not None and value(found).dtype != torch.bool
         if value(node).dtype != torch.bool:
             if found is None or is_number:
-                return node if found is None else join(operator.add, found, node)
+                return node if found is None else join(operator.add, found, self._wide(node, kept))
             return join("masked_fill", node, join(torch.logical_not, found), -math.inf)
         if not is_number and math.isinf(kept.fill):
             return node if found is None else join(operator.and_, found, node)
@@ -162,14 +170,17 @@ class MaskArguments:
             found = join(torch.where, found, zeros, -math.inf)
         return join("masked_fill", found, join(torch.logical_not, node), kept.fill)
 
+    @cached_property
     def _highest(self) -> Node:
         """Of each row of all masks, also of those that are structure: (…, 1)."""
         made = self._wide(self._together(self.levels.terms))
         made = self.add.call("amax", made, -1, keepdim=True)
         return self.add.call("detach", made) if value(made).requires_grad else made
 
-    def _wide(self, node: Node) -> Node:
-        wanted = torch.promote_types(value(node).dtype, torch.float32)
+    def _wide(self, node: Node, kept: Kept | None = None) -> Node:
+        """A mask in the dtype that it meets scores in, or at least in fp32."""
+        dtype = value(node).dtype
+        wanted = torch.promote_types(dtype, kept.term.dtype or dtype if kept else torch.float32)
         return node if value(node).dtype == wanted else self.add.call("to", node, wanted)
 
     def _is_infinite(self, highest: Node) -> Node:
@@ -184,7 +195,7 @@ class MaskArguments:
         levels, call = self.levels, self.add.call
         if levels is None or levels.limit is None:
             return q, k
-        highest = self._highest()
+        highest = self._highest
         rows = call(operator.le, highest, levels.limit)
         if not levels.flows:
             return call("masked_fill", q, rows, 0.0), k

@@ -46,6 +46,9 @@ class Kept:
     condition: Condition | None = None
     fill: float = -math.inf  #: what a boolean mask makes of its hidden entries
     limited: bool = False  #: whether the mask may hold finite numbers that our ops take for -inf
+    scale: float = (
+        1.0  #: by which the sum of all masks up to this one is multiplied, among `Levels`
+    )
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,18 @@ class Levels:
     def needs_copies(self) -> bool:
         return self.limit is not None and self.flows
 
+    @property
+    def fills(self) -> list[Kept]:
+        return [kept for kept in self.terms if not kept.term.is_added]
+
+
+@dataclass(frozen=True)
+class Nans:
+    """Which gradients are NaN beside an output that is: where -inf hides all keys of a query, and not all by fills."""
+
+    fills: tuple[Kept, ...] = ()  #: whose keys pass none to scores; empty: all do, or none
+    learned: tuple[tuple[Kept, tuple[Kept, ...]], ...] = ()  #: sums, each with the fills behind it
+
 
 @dataclass
 class Recovered:
@@ -74,6 +89,7 @@ class Recovered:
     empty: Empty = "zero"
     flows: bool = False  #: whether gradients reach the scores of a query that sees no key
     levels: Levels | None = None
+    nans: Nans = Nans()
     reason: str = ""  #: why something stays a tensor: a key of `report.MASK_REASONS`
     roots: dict[Poly, Node] = field(
         default_factory=dict
@@ -117,6 +133,7 @@ class Read:
     infinite: bool = False  #: whether an added mask may hold -inf
     summed: bool = False  #: whether an added mask is a sum of several that hide
     floor: float = 0.0  #: the lowest finite number that an added mask may hold
+    one_level: bool = False  #: whether it is the one number of its that swallows scores
     learned: bool = False  #: whether its gradient is wanted
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.constants import constant
-from torch_fdattn.compile_backend.hidden_rows import HiddenRows, constants, hides, lowest
+from torch_fdattn.compile_backend.hidden_rows import SWALLOWS, HiddenRows, constants, hides, lowest
 from torch_fdattn.compile_backend.mask_chunks import is_chunked
 from torch_fdattn.compile_backend.mask_entries import Entry, Reader, axis
 from torch_fdattn.compile_backend.mask_expressions import (
@@ -124,15 +124,19 @@ class Masks:
                     f"scores are hidden by {fill:g}, which does not hide them for certain",
                 )
             return Read(term, seen, frozenset({fill}), number(0)), makers
-        numbers = constants(entry)
+        added = entry * number(term.factor)
+        numbers = [term.rounded(x) for x in constants(added)]
         limited = fake.dtype != torch.float16 and any(-math.inf < x < -MASK_LIMIT for x in numbers)
+        floor = max(lowest(added), torch.finfo(fake.dtype).min * abs(term.factor))
         data = any(isinstance(x, Lookup) for x in atoms_of(entry))
         found = Read(
             term, reason="mask-data" if data else "mask-form", limited=limited,
-            infinite=-math.inf in numbers, floor=lowest(entry * number(term.factor)),
+            infinite=-math.inf in numbers, floor=floor,
+            one_level=len({x for x in numbers if -math.inf < x <= SWALLOWS}) == 1,
             learned=fake.requires_grad,
         )  # fmt: skip
-        parts = split(entry * number(term.factor), lambda fill: hides(fill, dtype))
+        # What a sum leaves of a score is a question of the dtype that it is made in.
+        parts = split(added, lambda fill: hides(fill, term.dtype or dtype))
         bias = parts.bias
         if sinks and bias.terms:
             return found, makers  # what is the same for all keys changes their sum with a sink

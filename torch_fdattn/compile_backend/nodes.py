@@ -24,22 +24,24 @@ _ALIASES = {
     "xor": "bitwise_xor", "inv": "bitwise_not", "invert": "bitwise_not", "negative": "neg",
     "concat": "cat", "floor_divide": "floordiv", "less": "lt", "less_equal": "le", "greater": "gt",
     "greater_equal": "ge", "not_equal": "ne",
+    "__matmul__": "matmul", "__rmatmul__": "rmatmul",
     "__eq__": "eq",  # as Dynamo of torch 2.11 writes a == b
 }  # fmt: skip
 _NAMES = (
-    "_log_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange", "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or",
-    "bitwise_xor", "bmm", "broadcast_to", "cat", "clone", "concat", "conv1d", "conv2d", "conv3d",
-    "cumsum", "diff", "div",
-    "divide", "dropout", "einsum", "embedding", "eq", "eye", "flatten", "floor_divide", "floordiv", "full", "full_like", "ge",
-    "getitem", "greater", "greater_equal",
-    "gt", "gumbel_softmax", "inner", "inv", "invert", "le", "less", "less_equal", "linear", "logical_and", "logical_not",
-    "logical_or", "logical_xor", "log_softmax", "lt",
-    "masked_fill", "matmul", "max", "mm", "mul", "multi_head_attention_forward",
-    "multiply", "mv", "ne", "neg", "negative", "not_equal", "ones", "ones_like",
-    "or_", "outer", "permute", "pow", "repeat_interleave", "reshape", "rsqrt",
-    "scaled_dot_product_attention", "softmax", "softmin", "sqrt", "squeeze", "sub", "subtract", "swapaxes",
-    "swapdims", "tanh", "tensor", "tensordot", "transpose", "tril", "triu", "true_divide", "truediv", "unflatten",
-    "unsqueeze", "where", "xor", "zeros", "zeros_like",
+    "_log_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange",
+    "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to",
+    "cat", "chain_matmul", "clamp", "clamp_min", "clone", "concat", "conv1d", "conv2d", "conv3d",
+    "cos", "cumsum", "diff", "div", "divide", "dropout", "einsum", "embedding", "eq", "exp", "eye",
+    "flatten", "floor_divide", "floordiv", "full", "full_like", "gather", "ge", "getitem",
+    "greater", "greater_equal", "gt", "gumbel_softmax", "iadd", "imatmul", "imul", "index_select",
+    "inner", "inv", "invert", "itruediv", "le", "less", "less_equal", "linear", "log_softmax",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "logsumexp", "lt", "masked_fill",
+    "matmul", "max", "maximum", "mm", "mul", "multi_head_attention_forward", "multiply", "mv", "ne",
+    "neg", "negative", "not_equal", "ones", "ones_like", "or_", "outer", "permute", "pow",
+    "reciprocal", "repeat_interleave", "reshape", "rsqrt", "scaled_dot_product_attention",
+    "sigmoid", "sin", "softmax", "softmin", "sqrt", "squeeze", "sub", "subtract", "sum", "swapaxes",
+    "swapdims", "tanh", "tensor", "tensordot", "transpose", "tril", "triu", "true_divide",
+    "truediv", "unflatten", "unsqueeze", "where", "xor", "zeros", "zeros_like",
 )  # fmt: skip
 _FUNCTIONS: dict[object, str] = {
     getattr(module, name): _ALIASES.get(name, name)
@@ -49,7 +51,14 @@ _FUNCTIONS: dict[object, str] = {
 }
 _FUNCTIONS[torch.special.softmax] = "softmax"
 _FUNCTIONS[torch.special.log_softmax] = "log_softmax"
-for _name in ("scaled_dot_product_attention", "_safe_softmax", "_softmax", "_log_softmax"):
+_FUNCTIONS[torch.linalg.matmul] = "matmul"
+_FUNCTIONS[torch.linalg.multi_dot] = "multi_dot"
+for _name in ("log_softmax", "softmax", "softmin"):
+    _FUNCTIONS[getattr(torch.masked, _name)] = f"masked_{_name}"
+for _name in (
+    "scaled_dot_product_attention", "_safe_softmax", "_softmax", "_log_softmax",
+    "addbmm", "addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "mv",
+):  # fmt: skip
     _aten = getattr(torch.ops.aten, _name)
     _FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = _name
 for _name in ("softmax", "log_softmax"):
