@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch_fdattn.compile_backend import context_parallel, handwritten, opaque, sdpa
 from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
 from torch_fdattn.compile_backend.context_parallel import ContextParallel, OwnCall
+from torch_fdattn.compile_backend.data_flow import DataFlow
 from torch_fdattn.compile_backend.emit import emit
 from torch_fdattn.compile_backend.masks import Masks
 from torch_fdattn.compile_backend.nodes import op_name
@@ -19,6 +20,9 @@ from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
 from torch_fdattn.compile_backend.unmatched import OTHER_SOFTMAXES, Unmatched
 
 _FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(handwritten.SOFTMAX, handwritten)}
+
+#: What a call in a form that nobody thought of raises.
+_UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
 
 
 def rewrite(
@@ -29,11 +33,11 @@ def rewrite(
     dryrun: only says what would be replaced.
     context: over whose ranks the tokens are split; then sites that are left see local tokens alone.
     """
-    report = Report()
+    report, unmatched = Report(), Unmatched(DataFlow(gm))
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             report.own.update(_own_calls(module, context))
-            report.sites += _rewrite_one(module, name, dryrun, context)
+            report.sites += _rewrite_one(module, name, unmatched, dryrun, context)
     return report
 
 
@@ -47,15 +51,18 @@ def _own_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str
 
 
 def _rewrite_one(
-    gm: GraphModule, module: str, dryrun: bool, context: ContextParallel | None
-) -> list[Site]:
-    masks, sites, unmatched = Masks(), [], Unmatched(gm.graph)
+    gm: GraphModule, module: str, unmatched: Unmatched, dryrun: bool,
+    context: ContextParallel | None,
+) -> list[Site]:  # fmt: skip
+    masks, sites = Masks(), []
     forms = {**_FORMS, **dict.fromkeys(OTHER_SOFTMAXES, unmatched)}
     transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
         form = opaque if opaque.is_opaque(node) else forms.get(op_name(node))
         if context is not None and OwnCall.matches(node):
             form = OwnCall
+        if form is handwritten and _is_routers(node, unmatched):
+            continue
         if form is not None:
             found = _site(form, node, masks, module, node in transformed, dryrun, context)
             if not found and form is handwritten:
@@ -100,8 +107,15 @@ def _matched(form, node: Node, masks: Masks) -> Attention | None:
     """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
     try:
         return form.match(node, masks)
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except _UNEXPECTED as error:
         raise Left("unexpected", f"a call in a form that is not known ({error})") from error
+
+
+def _is_routers(node: Node, unmatched: Unmatched) -> bool:
+    try:
+        return unmatched.is_routers(node)
+    except (*_UNEXPECTED, Left):
+        return False
 
 
 _VMAP = {vmap._vmap_increment_nesting: 1, vmap._vmap_decrement_nesting: -1}
