@@ -349,3 +349,31 @@ def test_gradients_of_nan_are_where_eager_has_them(name, kv_heads):
 
     bias = torch.nn.Parameter(torch.randn(4, 8, 8))
     compared(fn, *qkv(LENGTH, kv_heads=kv_heads), LATE, bias)
+
+
+def test_infinity_that_is_added_is_left():
+    """Eager's rows are NaN there."""
+
+    def fn(q, k, v, keep):
+        return (q @ k.mT - hidden_by(keep, -math.inf)).softmax(-1) @ v
+
+    args = *qkv(LENGTH, grad=False), KEEP
+    assert check(fn, *args, lower="eager").report.reasons == ["mask-value"]
+
+
+def test_half_precisions_sums():
+    """Two of its least numbers are -inf, and one leaves no digits of scores to either attention."""
+
+    def overflow(q, k, v, keep):
+        scores = q @ k.mT * 0.25 + torch.where(keep[:, None, None], 0.0, -1e4).half()
+        near = torch.where(CAUSAL, 0.0, -30000.0).half()
+        return (scores + torch.where(keep[:, None, None], near, -65504.0)).softmax(-1) @ v
+
+    def filled(q, k, v, keep):
+        scores = (q @ k.mT * 0.25).masked_fill(~CAUSAL, -65504.0)
+        near = torch.where(CAUSAL.T, 0.0, -5e3).half()
+        return (scores + hidden_by(keep, -65504.0).half() + near).softmax(-1) @ v
+
+    for fn in (overflow, filled):
+        compared(fn, *qkv(LENGTH, dtype=torch.float16), NONE)
+        compared(fn, *qkv(LENGTH, dtype=torch.float16), LATE)

@@ -136,9 +136,11 @@ class HiddenRows:
                 raise KeptWhole("mask-rows")
             found.empty = "mean"
         else:
-            if not self.safe and (fills or any(r.bias is None and r.infinite for r in reads)):
+            kept = [read for read in reads if read.bias is None]
+            infinite = any(read.infinite for read in kept) or _may_overflow(kept)
+            if not self.safe and (fills or infinite):
                 found.empty = "nan"
-            found.levels = self._levels(reads, [x for x in reads if x.bias is None])
+            found.levels = self._levels(reads, kept)
             if found.levels:  # beside which no number is too low
                 found.kept = [replace(x, limited=False) for x in found.kept]
         found.flows = self.wanted and by_sums
@@ -200,12 +202,13 @@ class HiddenRows:
             return None
         filled = {x for read in reads if not read.term.is_added for x in read.fills}
         finite = [x for x in filled if math.isfinite(x)]
-        given = any(read.floor <= SWALLOWS for read in kept)
+        swallows = max(map(_swallowing, kept), default=SWALLOWS)
+        given = any(read.floor <= _swallowing(read) for read in kept)
         # No gradient flows to scores that were filled, and one does to those to which a number is added: two
         # attentions, where one row may be hidden by both.
         apart = self.wanted and bool(finite) and given
-        limit = max([SWALLOWS] * (floor <= SWALLOWS) + [0.99 * x for x in finite], default=None)
-        limit = SWALLOWS if apart else limit
+        limit = max([swallows] * given + [0.99 * x for x in finite], default=None)
+        limit = swallows if apart else limit
         terms = [read.term for read in reads if read.term.is_added or read.fills]
         return Levels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
 
@@ -220,11 +223,31 @@ def _in_order(terms: Sequence[MaskTerm]) -> tuple[Kept, ...]:
     return tuple(found)
 
 
+def _swallowing(read: Read) -> float:
+    """What is added below it leaves nothing of a score. (float16 has steps of 32 there.)"""
+    return -(2.0**15) if read.term.is_added and read.term.dtype == torch.float16 else SWALLOWS
+
+
 def _are_blurred(kept: Sequence[Read]) -> bool:
     """Whether different sums of masks may be -inf to our ops, or are -inf in eager before they are scaled."""
-    far = [read for read in kept if read.floor <= SWALLOWS]
-    lowest_sum = sum(read.floor / min(1.0, abs(read.term.factor)) for read in far)
-    return lowest_sum < -MASK_LIMIT and not (len(far) == 1 and far[0].one_level)
+    far = [
+        read
+        for read in kept
+        if read.floor <= SWALLOWS and value(read.term.node).dtype != torch.float16
+    ]
+    return _lowest_sum(far) < -MASK_LIMIT and not (len(far) == 1 and far[0].one_level)
+
+
+def _may_overflow(kept: Sequence[Read]) -> bool:
+    """Whether sums of several masks may be -inf."""
+    dtypes = [read.term.dtype for read in kept if read.term.dtype is not None]
+    least = max((torch.finfo(x).min for x in dtypes), default=-math.inf)
+    return len(kept) > 1 and _lowest_sum(kept) < least
+
+
+def _lowest_sum(reads: Sequence[Read]) -> float:
+    """Of masks, as they are before their sum is scaled down."""
+    return sum(read.floor / min(1.0, abs(read.term.factor)) for read in reads)
 
 
 def check(found: Attention) -> None:

@@ -168,6 +168,7 @@ class MaskArguments:
             if found is None:
                 return join(torch.where, node, zeros, kept.fill)
             found = join(torch.where, found, zeros, -math.inf)
+        found = self._wide(found, kept)  # which may not hold the number before
         return join("masked_fill", found, join(torch.logical_not, node), kept.fill)
 
     @cached_property

@@ -126,12 +126,13 @@ class Masks:
             return Read(term, seen, frozenset({fill}), number(0)), makers
         added = entry * number(term.factor)
         numbers = [term.rounded(x) for x in constants(added)]
+        if math.inf in numbers:
+            raise Left("mask-value", "infinity is added to the scores, which makes rows of NaN")
         limited = fake.dtype != torch.float16 and any(-math.inf < x < -MASK_LIMIT for x in numbers)
-        floor = max(lowest(added), torch.finfo(fake.dtype).min * abs(term.factor))
         data = any(isinstance(x, Lookup) for x in atoms_of(entry))
         found = Read(
             term, reason="mask-data" if data else "mask-form", limited=limited,
-            infinite=-math.inf in numbers, floor=floor,
+            infinite=-math.inf in numbers, floor=lowest(added),
             one_level=len({x for x in numbers if -math.inf < x <= SWALLOWS}) == 1,
             learned=fake.requires_grad,
         )  # fmt: skip
