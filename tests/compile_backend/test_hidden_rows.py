@@ -279,6 +279,9 @@ BELOW = {
     "half of the least, twice": lambda s, keep, mask: (
         s + hidden_by(keep, LEAST / 2) + hidden_by(LATE, LEAST / 2)
     ),
+    "half of the least, twice the same": lambda s, keep, mask: (
+        s + hidden_by(keep, LEAST / 2) + hidden_by(keep, LEAST / 2)
+    ),
     "-1e38, twice": lambda s, keep, mask: s + hidden_by(keep, -1e38) + hidden_by(LATE, -1e38),
     "-6e37 of data, twice": lambda s, keep, mask: s + mask * 6e37 + mask.flip(-1) * 6e37,
     "of several numbers": lambda s, keep, mask: s + mask * torch.linspace(1.2e38, 3e38, 8),
