@@ -57,6 +57,7 @@ def test_the_name_is_found_once_where_there_is_metadata_too(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
+        cwd=tmp_path,  # not where an editable installation has left its own metadata
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "1 9\n"), done.stderr
