@@ -15,7 +15,18 @@ ROOT = Path(__file__).parent.parent
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
-    for name in ("OMP_NUM_THREADS", "MAKEFLAGS", "MAKELEVEL", "TRITON_INTERPRET"):
+    # What a `make test` with variables of its own hands down is not this call's.
+    makes = (
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MAKEOVERRIDES",
+        "PYTHON",
+        "VENV",
+        "TORCH",
+        "TRITON",
+        "NPROC",
+    )
+    for name in ("OMP_NUM_THREADS", "TRITON_INTERPRET", *makes):
         if name not in variables:
             environment.pop(name, None)
     return subprocess.run(
