@@ -117,7 +117,7 @@ def test_require_all():
     [
         ({"lower": "tvm"}, r"options\[\"lower\"\] must be one of .*, got 'tvm'"),
         ({"dryrun": 1}, r"options\[\"dryrun\"\] must be a bool, got 1"),
-        ({"no_such": 1}, r"of backend=\"fdattn\" \(dryrun, require_all, lower, context_parallel, tensor_parallel\)"
+        ({"no_such": 1}, r"of backend=\"fdattn\" \(dryrun, require_all, no_fully_masked_rows, lower, context_parallel, tensor_parallel\)"
                          r" or of Inductor \(torch._inductor.list_options\(\) lists them\), got 'no_such'\.\n"),
         ({"require-al": True}, "got 'require-al'. Did you mean 'require_all'?"),
         ({"lower": "eager", "no_such": 1}, "got 'no_such'"),

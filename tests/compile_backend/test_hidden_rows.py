@@ -288,6 +288,34 @@ def test_what_a_parameter_is_filled_with_is_no_parameters():
     compared(fn, *qkv(LENGTH), hidden_by(LATE, LEAST), torch.nn.Parameter(torch.randn(4, 8, 8)))
 
 
+@pytest.mark.parametrize("fill", [-math.inf, LEAST, -1e9, -100.0])
+@pytest.mark.parametrize("name", [x for x in NUMBERS if x != "1 - mask, times"])  # 0 * inf is NaN
+def test_the_promise_that_no_row_is_fully_masked(name, fill):
+    """The mask is taken as it is, and all rows are as in eager."""
+    mask = hidden_by(KEEP & KEEP.any(-1, keepdim=True), fill)
+    mask[..., 0] = 0.0  # which every query sees
+    keep = mask[:, 0, 0] == 0
+    fn, args = NUMBERS[name](fill), (*qkv(LENGTH), keep, mask)
+    backend = Recorder("eager", no_fully_masked_rows=True)
+    torch._dynamo.reset()
+    found = results(torch.compile(fn, backend=backend, fullgraph=True), args)
+    assert ops(backend.found) == ["attention"], str(backend.found.report)
+    for helper in ("cat", "amax", "clamp"):
+        assert helper not in backend.found.graph
+    for each, x in results(fn, args).items():
+        torch.testing.assert_close(found[each], x, rtol=1e-4, atol=1e-5)
+
+
+def test_the_promise_is_an_option_of_the_backend():
+    from torch_fdattn.compile_backend import fdattn
+
+    options = {"no_fully_masked_rows": True, "lower": "eager", "require_all": True}
+    fn, args = NUMBERS["given"](LEAST), (*qkv(LENGTH), KEEP, hidden_by(LATE | KEEP, LEAST))
+    torch._dynamo.reset()
+    found = torch.compile(fn, backend=fdattn, options=options, fullgraph=True)(*args)
+    torch.testing.assert_close(found[1], fn(*args)[1], rtol=1e-4, atol=1e-5)
+
+
 BIAS = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
 #: Sums below what our ops tell from -inf: of scores, the keys that are kept and an additive mask.
 BELOW = {

@@ -25,7 +25,8 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     Args:
         mode, options: as `torch.compile(backend="inductor")` takes them. Of our own, in options:
             ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `AttentionLeft` where any
-            attention is left as it was), ``lower`` ("inductor", "aot_eager" or "eager"), and
+            attention is left as it was), ``no_fully_masked_rows`` (your promise that masks leave every query a
+            key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
             "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
             "strategy" ("ring", "all_gather", "ulysses" or "star") and "cache" ("contiguous", or the block of a

@@ -20,7 +20,8 @@ from torch_fdattn.compile_backend.tensor_parallel import passes
 log = logging.getLogger(__name__)
 
 _OWN = {
-    "dryrun": False, "require_all": False, "lower": "inductor", "context_parallel": None, passes.OPTION: "auto",
+    "dryrun": False, "require_all": False, "no_fully_masked_rows": False, "lower": "inductor",
+    "context_parallel": None, passes.OPTION: "auto",
 }  # fmt: skip
 _LOWERINGS = ("inductor", "aot_eager", "eager")
 
@@ -36,7 +37,10 @@ def compile_graph(gm: GraphModule, inputs: list, mode: str | None, options: dict
             f'options["lower"] must be "inductor" where mode or Inductor\'s options are given, got '
             f'"{own["lower"]}" with mode={mode!r} and options {sorted(others)}'
         )
-    report = rewrite(gm, dryrun=own["dryrun"], context=own["context_parallel"])
+    report = rewrite(
+        gm, dryrun=own["dryrun"], context=own["context_parallel"],
+        no_fully_masked_rows=own["no_fully_masked_rows"],
+    )  # fmt: skip
     record(report)
     if own["require_all"] and report.left:
         raise AttentionLeft(f'options["require_all"] is set, and {report}')
@@ -49,7 +53,7 @@ def _split(options: dict | None) -> tuple[dict, dict]:
     """(ours with defaults, Inductor's)."""
     others = dict(options or {})
     own = {name: others.pop(name, default) for name, default in _OWN.items()}
-    for name in ("dryrun", "require_all"):
+    for name in ("dryrun", "require_all", "no_fully_masked_rows"):
         if not isinstance(own[name], bool):
             raise TypeError(f'options["{name}"] must be a bool, got {own[name]!r}')
     if own["lower"] not in _LOWERINGS:

@@ -120,9 +120,12 @@ class HiddenRows:
     safe: bool  #: whether it is SDPA, which gives zeros where -inf hides all keys
     wanted: bool  #: whether gradients are
     sinks: bool  #: whether there are any: they take the weight of rows whose keys are hidden
+    promised: bool = False  #: whether the caller says that there are no such rows
 
     def settle(self, found: Recovered, reads: Sequence[Read]) -> None:
         """Where the masks were taken apart; raises `KeptWhole` where that loses what hides a row."""
+        if self.promised:
+            return
         fills = {fill for read in reads for fill in read.fills}
         hiding = [read for read in reads if read.hides]
         by_sums = all(read.term.is_added for read in hiding)
@@ -155,7 +158,7 @@ class HiddenRows:
             for read in reads
         )
         finite = any(map(math.isfinite, filled))
-        found.flows = self.wanted and not filled
+        found.flows = self.wanted and not filled and not self.promised
         found.levels = self._levels(reads, reads, several=len(filled) > 1 or (added and finite))
         if found.levels:
             found.kept = list(found.levels.terms)
@@ -165,6 +168,8 @@ class HiddenRows:
                     found.kept.append(Kept(read.term))
                 elif read.term.is_added and (read.hides or read.bias.terms):
                     found.kept.append(Kept(read.term, limited=read.limited))
+        if self.promised:
+            return found
         if finite and not found.levels:
             found.empty = "mean"
         elif not self.safe and (
@@ -198,7 +203,7 @@ class HiddenRows:
         """
         floor = min((read.floor for read in kept), default=0.0)
         needed = several or (self.wanted and floor < HARMLESS) or _are_blurred(kept)
-        if self.sinks or not needed:
+        if self.sinks or self.promised or not needed:
             return None
         filled = {x for read in reads if not read.term.is_added for x in read.fills}
         finite = [x for x in filled if math.isfinite(x)]

@@ -67,7 +67,9 @@ def sinks_of(node: Node, sizes: Sizes) -> Poly:
 class Masks:
     """Recovers the masks of one graph; remembers them, since all layers mostly share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, no_fully_masked_rows: bool = False) -> None:
+        """no_fully_masked_rows: the caller's promise that every query sees a key."""
+        self._promised = no_fully_masked_rows
         self._entries: dict[tuple, tuple[Entry, frozenset[Node]]] = {}
         #: Nodes made from masks, by (mask, what of it); `mask_arguments.py` fills it.
         self.made: dict[tuple, Node] = {}
@@ -90,7 +92,7 @@ class Masks:
             reads.append(read)
             makers += nodes
         _check_writes(reads)
-        rows = HiddenRows(safe, value(until).requires_grad, sinks)
+        rows = HiddenRows(safe, value(until).requires_grad, sinks, self._promised)
         try:
             found = _taken_apart(reads, sizes, rows)
         except KeptWhole as why:
@@ -129,6 +131,7 @@ class Masks:
         if math.inf in numbers:
             raise Left("mask-value", "infinity is added to the scores, which makes rows of NaN")
         limited = fake.dtype != torch.float16 and any(-math.inf < x < -MASK_LIMIT for x in numbers)
+        limited = limited and not self._promised  # to such a query -inf is no other thing
         data = any(isinstance(x, Lookup) for x in atoms_of(entry))
         found = Read(
             term, reason="mask-data" if data else "mask-form", limited=limited,

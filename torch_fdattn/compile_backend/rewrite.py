@@ -26,18 +26,22 @@ _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
 
 
 def rewrite(
-    gm: GraphModule, *, dryrun: bool = False, context: ContextParallel | None = None
-) -> Report:
+    gm: GraphModule, *, dryrun: bool = False, context: ContextParallel | None = None,
+    no_fully_masked_rows: bool = False,
+) -> Report:  # fmt: skip
     """Replaces attention in a graph and in all graphs it calls (activation checkpointing, for example).
 
     dryrun: only says what would be replaced.
     context: over whose ranks the tokens are split; then sites that are left see local tokens alone.
+    no_fully_masked_rows: the caller's promise that masks leave every query a key.
     """
     report, unmatched = Report(), Unmatched(DataFlow(gm))
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             report.own.update(_own_calls(module, context))
-            report.sites += _rewrite_one(module, name, unmatched, dryrun, context)
+            report.sites += _rewrite_one(
+                module, name, unmatched, dryrun, context, Masks(no_fully_masked_rows)
+            )
     return report
 
 
@@ -52,9 +56,9 @@ def _own_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str
 
 def _rewrite_one(
     gm: GraphModule, module: str, unmatched: Unmatched, dryrun: bool,
-    context: ContextParallel | None,
+    context: ContextParallel | None, masks: Masks,
 ) -> list[Site]:  # fmt: skip
-    masks, sites = Masks(), []
+    sites: list[Site] = []
     forms = {**_FORMS, **dict.fromkeys(OTHER_SOFTMAXES, unmatched)}
     transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
