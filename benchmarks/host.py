@@ -26,7 +26,7 @@ from .tables import failures, heading, markdown_table, spread_lines, values_of
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
-_DIRECT = "torch_fdattn.ops.direct_launch"
+_DIRECT = "torch_fdattn.launch.driver_launch"
 # Where the stages inside the entry are found: the function of ours that the call runs, and which run of it.
 _INSIDE_CPU = {
     "kernel": (_OP, "decode_eagerly", 0),
@@ -37,8 +37,8 @@ _INSIDE_CPU = {
 _INSIDE_CUDA = {
     "kernel": (_OP, "decode_eagerly", 0),
     "launch": (_LAUNCH, "Plan.launch", 0),
-    "submission": (_DIRECT, "DirectLaunch.__call__", 0),
-    "merge": (_DIRECT, "DirectLaunch.__call__", 1),
+    "submission": (_DIRECT, "DriverLaunch.__call__", 0),
+    "merge": (_DIRECT, "DriverLaunch.__call__", 1),
 }
 # Each line of the table: its title, the stage, and the stages inside it, which are taken off.
 _ENTRY_LINE = ("Python entry: keywords, and whether anybody must see the op", ENTRY, ("kernel",))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 
 def interpreting(env: Mapping[str, str]) -> bool:
     """Whether TRITON_INTERPRET asks for the interpreter, as triton's own `knobs` read it."""
     return env.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+#: Triton reads the variable when a kernel is decorated, so it must be set before the first import of the package.
+INTERPRET = interpreting(os.environ)
 
 
 def whole_number(text: str) -> int | None:

@@ -21,13 +21,13 @@ from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
 from torch_fdattn import checks
 from torch_fdattn.dist.tp_linear import push_values, row_norm
+from torch_fdattn.launch import driver_launch, tensor_map
+from torch_fdattn.launch.driver_launch import flat
 from torch_fdattn.ops import (
-    direct_launch,
     library,
     repeated_call,
     repeated_launch,
     row_ranges,
-    tensor_map,
 )
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
@@ -38,7 +38,6 @@ from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import launch_forward
-from torch_fdattn.ops.direct_launch import flat
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
@@ -67,14 +66,14 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch) -> Driver:
     driver = Driver()
-    init = direct_launch.DirectLaunch.__init__
+    init = driver_launch.DriverLaunch.__init__
 
     def noted(self, *args, **kwargs):
         init(self, *args, **kwargs)
         driver.layouts[self._function.value] = self.layout
 
-    monkeypatch.setattr(direct_launch.DirectLaunch, "__init__", noted)
-    monkeypatch.setattr(direct_launch, "loaded", lambda: driver)
+    monkeypatch.setattr(driver_launch.DriverLaunch, "__init__", noted)
+    monkeypatch.setattr(driver_launch, "loaded", lambda: driver)
     monkeypatch.setattr(repeated_launch, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -302,7 +301,7 @@ def test_a_call_of_one_launch(driver: Driver, through_triton: list, monkeypatch)
     shifted = torch.zeros(1290)[2:1282].view(2, 4, 5, 32)
     assert not skips(outs, lses, shifted)
     with monkeypatch.context() as patch:
-        patch.setattr(direct_launch, "somebody_watches", lambda: True)
+        patch.setattr(driver_launch, "somebody_watches", lambda: True)
         assert not skips(outs, lses)
     with monkeypatch.context() as patch:
         patch.setattr(checks, "CHECK_VALUES", True)
@@ -525,7 +524,7 @@ class Mapper(Driver):
 def mapper(driver: Driver, monkeypatch) -> Mapper:
     mapper = Mapper()
     mapper.layouts = driver.layouts
-    monkeypatch.setattr(direct_launch, "loaded", lambda: mapper)
+    monkeypatch.setattr(driver_launch, "loaded", lambda: mapper)
     return mapper
 
 
@@ -635,7 +634,7 @@ def test_an_option_without_a_hash(driver: Driver, through_triton: list) -> None:
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
-    monkeypatch.setattr(direct_launch, "loaded", lambda: None)
+    monkeypatch.setattr(driver_launch, "loaded", lambda: None)
     for _ in range(4):
         call_with(Pool(), "merge")
     assert len(through_triton) == 4

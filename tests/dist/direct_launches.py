@@ -14,7 +14,7 @@ from torch_fdattn.ops import repeated_call
 
 
 class StandIn:
-    """In the place of a `DirectLaunch` on a CPU, of a kernel that was launched with these arguments."""
+    """In the place of a `DriverLaunch` on a CPU, of a kernel that was launched with these arguments."""
 
     device_index = 0
 

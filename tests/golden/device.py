@@ -42,7 +42,7 @@ now = types.SimpleNamespace(device=H100, world=WORLD, names=None)
 
 def modules() -> list[types.ModuleType]:
     """All of the package that launches kernels, imported."""
-    for package in ("ops", "dist"):
+    for package in ("launch", "ops", "dist"):
         folder = importlib.import_module(f"torch_fdattn.{package}")
         for found in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
             importlib.import_module(found.name)
@@ -54,7 +54,8 @@ def install() -> None:
     from torch_fdattn.dist import channel as channels
     from torch_fdattn.dist import groups
     from torch_fdattn.dist.decode import one_sided, rows
-    from torch_fdattn.ops import dependent_launch, library
+    from torch_fdattn.launch import pdl
+    from torch_fdattn.ops import library
     from torch_fdattn.ops.attention import configs, dispatch
     from torch_fdattn.ops.decode import launch, schedule
 
@@ -75,7 +76,7 @@ def install() -> None:
     everywhere(configs.device_capability, lambda device: now.device.capability)
     everywhere(schedule.processors, lambda device: now.device.multiprocessors)
     everywhere(schedule.fast_memory, lambda device: now.device.fast_memory)
-    early = dependent_launch.can_start_early
+    early = pdl.supports_pdl
     everywhere(rows.starts_early, lambda tensor: early(now.device.capability))
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
         multi_processor_count=now.device.multiprocessors

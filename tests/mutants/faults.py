@@ -404,7 +404,7 @@ FAULTS = (
         "    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
     ),
     Fault(
-        "the first tensor's map for all tensors", f"{_KERNELS}/direct_launch.py",
+        "the first tensor's map for all tensors", "torch_fdattn/launch/driver_launch.py",
         "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", LAUNCHES,
     ),
     Fault(

@@ -8,7 +8,6 @@ and the readable reference, and one fake. Differentiable ops are composites over
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,16 +19,13 @@ from torch._C import _get_tracing_state, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from torch_fdattn.environment import interpreting
+from torch_fdattn.environment import INTERPRET
 
 library = torch.library.Library("fdattn", "DEF")
 
 #: How often each launch path ran, e.g. ``launches["decode_forward/triton"]``. Tests read it to know
 #: which kernel they tested.
 launches: Counter[str] = Counter()
-
-#: Triton reads this variable when a kernel is decorated, so it must be set before the first launch.
-INTERPRET = interpreting(os.environ)
 
 # Inductor must hand our kernels the strides that the fake promised.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)

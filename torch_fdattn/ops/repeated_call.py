@@ -20,7 +20,7 @@ from torch_fdattn.ops.library import launches
 
 
 class Step(NamedTuple):
-    """A `DirectLaunch`, and which of a call's tensors it takes, by their places; None: all in order."""
+    """A `DriverLaunch`, and which of a call's tensors it takes, by their places; None: all in order."""
 
     launch: Callable
     places: tuple[int, ...] | None
@@ -120,7 +120,7 @@ def repeat(
 
 
 def note(launch: object | None, addresses: Sequence[int]) -> None:
-    """Tells a `learn` around it of a launch: a `DirectLaunch`, or None for one through Triton."""
+    """Tells a `learn` around it of a launch: a `DriverLaunch`, or None for one through Triton."""
     seen = getattr(_watching, "seen", None)
     if seen is not None:
         seen.append((launch, addresses))

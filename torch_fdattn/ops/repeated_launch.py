@@ -3,7 +3,7 @@
 Triton binds and specialises every argument of every launch: 20 to 40 µs of host time for the 50 of an attention
 kernel. Two launches of one kernel that differ in nothing but their tensors' addresses, all multiples of 16, run the
 same machine code with the same numbers: the first two go through Triton, which compiles, and from the third on the
-compiled kernel is handed its addresses directly (`direct_launch.py`). Lengths that never come again pay for the look
+compiled kernel is handed its addresses directly (`launch/driver_launch.py`). Lengths that never come again pay for the look
 alone. Whole calls that are nothing but launches: `repeated_call.py`.
 """
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_fdattn.ops import repeated_call
-from torch_fdattn.ops.direct_launch import (
-    DirectLaunch,
+from torch_fdattn.launch.driver_launch import (
+    DriverLaunch,
     address_of,
     aligned,
-    direct_launch,
+    driver_launch,
     flat,
     is_tensor,
     somebody_watches,
 )
+from torch_fdattn.ops import repeated_call
 from torch_fdattn.ops.library import INTERPRET
 
 #: By what is the same at every call: None once it was launched, False where only Triton knows how.
-_known: dict[tuple, DirectLaunch | bool | None] = {}
+_known: dict[tuple, DriverLaunch | bool | None] = {}
 #: Kernels whose ids are in the keys: no other kernel may get one of them.
 _kernels: dict[int, object] = {}
 #: Launches that are known at most; then all are forgotten.
@@ -64,7 +64,7 @@ def launch(
     same = tuple(key)
     found = _known.get(same, _NEVER)
     direct = aligned(addresses) and torch._C._cuda_getDevice() == index and not somebody_watches()
-    if direct and type(found) is DirectLaunch:
+    if direct and type(found) is DriverLaunch:
         found(torch._C._cuda_getCurrentRawStream(index), addresses)
         repeated_call.note(found, addresses)
         return
@@ -78,7 +78,7 @@ def launch(
         bound = _bound(kernel, arguments, {**options, **also})
         pairs = list(flat(compiled.src.signature.values(), bound))
         in_order = [address_of(x) for kind, x in pairs if is_tensor(kind)] == addresses
-        made = direct_launch(compiled, (programs, 1, 1), bound, first.device) if in_order else None
+        made = driver_launch(compiled, (programs, 1, 1), bound, first.device) if in_order else None
         _known[same] = made or False
 
 

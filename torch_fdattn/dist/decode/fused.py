@@ -40,7 +40,7 @@ from torch_fdattn.dist.signals import (
     receive,
     word,
 )
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch

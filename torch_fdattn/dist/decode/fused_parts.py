@@ -29,10 +29,10 @@ from torch_fdattn.dist.decode.rows import (
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import at_rank, may_send, take_epoch
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
-from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch

@@ -53,7 +53,7 @@ from torch_fdattn.dist.lamport import (
     third_of,
 )
 from torch_fdattn.dist.signals import may_send, packed, read_epoch, report, unpacked
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_launch import launch

@@ -42,7 +42,7 @@ from torch_fdattn.dist.signals import (
     read_epoch,
     was_whole,
 )
-from torch_fdattn.ops.cuda_driver import copy_async, loaded
+from torch_fdattn.launch.driver import copy_async, loaded
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 

@@ -46,8 +46,8 @@ from torch_fdattn.dist.tp_linear.few_rows import (
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import send_to_owners, share_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import exchanged, remember
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.dependent_launch import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_call import metadata, repeat

@@ -39,7 +39,7 @@ from torch_fdattn.dist.lamport import (
 from torch_fdattn.dist.signals import may_send, read_epoch
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.push_values import as_words, exchange, remember, summed
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_call import repeat

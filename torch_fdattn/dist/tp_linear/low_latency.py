@@ -35,7 +35,7 @@ from torch_fdattn.dist.signals import (
     word,
 )
 from torch_fdattn.dist.tp_linear import lamport_two_shot, push_tiles, push_values
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_launch import launch

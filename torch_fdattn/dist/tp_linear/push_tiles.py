@@ -30,7 +30,7 @@ from torch_fdattn.dist.signals import (
     raise_flags,
     read_epoch,
 )
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.repeated_launch import launch
 

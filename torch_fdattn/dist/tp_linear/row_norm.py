@@ -24,7 +24,7 @@ from torch_fdattn.dist.lamport import channel_for, halves, joined, leave_turn, t
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import exchange_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import as_words, exchanged, remember
-from torch_fdattn.ops.dependent_launch import await_previous
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_call import repeat

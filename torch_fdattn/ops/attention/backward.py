@@ -21,6 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from torch_fdattn.launch.pdl import supports_pdl
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.backward_keys import _dkdv_kernel
 from torch_fdattn.ops.attention.backward_mask import _dmask_kernel
@@ -41,7 +42,6 @@ from torch_fdattn.ops.attention.configs import (
     mask_gradient_config,
 )
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
-from torch_fdattn.ops.dependent_launch import can_start_early
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -126,7 +126,7 @@ def launch_backward(
     borders = not mask.hides_nothing or ragged_q or ragged_kv
     ragged_kv |= in_dq is not None
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
-    pdl = k.numel() > 0 and can_start_early(device_capability(q.device))  # of dQ, behind dK and dV
+    pdl = k.numel() > 0 and supports_pdl(device_capability(q.device))  # of dQ, behind dK and dV
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = in_sweeps = kernel_arguments(packed, k)
     with on_device(q):

@@ -6,10 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.attend import block_ptrs, load_tile
 from torch_fdattn.ops.attention.backward_rows import LENGTHS, PADDING, store_rows
 from torch_fdattn.ops.attention.dropout_tiles import kept_tile
-from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.online_softmax import LOG2E
 from torch_fdattn.ops.packed_tiles import listed, packed_block, padded_row
 from torch_fdattn.ops.score_tiles import (

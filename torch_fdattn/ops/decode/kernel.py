@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.launch.pdl import pdl_trigger
 from torch_fdattn.ops.decode.merge import write_rows
 from torch_fdattn.ops.decode.schedule import (
     UNIT,
@@ -26,7 +27,6 @@ from torch_fdattn.ops.decode.schedule import (
     place_of,
     units_between,
 )
-from torch_fdattn.ops.dependent_launch import pdl_trigger
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
 from torch_fdattn.ops.score_tiles import (
     mask_scores,

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fdattn.launch.driver_launch import DriverLaunch, aligned, driver_launch, somebody_watches
+from torch_fdattn.launch.pdl import supports_pdl
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
-from torch_fdattn.ops.dependent_launch import can_start_early
-from torch_fdattn.ops.direct_launch import DirectLaunch, aligned, direct_launch, somebody_watches
 from torch_fdattn.ops.launch import (
     cdiv,
     contiguous_mask,
@@ -235,7 +235,7 @@ class Plan:
         if even:
             wanted = schedule.even_share(batch * items, wanted)
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
-        split, pdl = pieces > 1, can_start_early(capability)
+        split, pdl = pieces > 1, supports_pdl(capability)
         slots = groups * programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m
@@ -375,14 +375,14 @@ class _Kernel:
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._beside = kernel, grid, beside
         self._numbers, self._options = numbers, options
-        self.direct: DirectLaunch | None = None
+        self.direct: DriverLaunch | None = None
 
     def launch(self, keep: bool, *tensors: Tensor | None) -> None:
         """Through Triton; keep: what it compiled is for later calls, too."""
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
         if keep:
             arguments = (*tensors, *self._numbers)
-            self.direct = direct_launch(
+            self.direct = driver_launch(
                 compiled, self._grid, arguments, tensors[0].device, self._beside
             )
 

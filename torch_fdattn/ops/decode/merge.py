@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.schedule import (
     cut,
     even_pieces,
@@ -18,7 +19,6 @@ from torch_fdattn.ops.decode.schedule import (
     pieces_of,
     units_between,
 )
-from torch_fdattn.ops.dependent_launch import await_previous
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 from torch_fdattn.ops.score_tiles import add_sinks
 

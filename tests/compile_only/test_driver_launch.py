@@ -18,8 +18,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Case, record
 from benchmarks.resources.targets import ARCHS
-from torch_fdattn.ops import cuda_driver, direct_launch
-from torch_fdattn.ops.direct_launch import _WIDTHS, DirectLaunch
+from torch_fdattn.launch import driver_launch
+from torch_fdattn.launch.driver import copy_async
+from torch_fdattn.launch.driver_launch import _WIDTHS, DriverLaunch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CASES = [
@@ -69,7 +70,7 @@ def test_what_the_driver_reads(case: Case) -> None:
             seen.extend(parameters)
             return 0
 
-        direct = DirectLaunch(
+        direct = DriverLaunch(
             compiled, (3, 2, 1), launch.args, types.SimpleNamespace(cuLaunchKernelEx=driver)
         )
         assert [ctypes.sizeof(kind) for kind in direct.layout] == parameter_sizes(
@@ -87,7 +88,7 @@ def test_what_the_driver_reads(case: Case) -> None:
 
 def test_a_refused_launch_is_an_error() -> None:
     launch, compiled = next(launches(CASES[0]))
-    direct = DirectLaunch(
+    direct = DriverLaunch(
         compiled, (1, 1, 1), launch.args, types.SimpleNamespace(cuLaunchKernelEx=lambda *_: 701)
     )
     count = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
@@ -113,7 +114,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
         cuLaunchKernelEx=named("launch"), cuDeviceGet=named("device", 0),
         cuDevicePrimaryCtxRetain=named("retain", 0), cuCtxSetCurrent=named("set", 0),
     )  # fmt: skip
-    direct = DirectLaunch(compiled, (1, 1, 1), launch.args, driver)
+    direct = DriverLaunch(compiled, (1, 1, 1), launch.args, driver)
     count = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
     direct(0, [0] * count)
     assert calls == ["launch", "device", "retain", "set", "launch"]
@@ -129,7 +130,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
 @pytest.mark.parametrize("total", [233472, 167936, 102400])
 @pytest.mark.parametrize("beside", [1, 2, 3, 4])
 def test_shared_memory_that_leaves_no_room_for_more(beside: int, total: int) -> None:
-    taken = direct_launch.shared_to_limit(beside, total) + 1024
+    taken = driver_launch.shared_to_limit(beside, total) + 1024
     assert beside * taken <= total < (beside + 1) * taken
 
 
@@ -146,7 +147,7 @@ def test_programs_side_by_side(refused: bool, monkeypatch: pytest.MonkeyPatch) -
         return 1 if refused else 0
 
     driver = types.SimpleNamespace(cuLaunchKernelEx=None, cuFuncSetAttribute=set_attribute)
-    monkeypatch.setattr(direct_launch, "loaded", lambda: driver)
+    monkeypatch.setattr(driver_launch, "loaded", lambda: driver)
     properties = types.SimpleNamespace(
         shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448
     )
@@ -154,14 +155,14 @@ def test_programs_side_by_side(refused: bool, monkeypatch: pytest.MonkeyPatch) -
 
     def shared(beside):
         device = torch.device("cuda", 0)
-        made = direct_launch.direct_launch(compiled, (1, 1, 1), launch.args, device, beside)
+        made = driver_launch.driver_launch(compiled, (1, 1, 1), launch.args, device, beside)
         return made._config.shared
 
     own = compiled.metadata.shared
-    assert own < direct_launch.shared_to_limit(2, 233472)
+    assert own < driver_launch.shared_to_limit(2, 233472)
     assert (shared(None), shared(40)) == (own, own)  # 40: fewer fit by themselves
     assert not calls
-    assert shared(2) == (own if refused else direct_launch.shared_to_limit(2, 233472))
+    assert shared(2) == (own if refused else driver_launch.shared_to_limit(2, 233472))
     assert calls == [(77, 8, 232448)]
 
 
@@ -189,7 +190,7 @@ def test_copies_by_the_driver() -> None:
     driver = types.SimpleNamespace(
         cuMemcpyAsync=copy, cuDeviceGet=bind, cuDevicePrimaryCtxRetain=lambda *_: 0, cuCtxSetCurrent=lambda *_: 0
     )  # fmt: skip
-    cuda_driver.copy_async(driver, 64, 32, 16, 5, 0)
+    copy_async(driver, 64, 32, 16, 5, 0)
     assert calls == [(64, 32, 16, 5), "bind", (64, 32, 16, 5)]
     with pytest.raises(RuntimeError, match="cuMemcpyAsync failed with CUDA error 1"):
-        cuda_driver.copy_async(driver, 64, 32, 16, 5, 0)
+        copy_async(driver, 64, 32, 16, 5, 0)

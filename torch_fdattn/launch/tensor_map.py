@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_fdattn.ops.cuda_driver import INVALID_CONTEXT, bind_context
+from torch_fdattn.launch.driver import INVALID_CONTEXT, bind_context
 
 BYTES = 128
 #: Where a map lies.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.environment import INTERPRET
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -21,7 +21,7 @@ except ImportError:  # a build of Triton for AMD alone, where PDL is never set
 _CAPABILITY = (9, 0)
 
 
-def can_start_early(capability: tuple[int, int]) -> bool:
+def supports_pdl(capability: tuple[int, int]) -> bool:
     """Whether a device of this compute capability knows dependent launches."""
     return capability >= _CAPABILITY and not INTERPRET
 

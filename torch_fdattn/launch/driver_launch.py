@@ -17,8 +17,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_fdattn.ops.cuda_driver import INVALID_CONTEXT, bind_context, loaded
-from torch_fdattn.ops.tensor_map import BYTES, TensorMaps, aligned_buffer
+from torch_fdattn.launch.driver import INVALID_CONTEXT, bind_context, loaded
+from torch_fdattn.launch.tensor_map import BYTES, TensorMaps, aligned_buffer
 
 _WIDTHS = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
@@ -55,7 +55,7 @@ class _Config(ctypes.Structure):
     )
 
 
-class DirectLaunch:
+class DriverLaunch:
     """One compiled kernel, its grid, and its arguments: called with a stream and the tensors' addresses."""
 
     def __init__(
@@ -143,9 +143,9 @@ class DirectLaunch:
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {failure}")
 
 
-def direct_launch(
+def driver_launch(
     compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, beside: int | None = None
-) -> DirectLaunch | None:  # fmt: skip
+) -> DriverLaunch | None:  # fmt: skip
     """The kernel's direct launch, or None where only Triton knows how: another driver, clusters, scratch memory.
 
     beside: how many programs a multiprocessor may run side by side. The hardware knows no such limit, so each
@@ -173,7 +173,7 @@ def direct_launch(
             function = ctypes.c_void_p(compiled.function)
             if driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most):
                 shared = 0
-    return DirectLaunch(compiled, grid, arguments, driver, device.index, shared)
+    return DriverLaunch(compiled, grid, arguments, driver, device.index, shared)
 
 
 def shared_to_limit(beside: int, total: int) -> int:
