@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
 # Each package may import itself and what stands to its right.
 ORDER = (
-    "cli", "engine", "models", "compile_backend", "dropins", "dist", "functional", "ops", "launch", "checks",
+    "cli", "engine", "models", "compile_backend", "dropins", "dist", "decode_plan", "functional", "ops", "launch", "checks",
     "environment",
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_fdattn import checkout, compile_backend, dist, dropins, ops
 from torch_fdattn.compile_backend import explain
+from torch_fdattn.decode_plan import plan_decode, plan_paged_decode
 from torch_fdattn.functional import (
     append_kv,
     attention,
@@ -46,6 +47,8 @@ __all__ = [
     "ops",
     "paged_append_kv",
     "paged_decode",
+    "plan_decode",
+    "plan_paged_decode",
     "set_deterministic",
     "tiles",
     "varlen_attention",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.append_kv import op as append_op
 from torch_fdattn.ops.attention import op as attention_op
@@ -87,23 +88,21 @@ def attention(
     if unseen and (window is None or type(window) is tuple):
         numbers = causal, window, scale, kv_block, kv_stride, softcap
         key = attention_op.key_of("attention", q, k, v, *options, *numbers)
-        found = attention_op.attend_again(key, q, k, v, options)
-        if found is not None:
-            return found
     left, right = window_bounds(window)
-    tensors = ("q", q), ("k", k), ("v", v)
-    _expect_types(
-        tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, alibi_slopes=alibi_slopes,
-        sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
-    )  # fmt: skip
-    checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
-    checks.expect_bool(causal=causal)
+    if prepared.checked(key) is None:
+        tensors = ("q", q), ("k", k), ("v", v)
+        expect_types(
+            tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, alibi_slopes=alibi_slopes,
+            sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
+        )  # fmt: skip
+        checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+        checks.expect_bool(causal=causal)
     if unseen:
         strided = checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride)
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, *strided)
         scores = Scores(checks.plain_float("softcap", softcap), alibi_slopes, sinks, attn_mask)
         scale = checks.plain_float("scale", default_scale(q, scale))
-        return attention_op.attend_eagerly(key, q, k, v, mask, scale, scores)
+        return attention_op.attend_directly(key, q, k, v, mask, scale, scores)
     return torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -160,7 +159,7 @@ def varlen_attention(
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q)
-    _expect_types(
+    expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, cu_seqlens_k=cu_seqlens_k,
         page_table=page_table, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
     )  # fmt: skip
@@ -223,7 +222,7 @@ def decode(
             kv_stride, scale, None, *extras,
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache)
-    _expect_types(
+    expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale=k_scale, v_scale=v_scale,
         alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
     )  # fmt: skip
@@ -275,7 +274,7 @@ def paged_decode(
             kv_stride, scale, None, *extras,
         )  # fmt: skip
     tensors = ("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)
-    _expect_types(
+    expect_types(
         tensors, (kv_lens, q_start, kv_start), scale, softcap, k_scale=k_scale, v_scale=v_scale,
         alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
@@ -292,7 +291,7 @@ def paged_decode(
     )  # fmt: skip
 
 
-def _expect_types(tensors, bounds, scale, softcap, dropout_p=0.0, **extras) -> None:
+def expect_types(tensors, bounds, scale, softcap, dropout_p=0.0, **extras) -> None:
     given = (pair for pair in extras.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), bounds, scale)
     if type(softcap) is not float:

@@ -18,6 +18,7 @@ from tests.dist.test_decode_strategies import drawn_table, paged, quantised
 from tests.dist.test_strategies import _kernels, expect, expect_by_rule, lengths
 from torch_fdattn.dist import decode
 from torch_fdattn.dist.decode import fused_parts, one_sided
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops.decode import op, schedule
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import attention_oracle
@@ -32,9 +33,9 @@ TILE = 16 if INTERPRET else 128
 def _split(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(schedule, "processors", lambda device: 24)
     monkeypatch.setattr(schedule, "MIN_SHARE", 1)
-    op._plans.clear()
+    prepared.forget()
     yield
-    op._plans.clear()
+    prepared.forget()
 
 
 def own_run(x: Tensor, capacity: int) -> Tensor:

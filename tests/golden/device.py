@@ -54,10 +54,10 @@ def install() -> None:
     from torch_fdattn.dist import channel as channels
     from torch_fdattn.dist import groups
     from torch_fdattn.dist.decode import one_sided, rows
-    from torch_fdattn.launch import pdl
+    from torch_fdattn.launch import launches, pdl
     from torch_fdattn.ops import library
     from torch_fdattn.ops.attention import configs, dispatch
-    from torch_fdattn.ops.decode import launch, schedule
+    from torch_fdattn.ops.decode import schedule
 
     rows_of_table = dispatch._rows
 
@@ -87,7 +87,7 @@ def install() -> None:
     everywhere(one_sided.obstacle, lambda *args: None)
     everywhere(channels.channel, _channel)
 
-    recorder.limits_of(launch._Kernel, "launch", "_beside")
+    recorder.limits_of(launches.Launch, "through_triton", "max_ctas_per_sm")
     recorder.install()
 
 

@@ -26,9 +26,9 @@ from torch_fdattn.dist.signals import (
     receive,
     word,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Words of all ranks that a program looks at together.
 TILE_WORDS = 256

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Elements of a program at most, but for one head: a load of 16 bytes a thread for each half.
 _ELEMENTS = 2048

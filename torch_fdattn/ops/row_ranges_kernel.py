@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.launch import broadcast_mask
-from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.scores import Scores
 
 _BLOCK = 1024
@@ -40,10 +40,10 @@ def _row_ranges_kernel(ranges_ptr, mask_ptr, of_batch, of_keys, keys, BLOCK: tl.
     tl.store(ranges_ptr + 2, (last - begin == tl.sum(count, 0)).to(tl.int32))
 
 
-def find_ranges(ranges: Tensor, scores: Scores, q: Tensor, k: Tensor) -> None:
-    """Launches what writes `empty_ranges`."""
+def ranges_launch(ranges: Tensor, scores: Scores, q: Tensor, k: Tensor) -> Launch:
+    """What writes `empty_ranges`."""
     (whole,) = broadcast_mask(scores, q, k)
-    launch(
+    return Launch(
         _row_ranges_kernel, q.shape[0],
         ranges, scores.attn_mask, whole.stride(0), whole.stride(3), k.shape[2], BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Columns of a program at most: two loads of 16 bytes a thread for each of the tensors.
 _COLUMNS = 2048

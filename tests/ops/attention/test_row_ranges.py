@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.launch.launches import run
 from torch_fdattn.ops import row_ranges, row_ranges_kernel
 from torch_fdattn.ops.launch import broadcast_mask
 from torch_fdattn.ops.library import INTERPRET
@@ -48,7 +49,7 @@ def test_ranges(layout: str, device, monkeypatch) -> None:
     monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
     scores = Scores(0.0, None, None, mask)
     ranges = row_ranges.empty_ranges(mask, q, k)
-    row_ranges_kernel.find_ranges(ranges, scores, q, k)
+    run([row_ranges_kernel.ranges_launch(ranges, scores, q, k)])
     assert ranges.tolist() == [
         expected_range(row[0, 0].cpu()) for row in broadcast_mask(scores, q, k)[0]
     ]

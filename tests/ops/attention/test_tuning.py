@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn.ops import repeated_launch
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops.attention import backward, forward, trials, tuning
 from torch_fdattn.ops.attention.candidates import CANDIDATES, FP32, candidates, parse_configs
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
@@ -94,7 +94,7 @@ class Watched:
         self.kernel, self.sides = kernel, set()
 
     def __enter__(self) -> Watched:
-        repeated_launch.forget()
+        prepared.forget()
         real = type(self.kernel).__getitem__
 
         def getitem(kernel, grid):

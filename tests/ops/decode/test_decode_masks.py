@@ -96,10 +96,11 @@ def test_into_given_tensors_and_again_with_other_entries(device):
 def test_more_sequences_than_a_launch_scans(device, monkeypatch):
     q, k, v = made(device)
     if device == "cuda" or library.INTERPRET:
-        from torch_fdattn.ops.decode import op, schedule
+        from torch_fdattn.launch import prepared
+        from torch_fdattn.ops.decode import schedule
 
         monkeypatch.setattr(schedule, "MAX_BATCH", 1)
-        op._plans.clear()
+        prepared.forget()
     for name in ("bool", "every entry"):
         same(
             torch_fdattn.decode(q, k, v, causal=False, attn_mask=forms(device)[name]),

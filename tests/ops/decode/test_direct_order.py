@@ -1,4 +1,4 @@
-"""What a direct launch hands to each kernel: the addresses of its pointer arguments, in order, none of a missing one."""
+"""What decode hands to each of its kernels: a tensor for each pointer, by the parameter's name, none for a missing one."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_fdattn
+from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.decode import launch, op
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
@@ -45,10 +46,12 @@ def test_order(lens, starts, sinks, paged, workspace, masked, monkeypatch):
     plan = launch.Plan(q, cache, mask, 0.1, out, scores, False, wanted=64, capability=(9, 0))
     assert plan._merge is not None
     seen = []
-    plan._decode.direct = lambda stream, at: seen.append(list(at))
-    plan._merge.direct = lambda stream, at: seen.append(list(at))
-    monkeypatch.setattr(launch.Plan, "_is_direct", lambda *_: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+
+    def through_triton(launch: Launch) -> None:
+        kinds = [pair for pair in zip(launch.kernel.arg_names, launch.arguments, strict=False)]
+        seen.append({name: x.data_ptr() for name, x in kinds if isinstance(x, torch.Tensor)})
+
+    monkeypatch.setattr(Launch, "through_triton", through_triton)
     room = torch.empty(plan.floats, dtype=torch.int32) if workspace else None
     parts = []
     empty = torch.empty
@@ -65,28 +68,28 @@ def test_order(lens, starts, sinks, paged, workspace, masked, monkeypatch):
     )  # fmt: skip
     for kernel, addresses in zip((_decode_kernel, _merge_kernel), seen, strict=True):
         names = [name for name in pointer_names(kernel) if tensors[name] is not None]
-        assert addresses == [tensors[name].data_ptr() for name in names], kernel
+        expected = {f"{name}_ptr": tensors[name].data_ptr() for name in names}
+        assert addresses == expected, kernel
 
 
 def test_a_plan_is_whole_before_others_find_it(monkeypatch):
     """Two threads that make the same first call: none may find a plan that lacks what the other still adds."""
+    found = []
 
-    class Checked(dict):
-        def __setitem__(self, key, plan):
-            assert plan.lse_shape == (2, 4, 1)
-            assert plan.out is None
-            super().__setitem__(key, plan)
+    def remember(key, plan) -> None:
+        assert plan.lse_shape == (2, 4, 1)
+        assert plan.out is None
+        found.append(key)
 
-    plans = Checked()
-    monkeypatch.setattr(op, "_plans", plans)
+    monkeypatch.setattr(op.prepared, "remember", remember)
 
     class Plan:
         pass
 
-    monkeypatch.setattr(op._Call, "run", lambda self, *_: (Plan(), None))
+    monkeypatch.setattr(op.Call, "run", lambda self, *_: (Plan(), None))
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 8, 16)
     torch_fdattn.decode(q, k, k)
-    assert len(plans) == 1
+    assert len(found) == 1
 
 
 def test_pages_need_a_table():

@@ -9,6 +9,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fdattn
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.testing import attention_oracle, make_tensor
@@ -326,21 +327,22 @@ def test_tensors_that_only_the_dispatcher_understands(device):
 @pytest.mark.interpreter
 def test_an_aborted_launch_leaves_no_trace(kernel_device, monkeypatch):
     """Stopped between its two kernels, a call leaves parts behind that no later call reads."""
+    from torch_fdattn.launch import launches
     from torch_fdattn.ops.decode import launch
 
     q, k, v, lens = caches(kernel_device, lens=(700, 64, 0, 513), capacity=1024)
     expected = torch_fdattn.decode(q, k, v, lens)
-    whole_launch, stopped = launch._Kernel.launch, []
+    through_triton, stopped = launches.Launch.through_triton, []
 
-    def abort(self, *arguments):
-        if self._kernel is launch._merge_kernel:
+    def abort(self):
+        if self.kernel is launch._merge_kernel:
             stopped.append(self)
             raise KeyboardInterrupt
-        whole_launch(self, *arguments)
+        return through_triton(self)
 
+    prepared.forget()
     with monkeypatch.context() as patch:
-        patch.setattr(launch.Plan, "_is_direct", lambda *_: False)
-        patch.setattr(launch._Kernel, "launch", abort)
+        patch.setattr(launches.Launch, "through_triton", abort)
         with pytest.raises(KeyboardInterrupt):
             torch_fdattn.decode(q, k, v, lens)
     assert stopped
@@ -375,11 +377,11 @@ def test_more_sequences_than_a_launch_scans(paged, limits, device, monkeypatch):
         call, inputs = torch_fdattn.paged_decode, (q, k, v, table)
     expected = call(*inputs, lens, **options)
     if device == "cuda" or library.INTERPRET:
-        from torch_fdattn.ops.decode import op, schedule
+        from torch_fdattn.ops.decode import schedule
 
         for name, value in (limits | {"SHORT": 0}).items():
             monkeypatch.setattr(schedule, name, value)
-        op._plans.clear()
+        prepared.forget()
     for x, y in zip(call(*inputs, lens, **options), expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
@@ -405,8 +407,6 @@ def test_a_plan_serves_calls_of_equal_metadata(device):
 @pytest.mark.interpreter
 def test_a_plan_for_each_set_of_options(device, monkeypatch):
     """Calls that differ in one option alone, one after the other, and each without plans of others."""
-    from torch_fdattn.ops.decode import op
-
     q = make_tensor((2, 2, 3, 32), device=device)
     k, v = (make_tensor((2, 1, 160, 32), device=device) for _ in range(2))
     lens = int32(150, 70, device=device)
@@ -420,9 +420,9 @@ def test_a_plan_for_each_set_of_options(device, monkeypatch):
     ]  # fmt: skip
     expected = []
     for options in variations:
-        op._plans.clear()
+        prepared.forget()
         expected.append(torch_fdattn.decode(q, k, v, lens, **options))
-    op._plans.clear()
+    prepared.forget()
     for _ in range(2):
         for options, right in zip(variations, expected, strict=True):
             found = torch_fdattn.decode(q, k, v, lens, **options)
@@ -432,16 +432,20 @@ def test_a_plan_for_each_set_of_options(device, monkeypatch):
     assert len(different) >= len(variations) - 3
 
 
+def decode_plans() -> list:
+    return [call for key, call in prepared._calls.items() if key[0] == "decode"]
+
+
 @pytest.mark.interpreter
 def test_given_outputs_and_workspaces_have_plans(kernel_device, monkeypatch):
     """A call into given tensors decides once, and anew where one of them is laid out otherwise."""
-    from torch_fdattn.ops.decode import launch, op
+    from torch_fdattn.ops.decode import launch
 
     q, k, v, lens = caches(kernel_device)
     expected = torch_fdattn.decode(q, k, v, lens)
     made, launched = [], []
     plan_init, plan_launch = launch.Plan.__init__, launch.Plan.launch
-    op._plans.clear()
+    prepared.forget()
     monkeypatch.setattr(
         launch.Plan,
         "__init__",
@@ -466,7 +470,7 @@ def test_given_outputs_and_workspaces_have_plans(kernel_device, monkeypatch):
             assert torch.equal(out, expected[0].to(out.dtype))
             assert torch.equal(found_lse, expected[1])
         decided = len(made)
-        assert len(op._plans) == 4  # a workspace alone comes with an out like q
+        assert len(decode_plans()) == 4  # a workspace alone comes with an out like q
     assert len(made) == decided
     assert len(launched) == 2 * len(variations)
     monkeypatch.setattr(schedule, "SHORT", 0)
@@ -478,8 +482,6 @@ def test_given_outputs_and_workspaces_have_plans(kernel_device, monkeypatch):
 @pytest.mark.parametrize("entry", ["python", "op", "out"])
 def test_numpy_scalars(entry, kernel_device):
     """Triton's launcher and ctypes take Python's numbers alone."""
-    from torch_fdattn.ops.decode import op
-
     q, k, v, lens = caches(kernel_device)
     call = torch_fdattn.decode if entry != "op" else OPS.decode
     window = {"window": (40, 3)} if entry != "op" else {"window_left": 40, "window_right": 3}
@@ -498,12 +500,12 @@ def test_numpy_scalars(entry, kernel_device):
 
     given = {name: as_numpy(x) for name, x in plain.items()}
     for options in (given, given, plain):
-        op._plans.clear()
+        prepared.forget()
         if entry == "out":
             options = options | {"out": (torch.empty_like(q), torch.empty_like(q[..., 0]))}
         found = call(q, k, v, lens, **options)
-        (plan,) = op._plans.values()
-        flat = [y for x in plan._decode._numbers for y in (x if isinstance(x, tuple) else (x,))]
+        (plan,) = decode_plans()
+        flat = [y for x in plan._decode.numbers for y in (x if isinstance(x, tuple) else (x,))]
         assert {type(x) for x in flat} <= {int, float, bool, str, type(None)}
     again = call(q, k, v, lens, **(given | ({"out": options["out"]} if entry == "out" else {})))
     assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))

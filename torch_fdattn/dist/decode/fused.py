@@ -40,10 +40,10 @@ from torch_fdattn.dist.signals import (
     receive,
     word,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit

@@ -29,13 +29,13 @@ from torch_fdattn.dist.decode.rows import (
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import at_rank, may_send, take_epoch
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Dims a program, and fp32 elements of parts that its one warp holds at once: 128 registers a thread.
 CHUNK, PART_ELEMENTS = 32, 4096

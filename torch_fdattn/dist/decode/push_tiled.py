@@ -34,9 +34,9 @@ from torch_fdattn.dist.signals import (
     raise_flags,
     read_epoch,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit

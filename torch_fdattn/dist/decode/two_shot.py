@@ -53,10 +53,10 @@ from torch_fdattn.dist.lamport import (
     third_of,
 )
 from torch_fdattn.dist.signals import may_send, packed, read_epoch, report, unpacked
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)

@@ -43,8 +43,8 @@ from torch_fdattn.dist.signals import (
     was_whole,
 )
 from torch_fdattn.launch.driver import copy_async, loaded
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import on_device, power_of_two
-from torch_fdattn.ops.repeated_launch import launch
 
 _DATA = 4096
 _MOST_RANKS = _DATA // 8 // 2 - 1

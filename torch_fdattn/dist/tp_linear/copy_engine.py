@@ -26,10 +26,10 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.signals import TICKETS, as_words, await_flag, read_epoch
 from torch_fdattn.dist.tp_linear import gated_tiles
 from torch_fdattn.dist.tp_linear.copies import Copies, finish, using
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Elements that a program of four warps sums at a time, and its programs a processor: as many looks at flags.
 _BLOCK = 2048

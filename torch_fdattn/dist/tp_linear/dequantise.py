@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.kernel import unquantised
 from torch_fdattn.ops.decode.launch import E4M3_CAPABILITY
 from torch_fdattn.ops.launch import cdiv, on_device
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Weights that a program converts.
 _BLOCK = 2048

@@ -31,10 +31,10 @@ from torch_fdattn.dist.signals import (
 )
 from torch_fdattn.dist.tp_linear.fused_gather import programs
 from torch_fdattn.dist.tp_linear.gemm import grouped, operands, tile_for, tile_product
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit

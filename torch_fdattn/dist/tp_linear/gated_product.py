@@ -23,11 +23,11 @@ from torch_fdattn.dist.tp_linear.gemm import (
     operands,
     triton_dtype,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
 from torch_fdattn.ops.repeated_call import metadata, repeat
-from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 

@@ -22,10 +22,10 @@ from torch_fdattn.dist.tp_linear.gemm import (
     has_room,
     triton_dtype,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.swiglu import GATED_TILE
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 

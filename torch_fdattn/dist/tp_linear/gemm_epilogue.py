@@ -46,12 +46,12 @@ from torch_fdattn.dist.tp_linear.few_rows import (
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import send_to_owners, share_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import exchanged, remember
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.repeated_call import metadata, repeat
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Words that a program zeroes at a time.
 _CLEARED = tl.constexpr(1024)

@@ -39,11 +39,11 @@ from torch_fdattn.dist.lamport import (
 from torch_fdattn.dist.signals import may_send, read_epoch
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.push_values import as_words, exchange, remember, summed
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_call import repeat
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Bytes of a rank's part times (W - 1) (W - 2) / W, what the wire is spared, from which on two trips are faster. Four
 #: H100, µs in one shot and two: 512 KiB 7.4 and 7.3, 1 MiB 12.5 and 10.0, 2 MiB 21.9 and 17.5; with the product in the

@@ -35,10 +35,10 @@ from torch_fdattn.dist.signals import (
     word,
 )
 from torch_fdattn.dist.tp_linear import lamport_two_shot, push_tiles, push_values
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Words of all ranks that a program looks at together. 512 takes 1 to 2 µs more on two H200, 1024 5.
 _TILE_WORDS = 256

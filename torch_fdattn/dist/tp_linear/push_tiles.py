@@ -30,9 +30,9 @@ from torch_fdattn.dist.signals import (
     raise_flags,
     read_epoch,
 )
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
-from torch_fdattn.ops.repeated_launch import launch
 
 #: Bytes of a tile, which one warp moves, for few numbers and for many. On two H200, 1.3 MiB: 2048 takes 0.9 µs less
 #: than 4096; 10 MiB: 4 more.

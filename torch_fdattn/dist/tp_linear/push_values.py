@@ -37,11 +37,11 @@ from torch_fdattn.dist.lamport import (
 )
 from torch_fdattn.dist.signals import may_send, read_epoch
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.repeated_call import Step, again, find, repeat
-from torch_fdattn.ops.repeated_launch import launch
 
 #: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
 #: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.

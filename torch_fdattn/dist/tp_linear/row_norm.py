@@ -24,11 +24,11 @@ from torch_fdattn.dist.lamport import channel_for, halves, joined, leave_turn, t
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import exchange_sums, shots, slots
 from torch_fdattn.dist.tp_linear.push_values import as_words, exchanged, remember
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.repeated_call import repeat
-from torch_fdattn.ops.repeated_launch import launch
 
 MOST_COLUMNS = 8192
 #: (rows up to which, words that a warp has). On two H200, 2560 words: 512 takes 0.7 µs less than 1024 for one row, 13

@@ -11,16 +11,18 @@ Limit: memory-bound by design; elements that turn are read twice, the second tim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.rounding import encode
-from torch_fdattn.ops.launch import cdiv, on_device, padded
+from torch_fdattn.ops.launch import cdiv, padded
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_launch import launch
 from torch_fdattn.ops.tiles import program_coordinates
 
 #: Elements of a tile where there are many tokens: 16 a thread, which with the rotation's operands take at most
@@ -146,7 +148,12 @@ def _store_rows(
 
 
 def launch_append(call: Append) -> None:
-    """Writes k and v to the caches, and turns q in place."""
+    """Makes `append_launches`."""
+    run(append_launches(call))
+
+
+def append_launches(call: Append) -> Iterator[Launch]:
+    """What writes k and v to the caches, and turns q in place."""
     batch, kv_heads, tokens, k_dim = call.k.shape
     v_dim, heads = call.v.shape[3], 0 if call.q is None else call.q.shape[1]
     jobs = heads + 2 * kv_heads
@@ -156,15 +163,14 @@ def launch_append(call: Append) -> None:
     block_k, block_v = padded(k_dim), padded(v_dim)
     block_t = 1 if tokens == 1 else TILE // max(block_k, block_v)
     views = _kernel_views(call)
-    with on_device(call.k_cache):
-        launch(
-            _append_kernel, jobs * cdiv(tokens, block_t) * batch,
-            *views, *(None if x is None else x.stride() for x in views),
-            tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
-            1 if call.cos is None else call.cos.shape[0], heads, kv_heads,
-            k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"),
-            BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4,
-        )  # fmt: skip
+    yield Launch(
+        _append_kernel, jobs * cdiv(tokens, block_t) * batch,
+        *views, *(None if x is None else x.stride() for x in views),
+        tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
+        1 if call.cos is None else call.cos.shape[0], heads, kv_heads,
+        k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"),
+        BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip
 
 
 def _kernel_views(call: Append) -> tuple[Tensor | None, ...]:

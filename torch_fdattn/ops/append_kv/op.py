@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.append_kv.arguments import Append, check
 from torch_fdattn.ops.append_kv.reference import append_reference
-from torch_fdattn.ops.repeated_call import metadata, repeat
 
 _OPTIONS = (
     "Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, "
@@ -22,16 +22,21 @@ _OPTIONS = (
 )
 
 
-def _run(call: Append) -> None:
-    check(call)
-    # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
-    if library.use_triton(call.k) and library.use_triton(call.k_cache):
-        from torch_fdattn.ops.append_kv.kernel import launch_append
-
-        launch_append(call)
-    else:
+def _run(call: Append, key: tuple | None = None) -> None:
+    known = prepared.checked(key)
+    if known is None:
+        check(call)
+        # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
+        if library.use_triton(call.k) and library.use_triton(call.k_cache):
+            known = prepared.prepare(key)
+    if known is None:
         library.launches["append_kv/reference"] += 1
         append_reference(call)
+        return
+    from torch_fdattn.ops.append_kv.kernel import append_launches
+
+    if known(call, append_launches(call)):
+        library.launches["append_kv/triton"] += 1
 
 
 def _append(k_cache, v_cache, k, v, kv_lens, *options):
@@ -49,8 +54,7 @@ def append_eagerly(*arguments) -> None:
         [x for x in (call.k_cache, call.v_cache, call.q) if x is not None]
     )
     if call.k_cache.is_cuda:
-        key = "append_kv", *metadata(*call)
-        repeat(key, call, lambda: _run(call), "append_kv/triton")
+        _run(call, ("append_kv", *prepared.metadata(*call)))
     else:
         # As where the op is dispatched: the reference may write to inference tensors in any mode.
         with torch._C._AutoDispatchBelowADInplaceOrView():

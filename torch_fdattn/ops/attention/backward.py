@@ -15,12 +15,14 @@ Shapes: q, dq (B, H, M, D); out, dout (B, H, M, DV); k, dk (B, H_kv, N, D); v, d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
+from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.launch.pdl import supports_pdl
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.backward_keys import _dkdv_kernel
@@ -49,7 +51,6 @@ from torch_fdattn.ops.launch import (
     kernel_options,
     mask_flags,
     mask_numbers,
-    on_device,
     tile_dims,
     wide_rows,
 )
@@ -58,18 +59,24 @@ from torch_fdattn.ops.mask_strides import mask_strides, of_vectors, opaque
 from torch_fdattn.ops.online_softmax import LN2
 from torch_fdattn.ops.packed import Packed, kernel_arguments
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.repeated_launch import launch
-from torch_fdattn.ops.row_ranges_kernel import find_ranges
+from torch_fdattn.ops.row_ranges_kernel import ranges_launch
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 
 
-def launch_backward(
+def launch_backward(*args, **kwargs) -> None:
+    """Makes `backward_launches`."""
+    run(backward_launches(*args, **kwargs))
+
+
+def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
     wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
     packed: Packed | None = None, rows: tuple[Tensor, Tensor] | None = None, ranges: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
+) -> Iterator[Launch]:  # fmt: skip
+    """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
+
+    Where gradients of `scores` are wanted, torch adds some of them up between and behind the launches.
 
     `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
     by `packed.by_heads`, and lse and dlse (H, T). Scratch memory: rows (`empty_rows`) and ranges (`empty_ranges`).
@@ -129,69 +136,69 @@ def launch_backward(
     pdl = k.numel() > 0 and supports_pdl(device_capability(q.device))  # of dQ, behind dK and dV
     row_bytes = (head_dim + v_dim) * q.element_size()
     found_in = in_sweeps = kernel_arguments(packed, k)
-    with on_device(q):
-        if ranges is not None:
-            find_ranges(ranges, scores, q, k)
-            in_sweeps, borders = {"ranges_ptr": ranges}, True
-        # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
-        filled = in_dq is not None and packed is None  # whose sequences do not fill it
-        if dmask is not None and not filled:
-            dmask.zero_()
-        if q.numel():
-            block_m = 64 if v_dim <= 256 else 16
-            launch(
-                _row_terms_kernel, padded_len // block_m * heads * batch,
-                out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=found_in,
-            )  # fmt: skip
-        if k.numel():
-            tile = config.dkdv
-            launch(
-                _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
-                q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
-                q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
-                heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
-                *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
+    if ranges is not None:
+        yield ranges_launch(ranges, scores, q, k)
+        in_sweeps, borders = {"ranges_ptr": ranges}, True
+    # Before the sweeps: dQ waits for nothing, and may start early of the kernel just before it alone.
+    filled = in_dq is not None and packed is None  # whose sequences do not fill it
+    if dmask is not None and not filled:
+        dmask.zero_()
+    if q.numel():
+        block_m = 64 if v_dim <= 256 else 16
+        yield Launch(
+            _row_terms_kernel, padded_len // block_m * heads * batch,
+            out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, v_dim, BLOCK_M=block_m, BLOCK_DV=block_dv, also=found_in,
+        )  # fmt: skip
+    if k.numel():
+        tile = config.dkdv
+        yield Launch(
+            _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
+            q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
+            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
+            heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
+            *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, also=in_sweeps,
+        )  # fmt: skip
+    if q.numel():
+        tile = config.dq
+        yield Launch(
+            _dq_kernel, row_blocks(tile.block_m) * heads * batch,
+            q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
+            q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
+            None if in_dq is None else mask_strides(in_dq), options,
+            heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
+            *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
+        )  # fmt: skip
+    if dmask is not None and in_dq is None:
+        tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
+        tile = tuning.forced("dmask", tile)
+        sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
+        # One row of one query is its own, and one column of one key, to have fewer kernels.
+        by_row, by_key = (
+            own > 1 or (packed is None and own == whole)
+            for own, whole in zip(sizes_of[2:], masks[1].shape[2:], strict=True)
+        )
+        mask_sizes = (
+            *sizes_of[:2], cdiv(sizes_of[2], tile.block_m), cdiv(sizes_of[3], tile.block_n)
+        )  # fmt: skip
+        if q.numel() and k.numel():
+            yield Launch(
+                _dmask_kernel, prod(mask_sizes),
+                q, k, v, dout, lse2, delta, dmask, *mask[:3],
+                q.stride(), k.stride(), v.stride(), dout.stride(),
+                tuple(map(opaque, masks[1].stride())), options, *sizes, batch if packed is None else packed.sequences,
+                tuple(map(opaque, mask_sizes)), **switches, BY_ROW=by_row, BY_KEY=by_key,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, also=in_sweeps,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
-        if q.numel():
-            tile = config.dq
-            launch(
-                _dq_kernel, row_blocks(tile.block_m) * heads * batch,
-                q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
-                q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-                None if in_dq is None else mask_strides(in_dq), options,
-                heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
-                *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
-            )  # fmt: skip
-        if dmask is not None and in_dq is None:
-            tile = mask_gradient_config(max(head_dim, v_dim), q.dtype, device_capability(q.device))
-            tile = tuning.forced("dmask", tile)
-            sizes_of = (1,) * (4 - dmask.dim()) + tuple(dmask.shape)
-            # One row of one query is its own, and one column of one key, to have fewer kernels.
-            by_row, by_key = (
-                own > 1 or (packed is None and own == whole)
-                for own, whole in zip(sizes_of[2:], masks[1].shape[2:], strict=True)
-            )
-            mask_sizes = (
-                *sizes_of[:2], cdiv(sizes_of[2], tile.block_m), cdiv(sizes_of[3], tile.block_n)
-            )  # fmt: skip
-            if q.numel() and k.numel():
-                launch(
-                    _dmask_kernel, prod(mask_sizes),
-                    q, k, v, dout, lse2, delta, dmask, *mask[:3],
-                    q.stride(), k.stride(), v.stride(), dout.stride(),
-                    tuple(map(opaque, masks[1].stride())), options, *sizes, batch if packed is None else packed.sequences,
-                    tuple(map(opaque, mask_sizes)), **switches, BY_ROW=by_row, BY_KEY=by_key,
-                    BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                    num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
-                )  # fmt: skip
     if wanted.alibi_slopes is not None:
         over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
         rows = slope_rows[:, :, :q_len]
         if packed is not None:
-            rows = _sum_by_sequence(slope_rows, packed, q_len)
+            rows = slope_rows.new_empty(packed.sequences, heads, 1)
+            yield _sum_by_sequence(slope_rows, rows, packed, q_len)
         wanted.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # rows cancel
     if wanted.sinks is not None:
         if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
@@ -208,14 +215,11 @@ def empty_rows(q: Tensor, packed: Packed | None = None) -> tuple[Tensor, Tensor]
     return lse2, torch.empty_like(lse2)
 
 
-def _sum_by_sequence(rows: Tensor, packed: Packed, tokens: int) -> Tensor:
-    """(B, H, 1) from rows (1, H, padded_len)."""
+def _sum_by_sequence(rows: Tensor, sums: Tensor, packed: Packed, tokens: int) -> Launch:
+    """What writes sums (B, H, 1) of rows (1, H, padded_len)."""
     heads, padded_len = rows.shape[1:]
-    sums = rows.new_empty(packed.sequences, heads, 1)
-    with on_device(rows):
-        launch(
-            _sum_by_sequence_kernel, packed.sequences * heads,
-            rows, sums, packed.cu_seqlens_q.contiguous(), packed.sequences, tokens, padded_len, heads,
-            BLOCK=PADDING.value,
-        )  # fmt: skip
-    return sums
+    return Launch(
+        _sum_by_sequence_kernel, packed.sequences * heads,
+        rows, sums, packed.cu_seqlens_q.contiguous(), packed.sequences, tokens, padded_len, heads,
+        BLOCK=PADDING.value,
+    )  # fmt: skip

@@ -12,12 +12,14 @@ Limits: head dims that are no power of two are padded to one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
@@ -37,7 +39,6 @@ from torch_fdattn.ops.launch import (
     kernel_options,
     mask_flags,
     mask_numbers,
-    on_device,
     tile_dims,
     wide_rows,
 )
@@ -46,8 +47,7 @@ from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.packed import Packed, kernel_arguments, key_capacity
 from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.repeated_launch import launch
-from torch_fdattn.ops.row_ranges_kernel import find_ranges
+from torch_fdattn.ops.row_ranges_kernel import ranges_launch
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import (
@@ -179,12 +179,17 @@ def has_borders(mask: Mask, kv_len: int) -> bool:
     return not mask.hides_nothing or kv_len % WHOLE_TILES != 0
 
 
-def launch_forward(
+def launch_forward(*args, **kwargs) -> None:
+    """Makes `forward_launches`."""
+    run(forward_launches(*args, **kwargs))
+
+
+def forward_launches(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
     scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
     config: TileConfig | None = None, packed: Packed | None = None, ranges: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous).
+) -> Iterator[Launch]:  # fmt: skip
+    """What writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous).
 
     ranges: `empty_ranges`, scratch memory.
 
@@ -216,18 +221,17 @@ def launch_forward(
     group = heads // k.shape[1]
     head_bytes = kv_capacity * (head_dim + v_dim) * k.element_size() // group
     beside = heads_beside(mask, heads * batch, head_bytes, packed is not None)
-    with on_device(q):
-        if ranges is not None:
-            find_ranges(ranges, scores, q, k)
-        launch(
-            _attention_forward_kernel, row_blocks * heads * batch,
-            q, k, v, out, lse, *mask[:3],
-            q.stride(), k.stride(), v.stride(), out.stride(),
-            kernel_options(scores, q, k, dropout, packed), beside,
-            q_len, kv_capacity, *mask_numbers(mask), scale, heads, group, head_dim, v_dim,
-            **mask_flags(mask), BORDERS=borders or ranges is not None, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
-            PRECISION=dot_precision(q.dtype),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
-            BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,
-            also=kernel_arguments(packed, k) if ranges is None else {"ranges_ptr": ranges},
-        )  # fmt: skip
+    if ranges is not None:
+        yield ranges_launch(ranges, scores, q, k)
+    yield Launch(
+        _attention_forward_kernel, row_blocks * heads * batch,
+        q, k, v, out, lse, *mask[:3],
+        q.stride(), k.stride(), v.stride(), out.stride(),
+        kernel_options(scores, q, k, dropout, packed), beside,
+        q_len, kv_capacity, *mask_numbers(mask), scale, heads, group, head_dim, v_dim,
+        **mask_flags(mask), BORDERS=borders or ranges is not None, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
+        PRECISION=dot_precision(q.dtype),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
+        BLOCK_DV=block_dv, num_warps=config.num_warps, num_stages=config.num_stages,
+        also=kernel_arguments(packed, k) if ranges is None else {"ranges_ptr": ranges},
+    )  # fmt: skip

@@ -14,13 +14,14 @@ what modifies the scores, where they are wanted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.launch import prepared
+from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch, tuning
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
@@ -31,8 +32,8 @@ from torch_fdattn.ops.attention.reference import (
     attention_tangent_reference,
 )
 from torch_fdattn.ops.determinism import seed_generator
+from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.positions import FAR, Mask
-from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -53,8 +54,6 @@ SCORES_SCHEMA = (
     "float dropout_p=0.0, Tensor? dropout_seed=None"
 )
 _MASKS, _SCORES = len(Mask._fields), len(Scores._fields)
-#: Where the results' dtype stands in what follows the tensors in a raw op's arguments.
-DTYPE_AT = _MASKS + 1
 
 
 def check_inputs(
@@ -122,73 +121,62 @@ def call_of(rest: tuple) -> Call:
     return Call(mask, rest[_MASKS], rest[_MASKS + 1], Scores(*scores[:_SCORES]), dropout)
 
 
-def tensors_of(rest: tuple) -> list[Tensor]:
-    """Those that follow k and v in a raw op's arguments, in the order in which kernels take them."""
-    return [x for x in rest if isinstance(x, Tensor)]
-
-
-def mask_of(rest: tuple) -> Tensor | None:
-    """The explicit mask among them."""
-    at = _MASKS + 1 + _SCORES
-    return rest[at] if len(rest) > at else None
-
-
 def _forward(q, k, v, *rest):
     key = key_of("attention_forward", q, k, v, *rest)
-    if known := find(key):
-        state, ranges = empty_state(q, v, rest[DTYPE_AT]), empty_ranges(mask_of(rest), q, k)
-        if again(known, (q, k, v, *state, *tensors_of(rest), ranges), "attention_forward/triton"):
-            return state
+    call = prepared.checked(key)
     mask, scale, out_dtype, scores, dropout = call_of(rest)
     mask = mask.clamped
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
-    state = empty_state(q, v, out_dtype)
-    ranges = empty_ranges(scores.attn_mask, q, k)
-    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, dropout, ranges)
-    learn(key, (q, k, v, *state, *tensors_of(rest), ranges), run)
-    return state
+    if call is None:
+        check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores, dropout)
+        call = _prepared_forward(key, q, v, mask, scores, dropout)
+    return _attend(call, q, k, v, mask, scale, out_dtype, scores, dropout)
 
 
-def _attend_into(
-    out, lse, q, k, v, mask: Mask, scale, scores, dropout=NO_DROPOUT, ranges=None
-) -> None:
-    if dispatch.choose("forward", q, v, mask, scores, dropout) == "triton":
-        from torch_fdattn.ops.attention.forward import launch_forward
+def _prepared_forward(key, q, v, mask: Mask, scores: Scores, dropout) -> PreparedCall | None:
+    """For a call that has passed its checks; None: it is the reference's."""
+    way = dispatch.choose("forward", q, v, mask, scores, dropout)
+    return prepared.prepare(key) if way == "triton" else None
 
-        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, ranges=ranges)
-    else:
+
+def _attend(
+    call: PreparedCall | None, q, k, v, mask: Mask, scale, out_dtype=None, scores=NO_SCORES,
+    dropout=NO_DROPOUT,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse = empty_state(q, v, out_dtype)
+    if call is None:
         library.launches["attention_forward/reference"] += 1
         copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
+        return out, lse
+    from torch_fdattn.ops.attention.forward import forward_launches
+
+    mask, ranges = contiguous_mask(mask), empty_ranges(scores.attn_mask, q, k)
+    launches = forward_launches(q, k, v, mask, scale, out, lse, scores, dropout, ranges=ranges)
+    if call((q, k, v, out, lse, *mask[:3], *scores[1:], dropout.seed, ranges), launches):
+        library.launches["attention_forward/triton"] += 1
+    return out, lse
 
 
 def key_of(name: str, q: Tensor, *others) -> tuple | None:
-    """By what `repeated_call` knows a call with these tensors and options; None: not by that."""
+    """The key of a call with these tensors and options; None: it is not to be remembered."""
     # What else decides a launch: tiles that are not the table's, and torch's setting of tf32.
     if not q.is_cuda or tuning.state.active or q.dtype == torch.float32:
         return None
-    return name, *metadata(q), *[metadata(x)[0] if isinstance(x, Tensor) else x for x in others]
+    return (
+        name,
+        *prepared.metadata(q),
+        *[prepared.metadata(x)[0] if isinstance(x, Tensor) else x for x in others],
+    )
 
 
-def attend_again(key: tuple | None, q, k, v, tensors: tuple) -> tuple[Tensor, Tensor] | None:
-    """The raw forward of a call that is known; None: run it. tensors: mask and scores, the explicit mask the last."""
-    known = find(key)
-    if known is None:
-        return None
-    state, ranges = empty_state(q, v), empty_ranges(tensors[-1], q, k)
-    done = again(known, (q, k, v, *state, *tensors, ranges), "attention_forward/triton")
-    return state if done else None
-
-
-def attend_eagerly(
+def attend_directly(
     key: tuple | None, q, k, v, mask: Mask, scale: float, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """The raw forward's kernel where nobody sees the op; mask is clamped."""
-    check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
-    state = empty_state(q, v)
-    ranges = empty_ranges(scores.attn_mask, q, k)
-    run = partial(_attend_into, *state, q, k, v, mask, scale, scores, ranges=ranges)
-    learn(key, (q, k, v, *state, *mask[:3], *scores[1:], ranges), run)
-    return state
+    call = prepared.checked(key)
+    if call is None:
+        check_inputs(q, k, v, mask, scale, ("q", "k", "v"), scores)
+        call = _prepared_forward(key, q, v, mask, scores, NO_DROPOUT)
+    return _attend(call, q, k, v, mask, scale, scores=scores)
 
 
 def _forward_fake(q, k, v, *rest):
@@ -228,44 +216,42 @@ def _gradients(
 
     key: of `key_of`, where no other is.
     """
+    known = prepared.checked(key)
     call = call_of(rest)
     call = call._replace(mask=call.mask.clamped)
-    _check_backward(dout, dlse, q, k, v, out, lse, call)
     mask, scale, grad_dtype, scores, dropout = call
+    if known is None:
+        _check_backward(dout, dlse, q, k, v, out, lse, call)
+        if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
+            known = prepared.prepare(key)
     targets = empty_gradients(q, k, v, grad_dtype)
-    if dispatch.choose("backward", q, v, mask, scores, dropout) == "triton":
-        from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
+    if known is not None:
+        from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
 
-        rows, ranges = empty_rows(q), empty_ranges(scores.attn_mask, q, k)
-        # Copies have names of their own: what is learnt of a call is by the tensors that it is given.
-        dense_dlse = None if dlse is None else dlse.contiguous()
-        run = partial(
-            launch_backward, dout, dense_dlse, q, k, v, out, lse.contiguous(), mask, scale, *targets, scores, wanted,
-            dropout, rows=rows, ranges=ranges,
-        )  # fmt: skip
-        learn(key, (dout, dlse, q, k, v, out, lse, *targets, *rows, *tensors_of(rest), ranges), run)
-    else:
-        library.launches["attention_backward/reference"] += 1
-        *found, of_scores = attention_backward_reference(
-            dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout
+        mask, rows = contiguous_mask(mask), empty_rows(q)
+        ranges = empty_ranges(scores.attn_mask, q, k)
+        dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
+        state = dout, dlse, q, k, v, out, lse
+        launches = backward_launches(
+            *state, mask, scale, *targets, scores, wanted, dropout, rows=rows, ranges=ranges
         )
-        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
-            if target is not None:
-                target.copy_(gradient)
+        tensors = *state, *targets, *rows, *mask[:3], *scores[1:], dropout.seed, ranges
+        if known(tensors, launches):
+            library.launches["attention_backward/triton"] += 1
+        return targets
+    library.launches["attention_backward/reference"] += 1
+    *found, of_scores = attention_backward_reference(
+        dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout
+    )
+    for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
+        if target is not None:
+            target.copy_(gradient)
     return targets
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *rest):
     state = dout, dlse, q, k, v, out, lse
     key = key_of("attention_backward", q, *state, *rest)
-    if known := find(key):
-        from torch_fdattn.ops.attention.backward import empty_rows
-
-        targets = empty_gradients(q, k, v, rest[DTYPE_AT])
-        rows, ranges = empty_rows(q), empty_ranges(mask_of(rest), q, k)
-        tensors = *state, *targets, *rows, *tensors_of(rest), ranges
-        if again(known, tensors, "attention_backward/triton"):
-            return targets
     return _gradients(*state, rest, NO_SCORES, key)
 
 

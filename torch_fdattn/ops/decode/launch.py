@@ -1,19 +1,20 @@
 """From a decode call to its launches: tiles and schedule, prepared once for calls of equal metadata.
 
-Everything that follows from shapes, strides, dtypes and options is a `Plan`. The first launch of a plan goes
-through Triton's own launcher, which compiles; the later ones hand the compiled kernels their pointers
-directly, because binding 50 arguments anew in Python costs more than a short decode takes (docs/notes/decode.md).
+Everything that follows from shapes, strides, dtypes and options is a `Plan`, which holds its launches prepared
+(`launch/prepared.py`): binding 50 arguments anew costs more than a short decode takes (docs/notes/decode.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fdattn.launch.driver_launch import DriverLaunch, aligned, driver_launch, somebody_watches
+from torch_fdattn.launch.launches import Launch
 from torch_fdattn.launch.pdl import supports_pdl
+from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
 from torch_fdattn.ops.decode import schedule
 from torch_fdattn.ops.decode.inputs import WholeLengths
@@ -24,7 +25,6 @@ from torch_fdattn.ops.launch import (
     contiguous_mask,
     mask_flags,
     mask_numbers,
-    on_device,
     padded,
     power_of_two,
     tile_dims,
@@ -240,9 +240,8 @@ class Plan:
         self.lse_offset = slots * config.block_m * block_dv
         self.floats = self.lse_offset + slots * config.block_m
 
-        self.device, self._index = q.device, q.device.index
-        self._bounds = sum(x is not None for x in mask[:3])
-        self._sinks = int(options.sinks is not None)
+        self.device = q.device
+        self._calls = PreparedCall(), PreparedCall()  # without the merge, and with it
         self._strided_lengths = not all(x is None or x.is_contiguous() for x in mask[:3])
         mask = simplified(mask, q_len)
         slopes, strides_of_mask, mask_rows = options.alibi_slopes, None, False
@@ -265,7 +264,7 @@ class Plan:
         grid = (items, pieces, batch) if heads_first else (pieces, items, batch)
         if not even:
             grid = (programs, groups, 1)
-        self._decode = _Kernel(
+        self._decode = _Template(
             _decode_kernel, grid, (
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(slopes), strides_of_mask, strides[1], batch, q_len, cache.capacity, k.shape[0],
@@ -276,7 +275,7 @@ class Plan:
                 batch_invariant, least, twice, split, groups > 1, pdl, keys_first, heads_first, dot_precision(q.dtype), block_b, config.block_m,
                 config.block_n, block_d, block_dv,
             ),
-            dict(num_warps=config.num_warps, num_stages=config.num_stages), beside,
+            dict(num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=beside),
         )  # fmt: skip
         self._merge, self.tiles, self._cut = None, (config, None), None
         if split:
@@ -296,8 +295,8 @@ class Plan:
             merge = merge._replace(dims=min(merge.dims, block_dv))
             self.tiles = config, merge
             blocks = cdiv(rows, merge.rows) * (block_dv // merge.dims)
-            self._merge = _Kernel(
-                _merge_kernel, (batch * kv_heads * blocks, 1, 1), (
+            self._merge = _Template(
+                _merge_kernel, batch * kv_heads * blocks, (
                     *strides, batch, q_len, cache.capacity, *window, cut_by, wanted, ragged,
                     size, programs, kv_heads, group, v_dim,
                     *flags, groups > 1, batch_invariant, least, twice, pdl, block_b, config.block_m, block_dv,
@@ -327,64 +326,33 @@ class Plan:
             kv_lens, q_start, kv_start = contiguous_mask(Mask(kv_lens, q_start, kv_start))[:3]
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        bounds = kv_lens, q_start, kv_start
-        part_lses = unmerged = None
+        bounds, unmerged = (kv_lens, q_start, kv_start), None
         if leave_parts and self._cut is not None:
-            part_lses = parts[self.lse_offset :]
-            unmerged = Unmerged(parts, part_lses, bounds, self._cut)
+            unmerged = Unmerged(parts, parts[self.lse_offset :], bounds, self._cut)
         rest = page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
-        given = [x for x in (q, k, v, out, lse, parts, *bounds, *rest) if x is not None]
-        at = [x.data_ptr() for x in given]
-        if self._is_direct(at, unmerged is None):
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
-            if parts is None:
-                self._decode.direct(stream, at)
-            else:
-                at.insert(6, at[5] + 4 * self.lse_offset)
-                self._decode.direct(stream, at)
-                if unmerged is None:
-                    self._merge.direct(
-                        stream, at[3 : 7 + self._bounds] + at[len(at) - self._sinks :]
-                    )
-            return unmerged
-        if parts is not None:
-            part_lses = parts[self.lse_offset :]
-        keep = not INTERPRET and isinstance(self._index, int) and aligned(at)
-        with on_device(q):
-            self._decode.launch(keep, q, k, v, out, lse, parts, part_lses, *bounds, *rest)
-            if parts is not None and unmerged is None:
-                self._merge.launch(keep, out, lse, parts, part_lses, *bounds, sinks)
+        call = self._calls[unmerged is None]
+        tensors = (q, k, v, out, lse, parts, *bounds, *rest)
+        call(tensors, self._launches(*tensors, merges=unmerged is None))
         return unmerged
 
-    def _is_direct(self, addresses: list[int], merges: bool) -> bool:
-        """Whether the compiled kernels can be handed these addresses without asking Triton."""
-        return (
-            self._decode.direct is not None
-            and (self._merge is None or not merges or self._merge.direct is not None)
-            and aligned(addresses)
-            and torch._C._cuda_getDevice() == self._index
-            and not somebody_watches()
-        )
+    def _launches(self, q, k, v, out, lse, parts, *rest, merges: bool) -> Iterator[Launch]:
+        part_lses = None if parts is None else parts[self.lse_offset :]
+        yield self._decode(q, k, v, out, lse, parts, part_lses, *rest)
+        if parts is not None and merges:
+            bounds, sinks = rest[:3], rest[-1]
+            yield self._merge(out, lse, parts, part_lses, *bounds, sinks)
 
 
-class _Kernel:
-    """One launch: a kernel, its grid, and its arguments after the tensors; `direct` once it is compiled."""
+class _Template(NamedTuple):
+    """A launch, but for its tensors, which are its first arguments."""
 
-    def __init__(
-        self, kernel, grid: tuple[int, int, int], numbers: tuple, options: dict, beside: int | None = None
-    ) -> None:  # fmt: skip
-        self._kernel, self._grid, self._beside = kernel, grid, beside
-        self._numbers, self._options = numbers, options
-        self.direct: DriverLaunch | None = None
+    kernel: object
+    grid: int | tuple[int, int, int]
+    numbers: tuple
+    options: dict[str, object]
 
-    def launch(self, keep: bool, *tensors: Tensor | None) -> None:
-        """Through Triton; keep: what it compiled is for later calls, too."""
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-        if keep:
-            arguments = (*tensors, *self._numbers)
-            self.direct = driver_launch(
-                compiled, self._grid, arguments, tensors[0].device, self._beside
-            )
+    def __call__(self, *tensors: Tensor | None) -> Launch:
+        return Launch(self.kernel, self.grid, *tensors, *self.numbers, **self.options)
 
 
 def launch_decode(
@@ -425,6 +393,11 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
             plan = Plan(here, cache, mask, 1.0, here, Scores(), batch_invariant)
             most = max(most, plan.floats)
     return most
+
+
+def launches_once(q: Tensor, cache: Cache) -> bool:
+    """Whether one launch (and a merge) is enough for such a call."""
+    return not _too_long(q.shape[0], q, cache)
 
 
 def _launch_sizes(q: Tensor, cache: Cache) -> set[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import attend
 from torch_fdattn.ops.attention.configs import dot_precision
@@ -46,8 +47,8 @@ _OUT = "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
 _MASKS = len(Mask._fields)
 
 
-class _Call:
-    """A raw call's arguments by name, checked."""
+class Call:
+    """A raw call's arguments by name, checked. (`attention.op.Call` is the tail of attention's.)"""
 
     def __init__(
         self, q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block,
@@ -85,11 +86,6 @@ class _Call:
         return None, None
 
 
-#: Plans by the metadata of their calls: what is equal there needs no checks and no decisions again.
-_plans: dict[tuple, object] = {}
-_MAX_PLANS = 4096
-
-
 def decode_eagerly(
     q, k, v, page_table, kv_lens, q_start, kv_start, window_left, window_right, kv_block, kv_stride,
     scale, out_dtype, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, attn_mask=None,
@@ -107,23 +103,23 @@ def decode_eagerly(
     )  # fmt: skip
     try:
         key = (
-            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
+            "decode", q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
             v.stride(), v.dtype, v.device, window_left, window_right, kv_block, kv_stride, scale, out_dtype,
             softcap, batch_invariant, _metadata(kv_lens), None if plain else tuple(map(_metadata, others)),
             # torch's own tf32 setting decides how float32 is multiplied.
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
             None if given is None else tuple(map(_metadata, given)), whole,
         )  # fmt: skip
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # something that is no tensor: the checks say what
+        plan = prepared.checked(key)
+    except AttributeError:  # something that is no tensor: the checks say what
         plan = key = None
-    if plan is None or checks.CHECK_VALUES:
+    if plan is None:
         numbers = (
             checks.plain_int("window", window_left), checks.plain_int("window", window_right),
             checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride),
             checks.plain_float("scale", default_scale(q, scale)),
         )  # fmt: skip
-        call = _Call(
+        call = Call(
             q, k, v, page_table, kv_lens, q_start, kv_start, *numbers, k_scale, v_scale,
             checks.plain_float("softcap", softcap), alibi_slopes, sinks, bool(batch_invariant), attn_mask, whole,
         )  # fmt: skip
@@ -141,9 +137,7 @@ def decode_eagerly(
             if (out.shape, out.stride(), out.dtype) != (q.shape, q.stride(), q.dtype):
                 plan.out = out.shape, out.stride(), out.dtype
             plan.lse_shape = tuple(lse.shape)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan  # last: from here on other threads use it
+            prepared.remember(key, plan)  # last: from here on other threads use it
         return (out, lse, unmerged) if leave_parts else (out, lse)
     if given is not None:
         out, lse, workspace = given
@@ -160,6 +154,75 @@ def decode_eagerly(
         workspace, leave_parts,
     )  # fmt: skip
     return (out, lse, unmerged) if leave_parts else (out, lse)
+
+
+class DirectDecode:
+    """A decode's launches, for tensors of the metadata that it was made with; nothing is checked again."""
+
+    @staticmethod
+    def of(call: Call) -> DirectDecode | None:
+        """None: the reference runs, or nothing, or more launches than one call of the kernels."""
+        if not library.use_triton(call.q) or not call.q.numel():
+            return None
+        from torch_fdattn.ops.decode.launch import Cache, launches_once
+
+        cache = Cache(call.k, call.v, call.page_table, call.k_scale, call.v_scale)
+        return DirectDecode(call, cache) if launches_once(call.q, cache) else None
+
+    def __init__(self, call: Call, cache) -> None:
+        from torch_fdattn.ops.decode.launch import Plan
+
+        q, mask, options = call.q, call.mask, call.options
+        out, lse = empty_state(q, call.v)
+        self._plan = Plan(q, cache, mask, call.scale, out, options, call.batch_invariant)
+        self._out = out.shape, out.stride(), out.dtype, out.device
+        self._lse = lse.shape, lse.stride(), lse.dtype, lse.device
+        self._starts = mask.q_start, mask.kv_start
+        self._scales = call.k_scale, call.v_scale
+        self._scores = options.alibi_slopes, options.attn_mask, options.sinks
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None, page_table: Tensor | None,
+        out: tuple[Tensor, Tensor] | None, workspace: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if workspace is not None:
+            self._check_workspace(workspace)
+        if out is None:
+            shape, strides, dtype, device = self._out
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            lse = torch.empty(self._lse[0], dtype=torch.float32, device=device)
+        else:
+            out, lse = out
+            for name, tensor, expected in (("out", out, self._out), ("lse", lse, self._lse)):
+                if _metadata(tensor) != expected:
+                    raise ValueError(
+                        f"{name} must be as planned, {expected[2]} of shape {tuple(expected[0])} and strides "
+                        f"{expected[1]}, got {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                    )
+            torch.autograd.graph.increment_version([out, lse])
+        self._plan.launch(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            kv_lens,
+            *self._starts,
+            page_table,
+            *self._scales,
+            *self._scores,
+            workspace,
+        )
+        return out, lse
+
+    def _check_workspace(self, workspace: Tensor) -> None:
+        checks.expect_device("workspace", workspace, self._out[3], "q")
+        if workspace.dtype != torch.int32 or workspace.dim() != 1 or not workspace.is_contiguous():
+            _refuse_workspace(workspace)
+        if workspace.numel() < self._plan.floats:
+            raise ValueError(
+                f"workspace must have at least {self._plan.floats} elements, got {workspace.numel()}"
+            )
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:
@@ -190,7 +253,7 @@ def _raw(paged: bool):
 
     def fake(q, k, v, *rest):
         page_table, mask_and_scale, out_dtype, extras = _arguments(paged, rest, True)
-        _Call(q, k, v, page_table, *mask_and_scale, *extras)
+        Call(q, k, v, page_table, *mask_and_scale, *extras)
         return empty_state(q, v, out_dtype)
 
     return forward, fake
@@ -207,12 +270,12 @@ def _raw_out(paged: bool):
     def fake(q, k, v, *rest, out, lse, workspace=None):
         page_table, mask_and_scale, _, extras = _arguments(paged, rest, False)
         # How large a workspace must be is not asked of symbolic shapes, but when the call runs.
-        _check_out(_Call(q, k, v, page_table, *mask_and_scale, *extras), out, lse, workspace)
+        _check_out(Call(q, k, v, page_table, *mask_and_scale, *extras), out, lse, workspace)
 
     return forward, fake
 
 
-def _check_out(call: _Call, out: Tensor, lse: Tensor, workspace: Tensor | None) -> None:
+def _check_out(call: Call, out: Tensor, lse: Tensor, workspace: Tensor | None) -> None:
     q, lse_dtype = call.q, torch.float64 if call.q.dtype == torch.float64 else torch.float32
     checks.expect_shape("out", out, (*q.shape[:3], call.v.shape[3]), "q and v_cache")
     checks.expect_float("out", out)
@@ -227,13 +290,17 @@ def _check_out(call: _Call, out: Tensor, lse: Tensor, workspace: Tensor | None) 
     if workspace is None:
         return
     if workspace.dtype != torch.int32 or workspace.dim() != 1 or not workspace.is_contiguous():
-        raise TypeError(
-            "workspace must be a contiguous int32 tensor of one dimension, as decode_workspace makes it, "
-            f"got {workspace.dtype} of shape {tuple(workspace.shape)}"
-        )
+        _refuse_workspace(workspace)
 
 
-def _check_workspace_size(call: _Call, workspace: Tensor) -> None:
+def _refuse_workspace(workspace: Tensor) -> None:
+    raise TypeError(
+        "workspace must be a contiguous int32 tensor of one dimension, as decode_workspace makes it, "
+        f"got {workspace.dtype} of shape {tuple(workspace.shape)}"
+    )
+
+
+def _check_workspace_size(call: Call, workspace: Tensor) -> None:
     needed = workspace_size(call.q, call.k, call.v, call.page_table, call.batch_invariant)
     if workspace.numel() < needed:
         raise ValueError(f"workspace must have at least {needed} elements, got {workspace.numel()}")
@@ -244,7 +311,7 @@ def check_inputs_alone(
 ) -> None:
     """What a call asks of these, whatever else it will be given."""
     no_mask = (None, None, None, -1, -1, 0, 0)
-    _Call(q, k, v, page_table, *no_mask, 1.0, None, None, 0.0, None, None, batch_invariant)
+    Call(q, k, v, page_table, *no_mask, 1.0, None, None, 0.0, None, None, batch_invariant)
 
 
 def workspace_size(

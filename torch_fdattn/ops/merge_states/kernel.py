@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.ops.launch import on_device, padded
+from torch_fdattn.launch.launches import launch
+from torch_fdattn.ops.launch import padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, finite_max, merge_finish, merge_update
-from torch_fdattn.ops.repeated_launch import launch
 
 
 @triton.jit
@@ -100,12 +100,11 @@ def launch_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         return
     launches["merge_states_forward/triton"] += 1
     block_parts = min(32, 1 << max(parts - 1, 0).bit_length())
-    with on_device(outs):
-        launch(
-            _merge_kernel, batch * heads * length,
-            outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(),
-            parts, heads, length, head_dim, BLOCK_PARTS=block_parts, BLOCK_D=padded(head_dim),
-        )  # fmt: skip
+    launch(
+        _merge_kernel, batch * heads * length,
+        outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(),
+        parts, heads, length, head_dim, BLOCK_PARTS=block_parts, BLOCK_D=padded(head_dim),
+    )  # fmt: skip
 
 
 def launch_merge_backward(
@@ -118,10 +117,9 @@ def launch_merge_backward(
     if rows * parts == 0:
         return
     launches["merge_states_backward/triton"] += 1
-    with on_device(outs):
-        launch(
-            _merge_backward_kernel, rows * parts,
-            dout, dlse, outs, lses, out, lse, douts, dlses,
-            dout.stride(), outs.stride(), lses.stride(), out.stride(), douts.stride(),
-            heads, length, rows, head_dim, BLOCK_D=padded(head_dim),
-        )  # fmt: skip
+    launch(
+        _merge_backward_kernel, rows * parts,
+        dout, dlse, outs, lses, out, lse, douts, dlses,
+        dout.stride(), outs.stride(), lses.stride(), out.stride(), douts.stride(),
+        heads, length, rows, head_dim, BLOCK_D=padded(head_dim),
+    )  # fmt: skip

@@ -12,17 +12,15 @@ hold (`ops/packed.py`). Keys on pages have no gradient.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.op import (
-    DTYPE_AT,
     GRADIENTS,
     MASK_SCHEMA,
     OPTIONS_SCHEMA,
@@ -38,12 +36,11 @@ from torch_fdattn.ops.attention.op import (
     key_of,
     options_to_mask,
     or_nothing,
-    tensors_of,
     wanted_of,
 )
+from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.repeated_call import again, find, learn
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
@@ -55,11 +52,19 @@ from torch_fdattn.ops.varlen_attention.reference import (
 _WHERE = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
 
 
-def _checked(q, k, v, packed: Packed, rest: tuple) -> Call:
+def _call_of(rest: tuple) -> Call:
     call = call_of(rest)
-    call = call._replace(mask=call.mask.clamped)
+    return call._replace(mask=call.mask.clamped)
+
+
+def _checked(q, k, v, packed: Packed, rest: tuple) -> Call:
+    call = _call_of(rest)
     check_varlen(q, k, v, packed, call)
     return call
+
+
+def _runs_kernels(q: Tensor, packed: Packed) -> bool:
+    return library.use_triton(q) and packed.sequences > 0
 
 
 def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -69,27 +74,29 @@ def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[T
 def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
     key = key_of("varlen_attention_forward", q, k, v, *packed, *rest)
-    given = *packed, *tensors_of(rest)
-    if known := find(key):
-        state = _empty_state(q, v, rest[DTYPE_AT])
-        if again(known, (q, k, v, *state, *given), "varlen_attention_forward/triton"):
-            return state
-    mask, scale, out_dtype, scores, dropout = _checked(q, k, v, packed, rest)
+    call = prepared.checked(key)
+    if call is None:
+        _checked(q, k, v, packed, rest)
+        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
+    mask, scale, out_dtype, scores, dropout = _call_of(rest)
     out, lse = _empty_state(q, v, out_dtype)
-    if not library.use_triton(q):
+    if call is not None:
+        from torch_fdattn.ops.attention.forward import forward_launches
+
+        mask = contiguous_mask(mask)
+        keys = (k, v) if page_table is not None else (by_heads(k), by_heads(v))
+        launches = forward_launches(
+            by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
+        )
+        given = *packed, *mask[:3], *scores[1:], dropout.seed
+        if call((q, k, v, out, lse, *given), launches):
+            library.launches["varlen_attention_forward/triton"] += 1
+    elif library.use_triton(q):  # of no sequences
+        copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
+    else:
         library.launches["varlen_attention_forward/reference"] += 1
         found = varlen_attention_reference(q, k, v, packed, mask, scale, scores, dropout)
         copy_state(out, lse, found)
-    elif not packed.sequences:
-        copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
-    else:
-        from torch_fdattn.ops.attention.forward import launch_forward
-
-        keys = (k, v) if page_table is not None else (by_heads(k), by_heads(v))
-        run = partial(
-            launch_forward, by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
-        )  # fmt: skip
-        learn(key, (q, k, v, out, lse, *given), run)
     return out, lse
 
 
@@ -117,30 +124,36 @@ def _gradients(
     dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wanted: Scores, key: tuple | None = None
 ):  # fmt: skip
     """(dq, dk, dv); `wanted` and key as in attention."""
-    state = dout, dlse, q, k, v, out, lse
-    mask, scale, grad_dtype, scores, dropout = _check_backward(*state, packed, rest)
+    known = prepared.checked(key)
+    if known is None:
+        _check_backward(dout, dlse, q, k, v, out, lse, packed, rest)
+        known = prepared.prepare(key) if _runs_kernels(q, packed) else None
+    mask, scale, grad_dtype, scores, dropout = _call_of(rest)
     targets = empty_gradients(q, k, v, grad_dtype)
-    if not library.use_triton(q):
-        library.launches["varlen_attention_backward/reference"] += 1
-        *found, of_scores = varlen_attention_backward_reference(
-            *state, packed, mask, scale, scores, dropout
-        )
-        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
-            if target is not None:
-                target.copy_(gradient)
-    elif not packed.sequences:
+    if known is not None:
+        from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
+
+        mask, rows = contiguous_mask(mask), empty_rows(by_heads(q), packed)
+        dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
+        launches = backward_launches(
+            by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, mask, scale, *map(by_heads, targets), scores,
+            wanted, dropout, packed=packed, rows=rows,
+        )  # fmt: skip
+        given = *rows, *packed, *mask[:3], *scores[1:], dropout.seed
+        if known((dout, dlse, q, k, v, out, lse, *targets, *given), launches):
+            library.launches["varlen_attention_backward/triton"] += 1
+    elif library.use_triton(q):  # of no sequences
         for target in (*targets, *wanted[1:]):
             if target is not None:
                 target.zero_()
     else:
-        from torch_fdattn.ops.attention.backward import empty_rows, launch_backward
-
-        rows = empty_rows(by_heads(q), packed)
-        run = partial(
-            launch_backward, by_heads(dout), None if dlse is None else dlse.contiguous(), *map(by_heads, (q, k, v, out)),
-            lse.contiguous(), mask, scale, *map(by_heads, targets), scores, wanted, dropout, packed=packed, rows=rows,
-        )  # fmt: skip
-        learn(key, (*state, *targets, *rows, *packed, *tensors_of(rest)), run)
+        library.launches["varlen_attention_backward/reference"] += 1
+        *found, of_scores = varlen_attention_backward_reference(
+            dout, dlse, q, k, v, out, lse, packed, mask, scale, scores, dropout
+        )
+        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
+            if target is not None:
+                target.copy_(gradient)
     return targets
 
 
@@ -148,13 +161,6 @@ def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
     state = dout, dlse, q, k, v, out, lse
     key = key_of("varlen_attention_backward", q, *state, *packed, *rest)
-    if known := find(key):
-        from torch_fdattn.ops.attention.backward import empty_rows
-
-        targets = empty_gradients(q, k, v, rest[DTYPE_AT])
-        tensors = *state, *targets, *empty_rows(by_heads(q), packed), *packed, *tensors_of(rest)
-        if again(known, tensors, "varlen_attention_backward/triton"):
-            return targets
     return _gradients(*state, packed, rest, NO_SCORES, key)
 
 

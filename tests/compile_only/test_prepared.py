@@ -1,11 +1,11 @@
-"""What a repeated launch hands to the driver, against what Triton would have bound for the same tensors."""
+"""What a prepared launch hands to the driver, against what Triton would have bound for the same tensors."""
 
 import ctypes
 import os
 import types
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -20,13 +20,11 @@ from benchmarks.resources.compiled import compile_launch
 from benchmarks.resources.launches import Launch
 from benchmarks.resources.targets import ARCHS
 from torch_fdattn import checks
-from torch_fdattn.dist.tp_linear import push_values, row_norm
-from torch_fdattn.launch import driver_launch, tensor_map
+from torch_fdattn.launch import driver_launch, launches, prepared, tensor_map
 from torch_fdattn.launch.driver_launch import flat
+from torch_fdattn.launch.launches import Launch as Each
 from torch_fdattn.ops import (
     library,
-    repeated_call,
-    repeated_launch,
     row_ranges,
 )
 from torch_fdattn.ops.append_kv.arguments import Append
@@ -38,10 +36,9 @@ from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import launch_forward
-from torch_fdattn.ops.merge_states.kernel import launch_merge
+from torch_fdattn.ops.merge_states.kernel import _merge_kernel, launch_merge
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.repeated_call import metadata, repeat
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.scores import Scores
 from torch_fdattn.ops.varlen_attention import op as varlen_op
@@ -74,12 +71,12 @@ def driver(monkeypatch) -> Driver:
 
     monkeypatch.setattr(driver_launch.DriverLaunch, "__init__", noted)
     monkeypatch.setattr(driver_launch, "loaded", lambda: driver)
-    monkeypatch.setattr(repeated_launch, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(launches, "on_gpu", lambda device: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    repeated_launch.forget()
+    prepared.forget()
     yield driver
-    repeated_launch.forget()
+    prepared.forget()
 
 
 @pytest.fixture
@@ -229,7 +226,7 @@ def test_the_third_launch_is_direct(name: str, driver: Driver, through_triton: l
     call_with(later, name)
     assert len(through_triton) == launched
     assert len(driver.calls) == launched // 2
-    repeated_launch.forget()
+    prepared.forget()
     call_with(later, name)
     for found, triton_launch in zip(driver.calls, through_triton[launched:], strict=True):
         grid, parameters = bound(*triton_launch)
@@ -265,159 +262,123 @@ def test_what_must_not_be_repeated(driver: Driver, through_triton: list, monkeyp
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
         assert goes_through_triton(outs, lses, out, lse)
     with monkeypatch.context() as patch:
-        patch.setattr(repeated_launch, "somebody_watches", lambda: True)
+        patch.setattr(driver_launch, "somebody_watches", lambda: True)
         assert goes_through_triton(outs, lses, out, lse)
     assert not goes_through_triton(outs, lses, out, lse)
-    monkeypatch.setattr(repeated_launch, "MOST", len(repeated_launch._known))
+    monkeypatch.setattr(prepared, "MAX_CALLS", len(prepared._calls))
     assert goes_through_triton(outs[:1], lses[:1], out, lse)
-    assert len(repeated_launch._known) == 1
+    assert len(prepared._calls) == 1
 
 
-def test_a_call_of_one_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
-    """The fourth goes past its checks; not where anything that decides it differs, nor where it is watched."""
-    runs, outs, lses = [], torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
+def merges(*calls: tuple[torch.Tensor, ...]) -> Iterator[Each]:
+    """Launches that merge, one for each (outs, lses, out, lse)."""
+    for outs, lses, out, lse in calls:
+        of = outs.stride(), lses.stride(), out.stride()
+        yield Each(
+            _merge_kernel,
+            40,
+            outs,
+            lses,
+            out,
+            lse,
+            *of,
+            len(outs),
+            4,
+            5,
+            32,
+            BLOCK_PARTS=4,
+            BLOCK_D=32,
+        )
 
-    def skips(outs, lses, out=None) -> bool:
-        out, lse = torch.zeros(2, 4, 5, 32) if out is None else out, torch.zeros(2, 4, 5)
 
-        def run() -> None:
-            runs.append(out)
-            launch_merge(outs, lses, out, lse)
+def states(count: int = 3) -> tuple[torch.Tensor, ...]:
+    outs, lses = torch.zeros(count, 2, 4, 5, 32), torch.zeros(count, 2, 4, 5)
+    return outs, lses, torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5)
 
-        before, launched = len(runs), len(driver.calls) + len(through_triton)
-        key = "merge", *metadata(outs, lses, out, lse)
-        repeat(key, (outs, lses, out, lse), run, "a counter")
-        assert len(driver.calls) + len(through_triton) == launched + 1
-        if skipped := len(runs) == before:
-            values = driver.calls[-1][1]
-            assert [x.data_ptr() for x in (outs, lses, out, lse)] == values[:4]
-        return skipped
 
-    library.launches.pop("a counter", None)
-    assert [skips(outs, lses) for _ in range(5)] == [False, False, False, True, True]
-    assert library.launches["a counter"] == 2
-    assert skips(outs.clone(), lses.clone())
-    assert not skips(outs[:2], lses[:2])
-    shifted = torch.zeros(1290)[2:1282].view(2, 4, 5, 32)
-    assert not skips(outs, lses, shifted)
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def test_a_prepared_call(driver: Driver, through_triton: list, monkeypatch) -> None:
+    """The third is the driver's; not where an address is odd, nor where a profiler looks on."""
+    call = prepared.PreparedCall()
+    by_driver = lambda tensors: call(tensors, merges(tensors))  # noqa: E731
+    assert [by_driver(states()) for _ in range(4)] == [False, False, True, True]
+    tensors = states()
+    assert by_driver(tensors)
+    assert driver.calls[-1][1][:4] == addresses(tensors)
+    odd = torch.zeros(1290)[2:1282].view(2, 4, 5, 32)
+    assert not by_driver((*tensors[:2], odd, tensors[3]))
     with monkeypatch.context() as patch:
         patch.setattr(driver_launch, "somebody_watches", lambda: True)
-        assert not skips(outs, lses)
+        assert not by_driver(tensors)
+    assert by_driver(tensors)
+
+
+def test_calls_that_are_remembered(monkeypatch) -> None:
+    """Not where values are checked, nor by an option without a hash; all are forgotten where there are too many."""
+    call = prepared.prepare(("a", 1))
+    assert prepared.checked(("a", 1)) is call
+    assert prepared.checked(("a", 2)) is prepared.checked(None) is None
     with monkeypatch.context() as patch:
         patch.setattr(checks, "CHECK_VALUES", True)
-        assert not skips(outs, lses)
-    assert skips(outs, lses)
-    repeated_launch.forget()
-    assert not skips(outs, lses)
+        assert prepared.checked(("a", 1)) is None
+    prepared.prepare(("a", [1]))
+    assert prepared.checked(("a", [1])) is None
+    monkeypatch.setattr(prepared, "MAX_CALLS", len(prepared._calls))
+    prepared.prepare(("b",))
+    assert prepared.checked(("a", 1)) is None
 
 
-def test_calls_that_are_not_what_was_named(driver: Driver, through_triton: list) -> None:
-    """A launch with a tensor that was not named, or where two are one: always run."""
-    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
-    out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
-    merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
-    for _ in range(6):
-        repeat(("others",), (outs, lses, out), merge)
-        repeat(("one twice",), (outs, lses, out, lse, lse), merge)
-        repeat(("none",), (outs, lses, out, lse), lambda: runs.append(None))
-    assert len(runs) == 18
+def test_two_launches_of_one_call(driver: Driver, through_triton: list) -> None:
+    """Each with its own tensors, in whatever order the call names them."""
+    call = prepared.PreparedCall()
+    for times in range(5):
+        first, second = states(3), states(2)
+        done = call((*second, None, *first), merges(first, second))
+        assert done == (times > 1)
+        if done:
+            assert [x[1][:4] for x in driver.calls[-2:]] == [addresses(first), addresses(second)]
 
 
-def test_a_call_within_a_call(driver: Driver, through_triton: list) -> None:
-    """The inner one is repeated; of the outer one one would know the launches beside it alone."""
-    tensors = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5), torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5)  # fmt: skip
-    runs = []
-
-    def merge(name: str) -> None:
-        runs.append(name)
-        launch_merge(*tensors)
-
-    def outer() -> None:
-        merge("outer")
-        repeat(("inner",), tensors, lambda: merge("inner"))
-
-    for _ in range(8):
-        repeat(("outer",), tensors, outer)
-    assert runs.count("outer") == 8
-    assert runs.count("inner") < 4
-    assert len(driver.calls) + len(through_triton) == 16
+def test_views_that_a_launch_takes(driver: Driver, through_triton: list) -> None:
+    """By the memory of the call's tensors in which they lie."""
+    call = prepared.PreparedCall()
+    for times in range(4):
+        outs, lses, out, _ = states()
+        scratch = torch.zeros(64)
+        lse = scratch[16:56].view(2, 4, 5)
+        assert call((outs, lses, out, scratch), merges((outs, lses, out, lse))) == (times > 1)
+    assert driver.calls[-1][1][3] == scratch.data_ptr() + 64
 
 
-def test_a_call_of_two_launches(driver: Driver, through_triton: list) -> None:
-    """Each is repeated with its own tensors, in whatever order they were named."""
-    runs = []
-
-    def call() -> tuple[bool, list[int]]:
-        parts = [(torch.zeros(n, 2, 4, 5, 32), torch.zeros(n, 2, 4, 5)) for n in (3, 2)]
-        outs, lses = [torch.zeros(2, 4, 5, 32) for _ in parts], [torch.zeros(2, 4, 5) for _ in parts]  # fmt: skip
-        taken = [(*part, out, lse) for part, out, lse in zip(parts, outs, lses, strict=True)]
-
-        def run() -> None:
-            runs.append(None)
-            for tensors in taken:
-                launch_merge(*tensors)
-
-        before = len(runs)
-        repeat(("two",), (*lses, *outs, *parts[1], *parts[0]), run)
-        expected = [[x.data_ptr() for x in tensors] for tensors in taken]
-        found = [values[:4] for _, values in driver.calls[-2:]]
-        assert len(runs) == 1 or len(driver.calls) < 2 or found == expected
-        return len(runs) == before
-
-    assert [call() for _ in range(5)] == [False, False, False, True, True]
+@pytest.mark.parametrize("what", ["another", "twice", "begins alike"])
+def test_tensors_of_which_nobody_knows_the_place(
+    what: str, driver: Driver, through_triton: list
+) -> None:
+    """Always through Triton: memory that is not the call's, or of which two of the call's may be meant."""
+    call = prepared.PreparedCall()
+    for _ in range(4):
+        outs, lses, out, lse = states()
+        named = {
+            "another": (outs, lses, out), "twice": (outs, lses, out, lse, lse), "begins alike": (out.view(-1), out, lses, lse)
+        }[what]  # fmt: skip
+        launch = (outs, lses, out.view(out.shape), lse)
+        assert not call(named, merges(launch))
+    assert not driver.calls
 
 
-def of_channels(monkeypatch, module) -> list[types.SimpleNamespace]:
-    """The channels that the module's calls get, a new one each."""
-    made = []
-
-    def channel(*_) -> types.SimpleNamespace:
-        addresses, state, fault = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
-        about = dict(memory=types.SimpleNamespace(addresses=addresses), state=state, rank=0)
-        made.append(types.SimpleNamespace(**about, fault=types.SimpleNamespace(tensor=fault), half_bytes=1 << 16))  # fmt: skip
-        return made[-1]
-
-    monkeypatch.setattr(module, "channel_for", channel)
-    return made
-
-
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather", "norm", "norm, bias"])
-def test_exchanges_of_values(op: str, driver: Driver, through_triton: list, monkeypatch) -> None:
-    """From the fourth on the driver is handed what Triton was: of these tensors, and of the channel as it is then."""
-    module = row_norm if op.startswith("norm") else push_values
-    made, kept, words = of_channels(monkeypatch, module), [], 512
-    monkeypatch.setattr(row_norm, "rank_and_size", lambda _: (0, 2))
-
-    def call(words: int = words) -> list[torch.Tensor]:
-        """Its tensors, in the kernel's order."""
-
-        def draw(rows: int) -> torch.Tensor:
-            kept.append(torch.zeros(rows, 2 * words, dtype=torch.float16))
-            return kept[-1]
-
-        if module is row_norm:
-            x, bias, residual, weight = draw(2), draw(1)[0] if "bias" in op else None, draw(2), draw(1)[0]  # fmt: skip
-            kept.extend(row_norm.sum_norm(x, bias, residual, weight, 1e-6, "0"))
-            return [x, *([] if bias is None else [bias]), residual, weight, *kept[-2:]]
-        sizes = {"all_reduce": (1, 1), "reduce_scatter": (2, 1), "all_gather": (1, 2)}[op]
-        x, y = map(draw, sizes)
-        getattr(push_values, op)(x, y, "0", 0, 2)
-        return [x, y]
-
-    for i in range(6):
-        if i == 3:
-            monkeypatch.setattr(module, "launch", None)
-        tensors = call()
-        where = made[-1]
-        tensors += [where.memory.addresses, where.state, where.fault.tensor]
-        assert len(driver.calls) == max(0, i - 1)
-        if driver.calls:
-            grid, parameters = bound(*through_triton[1])
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            numbers = parameters[len(addresses) :]
-            assert driver.calls[-1] == (grid, [*addresses, *map(pytest.approx, numbers)])
-    with pytest.raises(TypeError, match="not callable"):  # another number of words is another call
-        call(256)
+def test_an_alias_now_is_none_later(driver: Driver, through_triton: list) -> None:
+    """Two views of one memory are told apart, since the launch takes the call's own objects."""
+    call = prepared.PreparedCall()
+    for times in range(4):
+        outs, lses, out, lse = states()
+        other = outs if times > 1 else outs.view(outs.shape)
+        assert call((other, outs, lses, out, lse), merges((outs, lses, out, lse))) == (times > 1)
+    other = torch.zeros_like(outs)
+    call((other, outs, lses, out, lse), merges((outs, lses, out, lse)))
+    assert driver.calls[-1][1][0] == outs.data_ptr()
 
 
 @pytest.fixture
@@ -433,7 +394,9 @@ def on_a_gpu(driver: Driver, through_triton: list, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("strided", ["lse", "dlse"])
-def test_copies_are_no_tensors_of_the_call(strided: str, packed: bool, on_a_gpu) -> None:
+def test_copies_are_no_tensors_of_the_call(
+    strided: str, packed: bool, driver: Driver, on_a_gpu
+) -> None:
     """What a kernel takes in place of a strided tensor is not there when the call comes again."""
     op, lead = (varlen_op, ()) if packed else (attention_op, (2,))
     lens, where = draw(2, dtype=torch.int32), (draw(3, dtype=torch.int32), None) if packed else ()
@@ -443,8 +406,19 @@ def test_copies_are_no_tensors_of_the_call(strided: str, packed: bool, on_a_gpu)
     given = q, rows["dlse"], q.clone(), q.clone(), q.clone(), q.clone(), rows["lse"], *where
     rest = lens, None, None, -1, 0, 0, 0, 0.5, None
     for _ in range(4):
+        given = (
+            *(
+                None if x is None else x.clone(memory_format=torch.preserve_format)
+                for x in given[:7]
+            ),
+            *where,
+        )
         op._backward(*given, *rest)
-    assert not repeated_call._known
+        for _, values in driver.calls[-3:]:
+            assert (
+                given[list(("dout", "dlse", "q", "k", "v", "out", "lse")).index(strided)].data_ptr()
+                not in values
+            )
 
 
 @pytest.mark.parametrize(("packed", "row"), [(False, False), (True, False), (False, True)])
@@ -475,16 +449,16 @@ def test_known_calls_of_attention(
     monkeypatch.setitem(CALLS, "attention", call)
     monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
     pool, launched = Pool(), {"forward": 1, "backward": 3}[way] + row
-    for times in (1, 2, 3, 3, 3):  # how often it was checked: twice by Triton, once to learn
+    for _ in range(4):  # the first is checked, the first two go through Triton
         call_with(pool, "attention")
-        assert checked.call_count == times
-    assert len(driver.calls) == 3 * launched
+        assert checked.call_count == 1
+    assert len(driver.calls) == 2 * launched
     assert driver.calls[:launched] == driver.calls[launched : 2 * launched]
     with monkeypatch.context() as patch:
         patch.setattr(attention_op.tuning.state, "active", True)
         patch.setattr(attention_op.tuning, "chosen", lambda op, config, *_: config)
         call_with(pool, "attention")
-    assert checked.call_count == 4
+    assert checked.call_count == 2
 
 
 @triton.jit
@@ -530,7 +504,7 @@ def mapper(driver: Driver, monkeypatch) -> Mapper:
 
 def copied(y: torch.Tensor, x: torch.Tensor, **options) -> None:
     described = TensorDescriptor(x, [64, 64], [x.stride(0), 1], [64, 64], **options)
-    repeated_launch.launch(_copy_kernel, 1, y, described, 64)
+    launches.launch(_copy_kernel, 1, y, described, 64)
 
 
 @triton.jit
@@ -543,7 +517,7 @@ def test_a_descriptor_comes_first(mapper: Mapper, through_triton: list) -> None:
     y = torch.zeros(64, 64).half()
     for _ in range(3):
         described = TensorDescriptor(y, [64, 64], [64, 1], [64, 64])
-        repeated_launch.launch(_fill_kernel, 1, described, 64)
+        launches.launch(_fill_kernel, 1, described, 64)
     assert len(through_triton) == 2
     assert [made[0] for made in mapper.made] == [y.data_ptr()]
 
@@ -556,7 +530,7 @@ def test_descriptors(mapper: Mapper, through_triton: list) -> None:
     assert len(through_triton) == 2
     assert not mapper.made
     for x in (xs[0], xs[1], xs[1], xs[0]):
-        repeat(("copy",), (y, x), lambda x=x: copied(y, x))
+        copied(y, x)
         number = 1 + (x is xs[1])
         assert mapper.maps == [[number, 5]]  # a small tensor's, of an old driver
         values = mapper.calls[-1][1]
@@ -569,8 +543,6 @@ def test_descriptors(mapper: Mapper, through_triton: list) -> None:
     copied(y, torch.zeros(64, 128).half()[:, :64])
     copied(y, xs[0], padding="nan")
     assert len(through_triton) == 4
-    with pytest.raises(TypeError, match="unhashable"):
-        repeated_launch.launch(_copy_kernel, 1, y, np.zeros(2), 64)
 
 
 @pytest.mark.parametrize(("version", "rows"), [(13020, 64), (13000, 4096)])
@@ -621,16 +593,6 @@ def test_descriptors_without_maps_are_tritons_to_launch(driver: Driver, through_
         copied(y, x)
     assert len(through_triton) == 4
     assert not driver.calls
-
-
-def test_an_option_without_a_hash(driver: Driver, through_triton: list) -> None:
-    """NumPy's arrays of one number are numbers to the checks: run each time, in silence."""
-    outs, lses = torch.zeros(3, 2, 4, 5, 32), torch.zeros(3, 2, 4, 5)
-    out, lse, runs = torch.zeros(2, 4, 5, 32), torch.zeros(2, 4, 5), []
-    for _ in range(5):
-        merge = lambda: runs.append(launch_merge(outs, lses, out, lse))  # noqa: E731
-        repeat(("merge", np.array(0.5)), (outs, lses, out, lse), merge)
-    assert len(runs) == 5
 
 
 def test_what_only_triton_can_launch(driver: Driver, through_triton: list, monkeypatch) -> None:
