@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from torch_fdattn import checks, functional
 from torch_fdattn.ops import library
@@ -17,8 +18,9 @@ class DecodePlan:
     """A `decode` or `paged_decode` whose checks and choices are made; `plan_decode` and `plan_paged_decode` return it.
 
     Called with tensors like those that it was planned with: of the same shapes, strides, dtypes and devices. Any thread
-    and any stream may call it, and a stream may be capturing. Under torch.compile a call is traced as the op; so it is
-    made where a gradient, a mode, a subclass or autocast asks for the dispatcher.
+    and any stream may call it, and a stream may be capturing. Under torch.compile a call is traced as the op; it is
+    made as the op, too, where a gradient, a mode, a transform or a tensor's subclass asks for the dispatcher. Autocast
+    changes nothing of it, and a profiler sees its kernels, but no op.
     """
 
     def __init__(self, inputs: dict[str, Tensor | None], options: dict[str, Any]) -> None:
@@ -62,8 +64,7 @@ class DecodePlan:
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
         direct = self._direct
-        seen = direct is None or not library.runs_unseen(q, k_cache, v_cache, kv_lens, page_table)
-        if seen or checks.CHECK_VALUES:
+        if direct is None or checks.CHECK_VALUES or not _is_direct(q, k_cache, v_cache):
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         return direct(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
 
@@ -79,6 +80,17 @@ class DecodePlan:
             f"{name} must be as planned, {planned}, got {_described(_metadata(tensor))}: "
             "plan such calls by themselves"
         )
+
+
+def _is_direct(*tensors: Tensor) -> bool:
+    """Whether nobody but the kernels has to see these."""
+    if library.is_watched():
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if (type(x) is not Tensor and type(x) is not Parameter) or (grad and x.requires_grad) or x.is_neg():  # fmt: skip
+            return False
+    return True
 
 
 def _checked_call(inputs: dict[str, Any], options: dict[str, Any]) -> decode_op.Call:

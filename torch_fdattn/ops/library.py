@@ -52,11 +52,12 @@ for _key in ("PythonDispatcher", "PythonTLSSnapshot", "FuncTorchDynamicLayerFron
 _MODES = _MODES.raw_repr() & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
 
 
-def _watched() -> bool:
-    """Whether a mode, a functorch transform or a tracer is active."""
+def is_watched() -> bool:
+    """Whether a mode, a functorch transform, forward-mode differentiation or a tracer is active."""
     return bool(
         _included_keys().raw_repr() & _MODES
         or _len_torch_function_stack()
+        or forward_ad._current_level >= 0
         or _get_tracing_state() is not None
     )
 
@@ -67,7 +68,7 @@ def runs_directly(*tensors: Tensor | None) -> bool:
     Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more. The first of the
     tensors is none that may be None.
     """
-    if _watched() or forward_ad._current_level >= 0:
+    if is_watched():
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:

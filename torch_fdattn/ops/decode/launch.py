@@ -321,13 +321,14 @@ class Plan:
             if workspace is None:
                 parts = torch.empty(self.floats, dtype=torch.float32, device=self.device)
             else:
-                parts = workspace.view(torch.float32)
+                parts = workspace
         if self._strided_lengths:
             kv_lens, q_start, kv_start = contiguous_mask(Mask(kv_lens, q_start, kv_start))[:3]
         if self._as_bytes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         bounds, unmerged = (kv_lens, q_start, kv_start), None
         if leave_parts and self._cut is not None:
+            parts = parts.view(torch.float32)
             unmerged = Unmerged(parts, parts[self.lse_offset :], bounds, self._cut)
         rest = page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
         call = self._calls[unmerged is None]
@@ -336,7 +337,10 @@ class Plan:
         return unmerged
 
     def _launches(self, q, k, v, out, lse, parts, *rest, merges: bool) -> Iterator[Launch]:
-        part_lses = None if parts is None else parts[self.lse_offset :]
+        part_lses = None
+        if parts is not None:
+            parts = parts.view(torch.float32)  # a workspace is of int32
+            part_lses = parts[self.lse_offset :]
         yield self._decode(q, k, v, out, lse, parts, part_lses, *rest)
         if parts is not None and merges:
             bounds, sinks = rest[:3], rest[-1]
