@@ -88,15 +88,17 @@ def attention(
     if unseen and (window is None or type(window) is tuple):
         numbers = causal, window, scale, kv_block, kv_stride, softcap
         key = attention_op.key_of("attention", q, k, v, *options, *numbers)
+        found = attention_op.attend_prepared(prepared.checked(key), q, k, v, options)
+        if found is not None:
+            return found
     left, right = window_bounds(window)
-    if prepared.checked(key) is None:
-        tensors = ("q", q), ("k", k), ("v", v)
-        expect_types(
-            tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, alibi_slopes=alibi_slopes,
-            sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
-        )  # fmt: skip
-        checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
-        checks.expect_bool(causal=causal)
+    tensors = ("q", q), ("k", k), ("v", v)
+    expect_types(
+        tensors, (kv_lens, q_start, kv_start), scale, softcap, dropout_p, alibi_slopes=alibi_slopes,
+        sinks=sinks, attn_mask=attn_mask, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
+    checks.expect_bool(causal=causal)
     if unseen:
         strided = checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride)
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, *strided)

@@ -46,36 +46,39 @@ class PreparedCall:
         self._runs = 0
         self._steps: tuple[Step, ...] = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None], launches: Iterable[Launch]) -> bool:
-        """Makes the call's launches; True: by the driver, and `launches` was not asked.
+    def by_driver(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Makes the call's launches by the driver; False: nothing was done, `run` them.
 
-        Args:
-            tensors: all that the kernels take, in an order of the caller's, outputs and scratch memory too.
-            launches: of these tensors, an iterator that nothing has been taken from.
+        tensors: all that the kernels take, in an order of the caller's, outputs and scratch memory too.
         """
-        addresses = [x.data_ptr() for x in tensors if x is not None]
         steps = self._steps
-        if steps and steps[0].launch.takes(addresses):
-            stream = torch._C._cuda_getCurrentRawStream(steps[0].launch.device_index)
-            for launch, places in steps:
-                if places is None:
-                    launch(stream, addresses)
-                else:
-                    launch(stream, [addresses[i] + offset for i, offset in places])
-            return True
+        if not steps:
+            return False
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        first = steps[0].launch
+        if not first.takes(addresses):
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(first.device_index)
+        for launch, places in steps:
+            if places is None:
+                launch(stream, addresses)
+            else:
+                launch(stream, [addresses[i] + offset for i, offset in places])
+        return True
+
+    def run(self, tensors: Sequence[Tensor | None], launches: Iterable[Launch]) -> None:
+        """Makes the launches, which are of these tensors, through Triton."""
         made = [(launch, launch.through_triton()) for launch in launches]
         self._runs += 1
-        if self._runs > 1 and not steps:
+        if self._runs > 1 and not self._steps:
             self._steps = _bound(made, [x for x in tensors if x is not None])
-        return False
 
 
 class _EachLaunch(PreparedCall):
-    def __call__(self, tensors: Sequence[Tensor | None], launches: Iterable[Launch]) -> bool:
+    def run(self, tensors: Sequence[Tensor | None], launches: Iterable[Launch]) -> None:
         from torch_fdattn.launch.launches import run
 
         run(launches)
-        return False
 
 
 def _bound(made: list[tuple[Launch, object]], tensors: list[Tensor]) -> tuple[Step, ...]:

@@ -35,8 +35,10 @@ def _run(call: Append, key: tuple | None = None) -> None:
         return
     from torch_fdattn.ops.append_kv.kernel import append_launches
 
-    if known(call, append_launches(call)):
+    if known.by_driver(call):
         library.launches["append_kv/triton"] += 1
+    else:
+        known.run(call, append_launches(call))
 
 
 def _append(k_cache, v_cache, k, v, kv_lens, *options):

@@ -150,9 +150,12 @@ def _attend(
     from torch_fdattn.ops.attention.forward import forward_launches
 
     mask, ranges = contiguous_mask(mask), empty_ranges(scores.attn_mask, q, k)
-    launches = forward_launches(q, k, v, mask, scale, out, lse, scores, dropout, ranges=ranges)
-    if call((q, k, v, out, lse, *mask[:3], *scores[1:], dropout.seed, ranges), launches):
+    tensors = q, k, v, out, lse, *mask[:3], *scores[1:], dropout.seed, ranges
+    if call.by_driver(tensors):
         library.launches["attention_forward/triton"] += 1
+    else:
+        launches = forward_launches(q, k, v, mask, scale, out, lse, scores, dropout, ranges=ranges)
+        call.run(tensors, launches)
     return out, lse
 
 
@@ -166,6 +169,20 @@ def key_of(name: str, q: Tensor, *others) -> tuple | None:
         *prepared.metadata(q),
         *[prepared.metadata(x)[0] if isinstance(x, Tensor) else x for x in others],
     )
+
+
+def attend_prepared(
+    call: PreparedCall | None, q, k, v, options: tuple
+) -> tuple[Tensor, Tensor] | None:
+    """By the driver; None: `attend_directly`. options: tensors of mask and scores, the explicit mask the last."""
+    # The kernels take copies of strided lengths, which are not these.
+    if call is None or not all(x is None or x.is_contiguous() for x in options[:3]):
+        return None
+    state, ranges = empty_state(q, v), empty_ranges(options[-1], q, k)
+    if not call.by_driver((q, k, v, *state, *options, None, ranges)):
+        return None
+    library.launches["attention_forward/triton"] += 1
+    return state
 
 
 def attend_directly(
@@ -232,12 +249,14 @@ def _gradients(
         ranges = empty_ranges(scores.attn_mask, q, k)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         state = dout, dlse, q, k, v, out, lse
-        launches = backward_launches(
-            *state, mask, scale, *targets, scores, wanted, dropout, rows=rows, ranges=ranges
-        )
         tensors = *state, *targets, *rows, *mask[:3], *scores[1:], dropout.seed, ranges
-        if known(tensors, launches):
+        if known.by_driver(tensors):
             library.launches["attention_backward/triton"] += 1
+        else:
+            launches = backward_launches(
+                *state, mask, scale, *targets, scores, wanted, dropout, rows=rows, ranges=ranges
+            )
+            known.run(tensors, launches)
         return targets
     library.launches["attention_backward/reference"] += 1
     *found, of_scores = attention_backward_reference(

@@ -333,7 +333,8 @@ class Plan:
         rest = page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
         call = self._calls[unmerged is None]
         tensors = (q, k, v, out, lse, parts, *bounds, *rest)
-        call(tensors, self._launches(*tensors, merges=unmerged is None))
+        if not call.by_driver(tensors):
+            call.run(tensors, self._launches(*tensors, merges=unmerged is None))
         return unmerged
 
     def _launches(self, q, k, v, out, lse, parts, *rest, merges: bool) -> Iterator[Launch]:

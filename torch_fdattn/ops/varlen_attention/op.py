@@ -85,12 +85,14 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
 
         mask = contiguous_mask(mask)
         keys = (k, v) if page_table is not None else (by_heads(k), by_heads(v))
-        launches = forward_launches(
-            by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
-        )
-        given = *packed, *mask[:3], *scores[1:], dropout.seed
-        if call((q, k, v, out, lse, *given), launches):
+        tensors = q, k, v, out, lse, *packed, *mask[:3], *scores[1:], dropout.seed
+        if call.by_driver(tensors):
             library.launches["varlen_attention_forward/triton"] += 1
+        else:
+            launches = forward_launches(
+                by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
+            )
+            call.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
         copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
     else:
@@ -135,13 +137,16 @@ def _gradients(
 
         mask, rows = contiguous_mask(mask), empty_rows(by_heads(q), packed)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
-        launches = backward_launches(
-            by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, mask, scale, *map(by_heads, targets), scores,
-            wanted, dropout, packed=packed, rows=rows,
-        )  # fmt: skip
         given = *rows, *packed, *mask[:3], *scores[1:], dropout.seed
-        if known((dout, dlse, q, k, v, out, lse, *targets, *given), launches):
+        tensors = dout, dlse, q, k, v, out, lse, *targets, *given
+        if known.by_driver(tensors):
             library.launches["varlen_attention_backward/triton"] += 1
+        else:
+            launches = backward_launches(
+                by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, mask, scale, *map(by_heads, targets), scores,
+                wanted, dropout, packed=packed, rows=rows,
+            )  # fmt: skip
+            known.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
         for target in (*targets, *wanted[1:]):
             if target is not None:
