@@ -1,8 +1,8 @@
 """The inference form of a `Transformer`: the same model in merged and fused layers (`Transformer.for_inference`).
 
-A block's kernels on one GPU, attention aside:
+A block's kernels on one GPU, beside the cache and attention:
 
-    add + norm · q, k, v · norm and rotate · o · add + norm · gate, up (with SwiGLU where that is faster) · SwiGLU · down
+    q, k, v · norms and rotation · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
 
 With tensor parallelism an all-reduce of our own takes the add + norm behind it
 into its launch (`torch_fdattn.dist.tp_inference`).
