@@ -144,7 +144,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_one_sided",
                 "tp_failures",
                 "row_norm",
-                "known_mlp",
+                "tp_inference",
                 "gathered_swiglu",
                 "float8_weights",
                 "compiled_matmuls",

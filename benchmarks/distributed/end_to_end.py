@@ -61,7 +61,6 @@ class _Model:
         plain = ranks.size == 1 and not options.check
         if plain:
             self.model = whole_model(self.config, ranks.device, dtype)
-            self.model.lay_side_by_side()
         elif options.check:
             from torch_fdattn.models.parallelize import parallelize
 

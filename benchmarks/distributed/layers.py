@@ -30,11 +30,14 @@ from .processes import Ranks
 from .report import TORCH
 
 
-def _ours(run: LayerRun, layer: TPLayer, call: Callable[[TPLayer], Tensor]) -> dict[str, Calls]:
-    """The layer, with the same weights, by each of the ways."""
+def _ours(
+    run: LayerRun, layer: TPMLP | TPAttention, call: Callable[[TPLayer], Tensor]
+) -> dict[str, Calls]:
+    """The layer's inference form, over the same weights, by each of the ways."""
     found: dict[str, Calls] = {}
+    fused = layer.for_inference()
     for name, how in run.ways.items():
-        one = copy.copy(layer)
+        one = copy.copy(fused)
         one.linear_strategy = how.get("strategy", "auto")
         one.allreduce_method = how.get("method", "auto")
         found[name] = [lambda one=one: call(one)]

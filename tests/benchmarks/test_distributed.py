@@ -197,9 +197,10 @@ def _check_alone(ranks: processes.Ranks) -> None:
 
 def test_a_failed_check_is_the_exit_status(tmp_path: Path, monkeypatch, not_under_torchrun) -> None:
     from benchmarks.distributed import layers
+    from torch_fdattn.dist import tp_inference
 
     monkeypatch.setattr(layers.peers, "mlp", lambda layer, x: x)
-    monkeypatch.setattr(layers.TPMLP, "forward", lambda self, x: x)
+    monkeypatch.setattr(tp_inference.FusedTPMLP, "forward", lambda self, x: x)
     words = f"tp_mlp --M 8 {SMALL} --device cpu --repeats 1 --json {tmp_path / 'run.json'}"
     assert main(words.split()) == 1
 

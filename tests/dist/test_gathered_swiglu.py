@@ -134,7 +134,7 @@ def test_layers(group, rank_device, many, form: str) -> None:
     torch.manual_seed(0)
     dense = dense_mlp(config(inner=64), "ours").to(rank_device, torch.float16)
     tokens = TokenRows()
-    mlp = TPMLP.from_module(dense, group, form, "low_latency", tokens, "copy_engine" if form == "ag_rs" else "auto").eval()  # fmt: skip
+    mlp = TPMLP.from_module(dense, group, form, "low_latency", tokens, "copy_engine" if form == "ag_rs" else "auto").for_inference()  # fmt: skip
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [9 + r for r in range(world)]
     x = draw(sum(rows), HIDDEN, device=rank_device, dtype=torch.float16)

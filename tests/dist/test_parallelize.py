@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parts import assert_near, assert_same_gradients, randomise
-from torch_fdattn.dist import TPMLP, ShardedKVCache, tp_layers
+from torch_fdattn.dist import TPMLP, ShardedKVCache, tp_inference
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.head_sharding import shard_heads
+from torch_fdattn.dist.tp_inference import FusedTPAttention, FusedTPMLP
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows
 from torch_fdattn.dist.tp_linear.auto import LAYER
-from torch_fdattn.models import ModelConfig, Transformer
+from torch_fdattn.models import InferenceTransformer, ModelConfig, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 
 VOCAB = 37
@@ -318,16 +319,71 @@ class TestBadInput:
             parallelize(make("cpu", 1, 1), group)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["parallel first", "fused first", "fused layers"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inference_form(group, rank_device, strategy: str, case: str, order: str) -> None:
+    """Of the parallel model, of the model that is then split, and of its layers alone."""
+    dense, tokens = make(rank_device, 9, 3, **CASES[case]), tokens_for(rank_device)
+    model = copy.deepcopy(dense)
+    if order == "fused first":
+        parallel = parallelize(model.for_inference(), group, strategy)
+        expected = logits_of(model, tokens)  # which is as it was
+        assert_near(expected, logits_of(dense, tokens))
+    else:
+        parallel = parallelize(model, group, strategy, fused=order == "fused layers")
+        if order == "parallel first":
+            parallel = parallel.for_inference()
+    is_inference = order != "fused layers"
+    assert type(parallel) is (InferenceTransformer if is_inference else Transformer)
+    for layer in parallel.layers:
+        assert type(layer.self_attn) is FusedTPAttention
+        assert type(layer.mlp) is FusedTPMLP
+    assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+    assert local_kv_heads(parallel) == parallel.layers[0].self_attn.kv_heads
+    expected = greedy(dense, cache_of(dense, rank_device, 2), tokens)
+    assert torch.equal(greedy(parallel, cache_of(parallel, rank_device, 2), tokens), expected)
+    with pytest.raises(ValueError, match="model must not be parallelised already"):
+        parallelize(parallel, group)
+
+
+@torch.no_grad()
+def test_inference_form_follows_the_number_of_tokens(group, rank_device, measured) -> None:
+    dense, most = make(rank_device, 9, 3), split_evenly(45, dist.get_world_size())[0]
+    measured((LAYER, 48, most, [[4, "all_reduce"], [32, "ag_rs"]]))
+    parallel = parallelize(dense.for_inference(), group)
+    few, many = (tokens_for(rank_device, 2, length) for length in (2, 14))
+    for tokens, form in ((few, "all_reduce"), (many, "ag_rs"), (few, "all_reduce")):
+        assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+        assert parallel.layers[0].mlp.form == form
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fused_layers_in_transformers(group, rank_device, strategy: str) -> None:
+    from tests.models.hf_models import reference
+
+    for case in ("llama3_tied", "qwen3"):
+        dense = reference(case).to(rank_device)
+        parallel = parallelize(copy.deepcopy(dense), group, strategy, fused=True)
+        tokens = tokens_for(rank_device, vocab=dense.config.vocab_size)
+        assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="is for inference and has no"):
+            parallel.requires_grad_()(tokens)
+
+
+@torch.no_grad()
 def test_an_all_reduce_has_the_norm_behind_it(group, rank_device, monkeypatch) -> None:
-    """That of attention and, between blocks, that of the MLP: one launch for three where one of our own is chosen."""
+    """In the inference form, that of attention and, between blocks, that of the MLP: one launch for three where one of our
+    own is chosen."""
     dense, tokens, calls = make(rank_device, layers=3), tokens_for(rank_device), []
-    whole = tp_layers.matmul_all_reduce_rms_norm
+    whole = tp_inference.matmul_all_reduce_rms_norm
     monkeypatch.setattr(
-        tp_layers, "matmul_all_reduce_rms_norm", lambda *args, **how: calls.append(1) or whole(*args, **how)
+        tp_inference, "matmul_all_reduce_rms_norm", lambda *args, **how: calls.append(1) or whole(*args, **how)
     )  # fmt: skip
     parallel = parallelize(copy.deepcopy(dense), group, "all_reduce")
-    with torch.no_grad():
-        assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
-    assert len(calls) == 3 + 2
-    logits_of(parallel, tokens)  # gradients: layers apart
+    assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))
+    assert not calls
+    assert_near(logits_of(parallel.for_inference(), tokens), logits_of(dense, tokens))
     assert len(calls) == 3 + 2

@@ -16,6 +16,7 @@ from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows, TPHead
+from torch_fdattn.models.inference import FusedBlock
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import Block
 
@@ -126,62 +127,18 @@ def test_attention_with_a_mask(group, rank_device, strategy: str) -> None:
     compare(dense, parallel, both, both, strategy, (8, 2, DIM), rank_device)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_product_without_gradients(group, rank_device, strategy: str) -> None:
-    """Projections of one input lie side by side, biases too, and again where they are moved; parameters stay apart."""
-    ours = config(mlp_bias=True, attention_bias=True)
-    mlp = TPMLP.from_module(dense_mlp(ours, "ours").to(rank_device), group, strategy)
-    attention = TPAttention.from_module(dense_attention(ours, "ours").to(rank_device), group, strategy)  # fmt: skip
-    world = dist.get_world_size()
-    x = torch.randn(BATCH, LENGTH, HIDDEN).to(rank_device)
-    if strategy == "ag_rs":
-        x = x.flatten(0, 1)[: BATCH * LENGTH // world]
-    names = {mlp: ("gate_proj", "up_proj"), attention: ("q_proj", "k_proj", "v_proj")}
-    for layer, projections in names.items():
-        linears = [getattr(layer, name) for name in projections]
-        as_one = layer._as_one
-        assert as_one(linears) is None  # with gradients
-        expected = layer._columns(x, linears)
-        with torch.no_grad():
-            weight, bias = as_one(linears)
-            assert weight.data_ptr() == linears[0].weight.data_ptr()
-            assert torch.equal(weight, torch.cat([linear.weight for linear in linears]))
-            assert torch.equal(bias, torch.cat([linear.bias for linear in linears]))
-            with torch.inference_mode():
-                (found,) = layer._columns(x, linears)
-            torch.testing.assert_close(found, torch.cat(expected, -1).detach())
-            assert not as_one(linears)[0].is_inference()  # of whichever mode found it
-            linears[1].weight += 1  # as an optimiser would
-            assert torch.equal(as_one(linears)[0][len(linears[0].weight)], linears[1].weight[0])
-            expected = layer._columns(x, linears)[0]
-            loaded = copy.deepcopy(layer)
-            assert loaded._as_one is not as_one
-            loaded.load_state_dict(layer.state_dict())
-            linears = [getattr(loaded, name) for name in projections]
-            assert loaded._as_one(linears) is None  # copies are laid where they were
-            assert len(loaded._columns(x, linears)) == len(linears)
-            values = {name: x.double() for name, x in layer.state_dict().items()}
-            for moved in (layer.double(), layer.to("meta").to_empty(device=rank_device)):
-                moved.load_state_dict(values)
-                linears = [getattr(moved, name) for name in projections]
-                (found,) = moved._columns(x.double(), linears)
-                torch.testing.assert_close(found.float(), expected)
-                assert moved._as_one(linears) is not None
-            shared = copy.deepcopy(loaded).share_memory().parameters()
-            assert all(parameter.is_shared() for parameter in shared)
-
-
-def test_what_is_no_plain_parameter_moves_as_it_is(group, rank_device, mesh) -> None:
-    """DTensors, as FSDP makes them of a layer's parameters, and layers without weights."""
+def test_parameters_that_move(group, rank_device, mesh) -> None:
+    """To another dtype, as DTensors too (FSDP makes them of a layer's parameters), and to other memory."""
     layer = TPMLP.from_module(dense_mlp(config(), "ours").to(rank_device), group, "all_reduce")
     whole = layer.gate_proj.weight.detach().clone()
-    for linear in (layer.gate_proj, layer.up_proj):
-        linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Shard(0)]))
+    layer.gate_proj.weight = nn.Parameter(
+        DTensor.from_local(layer.gate_proj.weight.detach(), mesh, [Shard(0)])
+    )
     layer.double()
     assert type(layer.gate_proj.weight) is DTensor
     assert torch.equal(layer.gate_proj.weight.to_local(), whole.double())
-    layer.gate_proj = nn.Identity()
-    layer.float()
+    shared = copy.deepcopy(layer.up_proj).cpu().share_memory()
+    assert shared.weight.is_shared()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -347,21 +304,29 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_block_adds_and_norms(group, rank_device, strategy: str, grad: bool) -> None:
-    """What attention gives its block, in one op or as parts, and with a hook on the norm."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_in_a_block(group, rank_device, strategy: str, fused: bool) -> None:
+    """The plain block, whose norms run with their hooks, and the fused one, which adds and norms in one op."""
     dense = randomise(Block(config(heads=4, kv_heads=2), 0)).to(rank_device)
     parallel, tokens, seen = copy.deepcopy(dense), uneven_tokens(), []
     parallel.self_attn = TPAttention.from_module(dense.self_attn, group, strategy, tokens=tokens)
     parallel.mlp = TPMLP.from_module(dense.mlp, group, strategy, tokens=tokens)
+    parallel.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
     x = torch.randn(BATCH, LENGTH, HIDDEN).to(rank_device)
     own = rank_part(x.flatten(0, 1)) if strategy == "ag_rs" else x
-    turns = angles(rank_device)
-    with torch.set_grad_enabled(grad):
-        expected = dense(x, *turns, None)
-        expected = rank_part(expected.flatten(0, 1)) if strategy == "ag_rs" else expected
-        for _ in range(2):
-            assert_near(parallel(own, *turns, None), expected)
-            hook = parallel.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))  # fmt: skip
-    hook.remove()
-    assert seen == [1]
+    turns, last = angles(rank_device), nn.RMSNorm(HIDDEN, 1e-5).to(rank_device)
+    expected = dense(x, *turns, None)
+    expected = rank_part(expected.flatten(0, 1)) if strategy == "ag_rs" else expected
+    if not fused:
+        assert_near(parallel(own, *turns, None), expected)
+        assert seen == [1]
+        return
+    block = FusedBlock(parallel)
+    with torch.no_grad():
+        y, nothing = block(own, *turns, None)
+        assert nothing is None
+        assert_near(y, expected)
+        y, normed = block(own, *turns, None, block.input_layernorm(own), last)
+        assert_near(y, expected)
+        assert_near(normed, last(expected))
+    assert not seen

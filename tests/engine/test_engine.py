@@ -7,6 +7,7 @@ import torch
 
 from tests.engine.tiny import PROMPT, PROMPTS, greedy, random_model
 from torch_fdattn.engine import Engine, PromptError, Sampling
+from torch_fdattn.models import InferenceTransformer
 
 
 @pytest.fixture
@@ -32,6 +33,23 @@ def test_ragged_prompts_give_the_tokens_of_each_alone(device, architecture, chun
     assert found == [greedy(model, prompt, 20) for prompt in PROMPTS]
     held = [len(prompt) + 19 for prompt in PROMPTS]  # the last token is not stored
     assert engine.cache.held == engine.cache.lengths.tolist() == held
+
+
+def test_it_runs_the_inference_form(model):
+    """Of a plain model, over its weights; other models, and with fused=False any, run as they are, hooks included."""
+    engine = batch_of(model)
+    assert type(engine.model) is InferenceTransformer
+    assert engine.model.norm.weight.data_ptr() == model.norm.weight.data_ptr()
+    expected, calls = columns(engine.generate(PROMPTS, 3)), []
+    model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    assert columns(batch_of(model).generate(PROMPTS, 3)) == expected
+    assert not calls
+    plain = batch_of(model, fused=False)
+    assert plain.model is model
+    assert columns(plain.generate(PROMPTS, 3)) == expected
+    assert calls
+    for other in (engine.model, torch.compile(model, backend="eager")):
+        assert batch_of(other).model is other
 
 
 def test_prefill_gives_the_logits_of_the_last_tokens(model, device):

@@ -77,15 +77,14 @@ SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls", ("tests/dist/test_tp_one_sided.py",), interpret=True, ranks=2
 )
-FEW_ROWS = Tests(
-    "known MLPs of few rows", ("tests/dist/test_known_mlp.py",), interpret=True, ranks=2
+INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpret=True)
+TP_INFERENCE = Tests(
+    "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
-FEWER = Tests("fewer launches", ("tests/models/test_fewer_launches.py",), interpret=True)
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
 LAUNCHES = Tests("direct launches", ("tests/compile_only/test_repeated_launch.py",))
-KNOWN_MLP = Tests("known MLPs", ("tests/dist/test_known_mlp.py",), ranks=2)
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
@@ -367,29 +366,28 @@ FAULTS = (
         "    if waiting >= tiles:\n        _raise(", MATMULS,
     ),
     Fault(
-        "a known MLP sums by another method", "torch_fdattn/dist/known_mlp.py",
-        "kind = how, *repeated_call", "kind = (), *repeated_call", KNOWN_MLP,
+        "SwiGLU by a kernel where it is differentiated", f"{_KERNELS}/swiglu.py",
+        "is_compiling() or not runs_directly(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
     ),
     Fault(
-        "a known MLP takes the sum's launch for the norm's", "torch_fdattn/dist/known_mlp.py",
-        "plan is not None and plan.with_norm == (residual is not None)", "plan is not None", KNOWN_MLP,
+        "a norm of another tensor", "torch_fdattn/dist/fused_inference.py",
+        "return added, normed", "return normed, added", INFERENCE,
     ),
     Fault(
-        "a known MLP by weights that were replaced", "torch_fdattn/dist/known_mlp.py",
-        "if (at, up.data_ptr()) != self.weights or not", "if not", FEW_ROWS,
+        "merged weights that the model does not share", f"{_KERNELS}/merged_linear.py",
+        "            parameter.data = part\n", "            part.data_ptr()\n", INFERENCE,
     ),
     Fault(
-        "projections transformed as one", "torch_fdattn/models/fewer_launches.py",
-        "if not plain or not runs_directly(x, *itertools.chain(*map(weight_and_bias, linears))):", "if not plain:",
-        FEWER,
+        "merged again at another place", f"{_KERNELS}/merged_linear.py",
+        "    if adjacent is not None:\n", "    if False:\n", INFERENCE,
     ),
     Fault(
-        "weights' memory kept", "torch_fdattn/models/transformer.py",
-        "        self._as_one.forget()\n", "", FEWER,
+        "memory of processes merged", f"{_KERNELS}/merged_linear.py",
+        'if any(x.device.type == "cpu" and x.is_shared() for x in parameters):', "if False:", INFERENCE,
     ),
     Fault(
-        "a norm of another tensor", "torch_fdattn/models/fewer_launches.py",
-        "return added, normed", "return normed, added", FEWER,
+        "gradients of a parallel inference form", f"{_KERNELS}/merged_linear.py",
+        "    if any(x.requires_grad for x in inputs) or any(", "    if any(", TP_INFERENCE,
     ),
     Fault(
         "gate and up in each other's place", "torch_fdattn/dist/tp_linear/gated_tiles.py",

@@ -9,6 +9,7 @@ B batch, T new tokens, H and K this rank's query and key-value heads, D head_dim
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,12 +24,12 @@ from torch_fdattn.dist.tp_weights import (
     sum_kv_gradient,
 )
 from torch_fdattn.functional import attention
-from torch_fdattn.ops.rotary import norm_and_rotate
+from torch_fdattn.ops.rotary import rotate
 
 #: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
 #: pairs, differential heads, layers without positions).
 _KNOWN = {
-    "torch_fdattn": ("Attention",),
+    "torch_fdattn": ("Attention", "FusedAttention"),
     "transformers": ("LlamaAttention", "Qwen3Attention", "Qwen2Attention", "MistralAttention"),
 }
 
@@ -67,15 +68,13 @@ def _check_mask(mask: object) -> None:
 class TPAttention(TPLayer):
     """Causal self-attention with rotary positions, grouped KV heads and optional norms of q and k.
 
-    forward(x, cos, sin, cache=None, residual=None) as torch_fdattn.models.transformer.Attention: x and the result are
-    (m_r, C) with ag_rs and (B, T, C) with all_reduce (auto: as `tokens` has it); cos and sin (B or 1, 1, T, D / 2) speak of all
+    forward(x, cos, sin, cache=None) as torch_fdattn.models.transformer.Attention: x and the result are (m_r, C) with
+    ag_rs and (B, T, C) with all_reduce (auto: as `tokens` has it); cos and sin (B or 1, 1, T, D / 2) speak of all
     tokens; the cache stores this rank's KV heads.
 
     Attributes:
         heads, kv_heads: how many of them this rank holds.
     """
-
-    PROJECTIONS = "q_proj", "k_proj", "v_proj"
 
     def __init__(
         self, module: nn.Module, group_name: str, strategy: str, allreduce_method: str,
@@ -101,7 +100,6 @@ class TPAttention(TPLayer):
         self.q_proj = sliced_linear(module.q_proj, rows=q)
         self.k_proj = sliced_linear(module.k_proj, rows=kv)
         self.v_proj = sliced_linear(module.v_proj, rows=kv)
-        self._lay_side_by_side()
         self.o_proj = sliced_linear(module.o_proj, columns=q)
         self.q_norm = copy.deepcopy(getattr(module, "q_norm", nn.Identity()))
         self.k_norm = copy.deepcopy(getattr(module, "k_norm", nn.Identity()))
@@ -132,41 +130,46 @@ class TPAttention(TPLayer):
         kind = TransformersTPAttention if hasattr(module, "layer_idx") else TPAttention
         return kind(module, group_name, strategy, allreduce_method, tokens, linear_strategy)
 
+    def for_inference(self) -> TPLayer:
+        """A `FusedTPAttention` over this layer's weights; the layer itself where they cannot be merged (DTensors), or
+        the norms of q and k are no RMSNorms with one epsilon."""
+        from torch_fdattn.dist.tp_inference import fused_attention
+
+        return fused_attention(self)
+
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, K, T, D) of all tokens, from this rank's x."""
+        q, k, v = self._heads(x, cos, (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v.transpose(1, 2)
+
+    def _heads(self, x: Tensor, cos: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+        """Every linear layer of all tokens, as heads (B, T, heads, D)."""
         tokens, length = self._all_tokens(x), cos.shape[2]
         if tokens % length:
             raise ValueError(
                 f"x must hold whole sequences of {length} tokens like cos, got {tokens} tokens over all ranks"
             )
-        heads = [
+        return [
             y.view(tokens // length, length, y.shape[-1] // self.head_dim, self.head_dim)
-            for y in self._columns(x, self._layers(self.PROJECTIONS))
+            for y in self._columns(x, linears)
         ]
-        if len(heads) == 1:
-            heads = heads[0].split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
-        q, k, v = heads
-        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
-        return q, k, v.transpose(1, 2)
 
-    def _output(self, out: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
-        """out (B, H, T, D) -> the layer's result, or what `residual` makes of it."""
-        out = out.transpose(1, 2).flatten(2)
-        out = out.flatten(0, 1) if self.form == "ag_rs" else out
-        if residual is None:
-            return self._row(out, self._modules["o_proj"])
-        return self._row_added(out, self._modules["o_proj"], residual)
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, residual=None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, cache) -> Tensor:
+        """What attention gives for this rank's heads: (B, H, T, D)."""
         q, k, v = self._qkv(x, cos, sin)
         if cache is None:
-            out, _ = attention(q, k, v, causal=True)
-        else:
-            cache.append(self.layer, k, v)
-            out = cache.attend(self.layer, q)
-        return self._output(out, residual)
+            return attention(q, k, v, causal=True)[0]
+        cache.append(self.layer, k, v)
+        return cache.attend(self.layer, q)
+
+    def _flat(self, out: Tensor) -> Tensor:
+        """out (B, H, T, D) as `_row` takes it."""
+        out = out.transpose(1, 2).flatten(2)
+        return out.flatten(0, 1) if self.form == "ag_rs" else out
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+        return self._row(self._flat(self._attended(x, cos, sin, cache)), self.o_proj)
 
 
 class TransformersTPAttention(TPAttention):
@@ -195,4 +198,4 @@ class TransformersTPAttention(TPAttention):
             out = F.scaled_dot_product_attention(
                 q, k, v, attention_mask, scale=self.scale, enable_gqa=True
             )
-        return self._output(out), None
+        return self._row(self._flat(out), self.o_proj), None

@@ -17,8 +17,9 @@ Parameters keep the names of the layer that is replaced (``q_proj.weight``, …)
 alone. After a backward pass each gradient is the same slice of the single-process gradient: where ranks
 share a parameter, a hook sums what each of them saw (`tp_weights.py`). Hooks sit on the parameter
 objects: `copy.deepcopy` and a meta model's `to_empty` lose them, so copy and materialise first.
-Hooks on the projections themselves do not run: the layers use their weights only. Those of one input lie side by
-side in memory, and without gradients one product takes them all.
+Hooks on the projections themselves do not run: the layers use their weights only.
+
+These layers train. `for_inference` makes of each its fused form (`tp_inference.py`).
 
 B batch, T new tokens, C hidden size.
 """
@@ -33,20 +34,13 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.known_mlp import KnownMLP
-from torch_fdattn.dist.tp_linear import op
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
     matmul_all_reduce,
-    matmul_all_reduce_rms_norm,
     matmul_reduce_scatter,
 )
 from torch_fdattn.dist.tp_linear.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tp_weights import expect_linear, sliced_linear, sum_gradient
-from torch_fdattn.ops import swiglu
-from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.norms import plain_weight
-from torch_fdattn.ops.side_by_side import AsOne, lay_side_by_side, weight_and_bias
 from torch_fdattn.ops.swiglu import silu_mul
 
 STRATEGIES = ("ag_rs", "all_reduce")
@@ -82,9 +76,6 @@ def check_mlp(module: nn.Module) -> None:
 class TPLayer(nn.Module):
     """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
 
-    #: The names of the layers in: one product where they lie side by side.
-    PROJECTIONS: tuple[str, ...] = ()
-
     def __init__(
         self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None,
         linear_strategy: str,
@@ -99,16 +90,6 @@ class TPLayer(nn.Module):
         self._ranks = dict(rank=rank, world_size=world_size)
         #: (columns of `_columns`, features of `_row`) of the rank that has the most: the same on all ranks. Or None.
         self._largest: tuple[int, int] | None = None
-        self._as_one = AsOne()
-
-    def _apply(self, fn, recurse: bool = True):
-        self._as_one.forget()  # or it kept the memory that the parameters leave
-        super()._apply(fn, recurse)
-        self._lay_side_by_side()
-        return self
-
-    def _lay_side_by_side(self) -> None:
-        lay_side_by_side(*(getattr(self, name) for name in self.PROJECTIONS))
 
     @property
     def form(self) -> str:
@@ -125,29 +106,19 @@ class TPLayer(nn.Module):
             return x.shape[0] * self._ranks["world_size"]
         return sum(self.tokens.rows)
 
-    def _layers(self, names: Sequence[str]) -> list[nn.Linear]:
-        """Those of the names, as attributes but faster."""
-        modules = self._modules
-        return [modules[name] for name in names]
-
-    def _columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i); one product of all
-        (…, ΣN) where nobody asks for gradients."""
-        one = self._as_one(linears)
-        if one is not None:
-            weights, biases = [one[0]], [one[1]]
-        else:
-            weights, biases = zip(*map(weight_and_bias, linears), strict=True)
+    def _columns(self, x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+        """Every linear layer of all tokens: (m_r, C) -> (B · T, N_i), or (…, C) -> (…, N_i)."""
         if self.form == "ag_rs":
             if self.strategy == AUTO and torch.is_grad_enabled():
                 raise NotImplementedError(
                     "strategy 'auto' has gradients for replicated activations alone, got sharded rows where gradients "
                     "are wanted: make the layer with strategy 'ag_rs'"
                 )
+            weights, biases = zip(*[(x.weight, x.bias) for x in linears], strict=True)
             return self._gathered(x, list(weights), list(biases))
         if torch.is_grad_enabled() and x.requires_grad:
             x = torch.ops.fdattn.spread(x, self.group_name, **self._ranks)
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
 
     def _gathered(
         self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str | None = None
@@ -159,15 +130,14 @@ class TPLayer(nn.Module):
 
     def _row(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """The sum over the ranks, of this rank's rows or of all: the inverse of `_columns` in shape."""
-        weight, bias = weight_and_bias(linear)
         if self.form == "ag_rs":
             return matmul_reduce_scatter(
-                x, weight, self.group_name, bias, rows=self.tokens.rows, strategy=self.linear_strategy,
+                x, linear.weight, self.group_name, linear.bias, rows=self.tokens.rows, strategy=self.linear_strategy,
                 largest=self._largest and self._largest[1],
             )  # fmt: skip
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         how = self._all_reduce_how()
-        y = matmul_all_reduce(flat, weight, self.group_name, bias, **how)
+        y = matmul_all_reduce(flat, linear.weight, self.group_name, linear.bias, **how)
         return y if flat is x else y.view(*x.shape[:-1], y.shape[-1])
 
     def _all_reduce_how(self) -> dict[str, object]:
@@ -176,34 +146,6 @@ class TPLayer(nn.Module):
             strategy = AUTO
         largest = self._largest and self._largest[1]
         return dict(method=self.allreduce_method, strategy=strategy, largest=largest)
-
-    def _row_added(self, x: Tensor, linear: nn.Linear, residual) -> tuple[Tensor, Tensor]:
-        """`residual.add(self._row(…))`; in one pass where nobody sees the norm itself: gradients, hooks, compilers."""
-        norm, norm_weight = residual.norm, None
-        watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if self.form == "all_reduce" and not watched:
-            norm_weight = plain_weight(norm, x.dtype, residual.x.dtype)
-        if norm_weight is None:
-            return residual.add(self._row(x, linear))
-        weight, bias = weight_and_bias(linear)
-        normed, added = matmul_all_reduce_rms_norm(
-            x.flatten(0, -2), weight, self.group_name, residual.x.flatten(0, -2), norm_weight, norm.eps, bias,
-            **self._all_reduce_how(),
-        )  # fmt: skip
-        return added.view_as(residual.x), normed.view_as(residual.x)
-
-    def _call_of_row(self, x: Tensor, weight: Tensor, residual) -> tuple:
-        """What `plans` knows `_row`, or `_row_added`, by, of replicated rows and without a bias."""
-        flat, how = x.flatten(0, -2), self._all_reduce_how()
-        options = how["method"], how["strategy"], how["largest"]
-        if residual is None:
-            return op.all_reduce_call(self.group_name, flat, weight, None, *options, None)
-        norm = residual.norm
-        norm_weight = plain_weight(norm, x.dtype, residual.x.dtype)
-        rows = residual.x.flatten(0, -2)
-        return op.norm_call(
-            self.group_name, flat, weight, rows, norm_weight, None, norm.eps, *options
-        )
 
     def extra_repr(self) -> str:
         return f"group_name={self.group_name!r}, strategy={self.strategy!r}"
@@ -221,16 +163,12 @@ class TPMLP(TPLayer):
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
     """
 
-    PROJECTIONS = "gate_proj", "up_proj"
-    takes_residual = True
-
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
         linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
-        self._known = KnownMLP()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, group_name)
@@ -263,72 +201,17 @@ class TPMLP(TPLayer):
             linear_strategy,
         )
         layer._largest = 2 * shares[0], shares[0]
-        layer._lay_side_by_side()
         return layer
 
-    def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's result, or what `residual` (`models.transformer`) makes of it."""
-        *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
-        weight, bias = weight_and_bias(down)
-        replicated = self.form == "all_reduce"
-        how = self.allreduce_method, self.linear_strategy, self.strategy, self._largest
-        traced = (
-            torch.is_grad_enabled() or torch.compiler.is_compiling()
-        )  # where sizes would be guards
-        if replicated and (x.is_cuda or INTERPRET) and not traced:
-            result = self._gated(x, linears, down, residual, how)
-            if result is not None:
-                return result
-        one = None if replicated or traced else self._as_one(linears)
-        if one is not None and len(one[0]) == 2 * linears[0].out_features:
-            (inner,) = self._gathered(x, [one[0]], [one[1]], "swiglu")
-            return self._summed(inner, down, residual)
-        ys = self._columns(x, linears)
-        found = kind = None
-        if len(ys) == 1 and bias is None and replicated:
-            found, kind = self._known.run(self.group_name, x, ys[0], weight, residual, how)
-        if found is not None:
-            return found
-        if len(ys) == 1:
-            ys = ys[0].split_with_sizes([linear.out_features for linear in linears], -1)
-        inner = silu_mul(*ys)
-        result = self._summed(inner, down, residual)
-        if kind is not None:
-            summed = self._call_of_row(inner, weight, residual)
-            self._known.learn(self.group_name, kind, x, ys, inner, weight, residual, summed)
-        return result
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self._columns(x, (self.gate_proj, self.up_proj))
+        return self._row(silu_mul(gate, up), self.down_proj)
 
-    def _gated(
-        self, x: Tensor, linears: Sequence[nn.Linear], down: nn.Linear, residual, how: tuple
-    ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
-        """`forward`, of replicated rows: SwiGLU in the product of gate and up. None: not for these."""
-        pairs = [weight_and_bias(x) for x in (*linears, down)]
-        weights = gate, up, _ = tuple([weight for weight, _ in pairs])
-        sizes = x.shape[:-1].numel(), len(gate), x.shape[-1]
-        if not swiglu.is_better_in_product(*sizes) or len(gate) != len(up):
-            return None
-        from torch_fdattn.dist.tp_linear import gated_product  # imports triton
+    def for_inference(self) -> TPLayer:
+        """A `FusedTPMLP` over this layer's weights; the layer itself where they cannot be merged (DTensors)."""
+        from torch_fdattn.dist.tp_inference import fused_mlp
 
-        if not gated_product.describes(x.device, x.dtype):
-            return None
-        kind, few = None, sizes[0] <= gated_product.MOST_ROWS
-        if few and all(bias is None for _, bias in pairs):
-            found, kind = self._known.run_few(self.group_name, x, weights, residual, how)
-            if found is not None:
-                return found
-        one = self._as_one(linears)
-        inner = gated_product.silu_mul_layers(x, one)
-        if inner is None:
-            return None
-        result = self._summed(inner, down, residual)
-        if kind is not None:
-            summed = self._call_of_row(inner, weights[-1], residual)
-            given = self.group_name, kind, x, one[0], weights, inner, residual, summed
-            self._known.learn_few(*given)
-        return result
-
-    def _summed(self, inner: Tensor, down: nn.Linear, residual) -> Tensor | tuple[Tensor, Tensor]:
-        return self._row(inner, down) if residual is None else self._row_added(inner, down, residual)  # fmt: skip
+        return fused_mlp(self)
 
 
 class TPHead(nn.Module):

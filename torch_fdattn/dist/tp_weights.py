@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import all_reduce
+from torch_fdattn.ops.merged_linear import linear_of
 
 _ALL = slice(None)
 
@@ -30,14 +31,9 @@ def expect_linear(module: nn.Module, *names: str) -> None:
 
 def sliced_linear(linear: nn.Linear, rows: slice = _ALL, columns: slice = _ALL) -> nn.Linear:
     """A linear layer of the given output (rows) and input features (columns), copied."""
-    weight = linear.weight[rows, columns]
-    # Made as 1 x 1: torch would initialise the full size first, and warn where that is zero.
-    sliced = nn.Linear(1, 1, bias=linear.bias is not None, device="meta")
-    sliced.out_features, sliced.in_features = weight.shape
-    sliced.weight = _parameter(weight, linear.weight)
-    if linear.bias is not None:
-        sliced.bias = _parameter(linear.bias[rows], linear.bias)
-    return sliced
+    weight = _parameter(linear.weight[rows, columns], linear.weight)
+    bias = None if linear.bias is None else _parameter(linear.bias[rows], linear.bias)
+    return linear_of(weight, bias)
 
 
 def _parameter(part: Tensor, whole: nn.Parameter) -> nn.Parameter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_fdattn.dist import ShardedKVCache
 from torch_fdattn.engine.paged_kv_cache import PagedKVCache
-from torch_fdattn.models import Transformer
+from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads
 
 KV_CACHES = ("contiguous", "paged")
@@ -12,7 +12,7 @@ Cache = ShardedKVCache | PagedKVCache
 
 
 def make_cache(
-    model: Transformer, batch: int, capacity: int, kind: str, *, kv_group: str | None,
+    model: Transformer | InferenceTransformer, batch: int, capacity: int, kind: str, *, kv_group: str | None,
     kv_block: int | None, strategy: str, hierarchy: tuple[str, str] | None, page_size: int,
     pages: int | None, kv_dtype: str | None,
 ) -> Cache:  # fmt: skip

@@ -31,7 +31,7 @@ from torch_fdattn.engine.prefill import MAX_TOKENS, Pass, PrefillGraphs, default
 from torch_fdattn.engine.prompts import check_prompts
 from torch_fdattn.engine.sampling import GREEDY, NO_TOKEN, LogitsError, Sampling
 from torch_fdattn.engine.stats import Stats
-from torch_fdattn.models import Transformer
+from torch_fdattn.models import InferenceTransformer, Transformer
 
 
 class _Output(NamedTuple):
@@ -45,7 +45,8 @@ class Engine:
     """Generates with `batch` sequences side by side in a cache of `capacity` tokens each.
 
     Args:
-        model: on the device to run on, already parallelised where `tp_group` is given.
+        model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its
+            inference form, which shares its weights (`Transformer.for_inference`); other models run as they are.
         batch, capacity: sequences, and tokens that each can hold.
         kv_group: name of the process group that shards the cache by position; None keeps it whole.
         kv_block, strategy, hierarchy: how positions are dealt and partial results travel; see ShardedKVCache.
@@ -61,8 +62,10 @@ class Engine:
         page_size, pages: of a paged cache; see PagedKVCache.
         kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8". The first chunk of the first prompt sets the
             scales; see torch_fdattn.dist.kv_scales.
+        fused: False: a `Transformer` runs as it is too, with its hooks and compiled modules.
 
     Attributes:
+        model: what runs: the inference form, or the model that was given.
         cache: a ShardedKVCache or PagedKVCache; `cache.held` says how many tokens each sequence has stored.
 
     Raises:
@@ -73,12 +76,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
+        self, model: Transformer | InferenceTransformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
         kv_block: int | None = None, tp_group: str | None = None, sync_group: str | None = None,
         prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "auto",
         kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
         kv_dtype: str | None = None, hierarchy: tuple[str, str] | None = None,
-        prefill_widths: Sequence[int] | None = None,
+        prefill_widths: Sequence[int] | None = None, fused: bool = True,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
         if prefill_chunk < 1:
@@ -87,7 +90,8 @@ class Engine:
             raise ValueError(
                 f"cuda_graph must be None or False where the model is on {weight.device}, got True"
             )
-        self.model, self.batch, self.capacity = model, batch, capacity
+        self.model = model.for_inference() if fused and type(model) is Transformer else model
+        self.batch, self.capacity = batch, capacity
         self.prefill_chunk, self.device = prefill_chunk, weight.device
         self._sync_group = _group_of_all(kv_group, tp_group, sync_group)
         self.cache = make_cache(
@@ -338,7 +342,7 @@ def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.Proc
     return None if name is None else distributed_c10d._resolve_process_group(name)
 
 
-def _bytes_read_per_step(model: Transformer) -> int:
+def _bytes_read_per_step(model: Transformer | InferenceTransformer) -> int:
     """A step reads every weight once; of an input embedding of its own, only a row."""
     read = sum(parameter.nbytes for parameter in model.parameters())
     return read if model.config.tie_embeddings else read - model.embed_tokens.weight.nbytes

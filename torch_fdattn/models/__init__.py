@@ -7,11 +7,13 @@ tokenizers need the packages of the `models` extra; each is imported where it is
 from torch_fdattn.models.config import ModelConfig, RopeConfig
 from torch_fdattn.models.encoding import Tokenizer
 from torch_fdattn.models.errors import MissingExtra, ModelError
+from torch_fdattn.models.inference import InferenceTransformer
 from torch_fdattn.models.loading import load_model, load_tokenizer, resolve
 from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 from torch_fdattn.models.transformer import Transformer
 
 __all__ = [
+    "InferenceTransformer",
     "MissingExtra",
     "ModelConfig",
     "ModelError",

@@ -95,7 +95,7 @@ def load_model(
     """The model in evaluation mode, its parameters not requiring gradients.
 
     dtype None: the checkpoint's own; for GGUF files fp32 on a CPU and bf16 elsewhere.
-    Tensors are read, converted and moved one at a time; on GPUs see `Transformer.lay_side_by_side`.
+    Tensors are read, converted and moved one at a time; nothing is merged (`Transformer.for_inference`).
     """
     path, device = resolve(name_or_path), torch.device(device)
     if path.is_dir():
@@ -117,8 +117,6 @@ def load_model(
     _check_names(model, weights, path)
     _check_tied(config, weights)
     _fill(model, weights, device, progress)
-    if device.type == "cuda":
-        model.lay_side_by_side()
     model.rotary = Rotary(config).to(device)
     return model.eval()
 

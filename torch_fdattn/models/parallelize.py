@@ -1,8 +1,9 @@
 """Tensor parallelism from outside the model: `parallelize(model, mesh)`.
 
 The attention and the MLP of every layer are replaced by their tensor-parallel forms
-(`torch_fdattn.dist.TPAttention`, `TPMLP`), which keep this rank's slices of the weights. With ``ag_rs``
-two hooks carry the tokens in and out: before the first layer each rank takes its rows of the
+(`torch_fdattn.dist.TPAttention`, `TPMLP`), which keep this rank's slices of the weights. An
+`InferenceTransformer` gets the fused forms of these, and so does any model with ``fused=True``. With ``ag_rs``
+two hooks (in an `InferenceTransformer` its forward) carry the tokens in and out: before the first layer each rank takes its rows of the
 replicated hidden states, after the last they are gathered. With ``auto`` they do so in steps of as many
 tokens as it was measured to be faster for. An untied LM head is split over the
 vocabulary and its logits are gathered; embedding, final norm and a tied head stay replicated. Inputs,
@@ -23,11 +24,12 @@ from torch_fdattn.dist.tp_attention import check_attention
 from torch_fdattn.dist.tp_layers import AUTO, TokenRows, TPHead, check_mlp, check_strategy
 from torch_fdattn.dist.tp_linear import auto
 from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
+from torch_fdattn.models.inference import InferenceTransformer
 
 
 def parallelize(
     model: nn.Module, mesh, strategy: str = "auto", allreduce_method: str = "auto",
-    linear_strategy: str = "auto",
+    linear_strategy: str = "auto", fused: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
 
@@ -36,8 +38,8 @@ def parallelize(
     cache holds `local_kv_heads(model)` heads, and may itself be sharded over another dimension of the mesh.
 
     Args:
-        model: ours (`Transformer`) or transformers' LlamaForCausalLM and Qwen3ForCausalLM (their
-            attention implementations "sdpa" and "eager").
+        model: ours (`Transformer`, or the `InferenceTransformer` that its `for_inference` gives) or transformers'
+            LlamaForCausalLM and Qwen3ForCausalLM (their attention implementations "sdpa" and "eager").
         mesh: a one-dimensional DeviceMesh (``mesh["tp"]`` of a larger one), or a process group's name.
         strategy: "all_reduce" (activations replicated), "ag_rs" (activations sharded along tokens; see
             `torch_fdattn.dist.tp_layers`), or "auto": in each forward the one that was measured to be faster for so
@@ -46,6 +48,9 @@ def parallelize(
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
         linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin; with "auto" forms
             "copy_engine" is that of sharded activations alone.
+        fused: for inference: the layers' fused forms, with merged weights and without gradients (`TPMLP.for_inference`).
+            Always those for an `InferenceTransformer`. A parallel `Transformer` may also be asked for its inference form
+            afterwards (`for_inference`), whose blocks are fused too.
 
     Returns:
         The model.
@@ -53,7 +58,7 @@ def parallelize(
     Raises:
         ValueError, TypeError, NotImplementedError: naming what is wrong; the model is then unchanged.
     """
-    group_name = _group_name(mesh)
+    group_name, fused = _group_name(mesh), fused or isinstance(model, InferenceTransformer)
     _, world_size = rank_and_size(group_name)
     check_strategy(strategy, allreduce_method, linear_strategy)
     layers = _layers(model)
@@ -69,31 +74,38 @@ def parallelize(
         expect_linear(model, "lm_head")
 
     inner = split_evenly(layers[0].mlp.gate_proj.out_features, world_size)[0]
-    tokens = _Tokens(group_name, world_size, strategy, inner)
+    tokens = ShardedTokens(group_name, world_size, strategy, inner)
     options = (group_name, strategy, allreduce_method, tokens, linear_strategy)
     for layer in layers:
         layer.self_attn = TPAttention.from_module(layer.self_attn, *options)
         layer.mlp = TPMLP.from_module(layer.mlp, *options)
+        if fused:
+            layer.self_attn = layer.self_attn.for_inference()
+            layer.mlp = layer.mlp.for_inference()
     if untied:
         model.lm_head = TPHead(model.lm_head, group_name)
-    if strategy == "ag_rs":
+    if strategy == "ag_rs" and not fused:
         for layer in layers:  # their norms see this rank's rows alone
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 for parameter in norm.parameters():
                     sum_gradient(parameter, group_name)
     if strategy != "all_reduce":
-        layers[0].register_forward_pre_hook(tokens.enter)
-        layers[-1].register_forward_hook(tokens.leave)
+        if not isinstance(model, InferenceTransformer):
+            layers[0].register_forward_pre_hook(tokens.before_first)
+            layers[-1].register_forward_hook(tokens.behind_last)
+        model.sharded_tokens = tokens
     return model
 
 
 def local_kv_heads(model: nn.Module) -> int:
     """How many KV heads of every layer this rank holds: what its KV cache is made for."""
     attention = _layers(model)[0].self_attn
+    if isinstance(attention, TPAttention):
+        return attention.kv_heads
     return attention.k_proj.out_features // attention.head_dim
 
 
-class _Tokens(TokenRows):
+class ShardedTokens(TokenRows):
     """Takes the rank's rows of (B, T, C) before the first layer, and puts all together after the last.
 
     Holds the shape of the forward that runs: layers that are recomputed (activation checkpointing) must
@@ -104,17 +116,29 @@ class _Tokens(TokenRows):
         self.group_name, self.world_size = group_name, world_size
         self.strategy, self._inner = strategy, inner
 
-    def enter(self, layer: nn.Module, args: tuple) -> tuple | None:
-        x = args[0]
+    def take_rows(self, x: Tensor) -> Tensor:
+        """x (B, T, C), the same on all ranks -> this rank's rows (m_r, C); x itself, if the step replicates."""
         self.shape, self.rows = x.shape, None
         if self._form(x) == "all_reduce":
-            return None
+            return x
         if not x.shape[1]:
             raise ValueError(
                 f"tokens must have at least one position, got shape {tuple(x.shape[:2])}"
             )
         self.rows = split_evenly(x.shape[0] * x.shape[1], self.world_size)
-        return own_rows(x.flatten(0, 1), self.group_name, self.rows), *args[1:]
+        return own_rows(x.flatten(0, 1), self.group_name, self.rows)
+
+    def join_rows(self, x: Tensor) -> Tensor:
+        """The inverse of `take_rows`, of the last layer's result."""
+        if self.rows is None:
+            return x
+        return replicate_rows(x, self.group_name, self.rows).view(self.shape)
+
+    def before_first(self, layer: nn.Module, args: tuple) -> tuple:
+        return self.take_rows(args[0]), *args[1:]
+
+    def behind_last(self, layer: nn.Module, args: tuple, x: Tensor) -> Tensor:
+        return self.join_rows(x)
 
     def _form(self, x: Tensor) -> str:
         """Of this forward; by sizes that are the same on all ranks."""
@@ -125,11 +149,6 @@ class _Tokens(TokenRows):
             return "all_reduce"
         sizes = auto.Sizes(x.shape[:-1].numel(), x.shape[-1], self._inner, self.world_size)
         return auto.choose(auto.LAYER, self.group_name, x, sizes, "all_reduce", alike=True)
-
-    def leave(self, layer: nn.Module, args: tuple, x: Tensor) -> Tensor | None:
-        if self.rows is None:
-            return None
-        return replicate_rows(x, self.group_name, self.rows).view(self.shape)
 
 
 def _is_tied(model: nn.Module) -> bool:

@@ -1,18 +1,17 @@
 """A dense decoder-only transformer, Llama and Qwen3, in plain PyTorch over torch_fdattn's attention.
 
-On GPUs and without gradients its blocks take fewer launches than there are modules (`fewer_launches.py`).
-
 Parameter names are those of Hugging Face checkpoints without the leading `model.`. One forward serves
 training and scoring (no cache: causal attention over the tokens given) and generation (a cache: the
 new tokens are stored, then attend to everything stored). How a cache stores its tokens, on one
 process or spread over many, is the cache's matter: see torch_fdattn.dist.ShardedKVCache.
+`Transformer.for_inference` gives the same model in merged and fused layers (`inference.py`).
 
 B batch, T new tokens, H query heads, K key-value heads, D head_dim, C hidden size.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
-from torch_fdattn.models.fewer_launches import added_and_normed, gated, projected
 from torch_fdattn.models.rope import Rotary
-from torch_fdattn.ops.norms import is_hooked
-from torch_fdattn.ops.rotary import norm_and_rotate
-from torch_fdattn.ops.side_by_side import AsOne, lay_side_by_side
+from torch_fdattn.ops.rotary import rotate
+
+if TYPE_CHECKING:
+    from torch_fdattn.models.inference import InferenceTransformer
 
 
 class KVCache(Protocol):
@@ -37,30 +36,9 @@ class KVCache(Protocol):
     def advance(self, tokens: int) -> None: ...
 
 
-class Residual(NamedTuple):
-    """What a layer's result is added to, and the norm behind it: a tensor-parallel layer may do all in one pass."""
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped KV heads; Qwen3 also norms the heads of q and k."""
 
-    x: Tensor
-    norm: nn.RMSNorm
-
-    def add(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(the sum, its norm)."""
-        return added_and_normed(self.x, y, self.norm)
-
-
-class _OfOneInput(nn.Module):
-    """A layer whose first projections have one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._as_one = AsOne()
-
-    def _apply(self, fn, recurse: bool = True):
-        self._as_one.forget()
-        return super()._apply(fn, recurse)
-
-
-class Attention(_OfOneInput):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
@@ -76,31 +54,25 @@ class Attention(_OfOneInput):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def of_one_input(self) -> tuple[nn.Linear, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
-
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # (B, T, H or K, D)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, residual: Residual | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """The layer's result, or what `residual` makes of it."""
-        q, k, v = (self._heads(y) for y in projected(x, self.of_one_input(), self._as_one))
-        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
-        v = v.transpose(1, 2)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C); cos and sin (B or 1, 1, T, D / 2) of the tokens' positions."""
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)  # (B, K, T, D)
+        v = self._heads(self.v_proj(x)).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
             out, _ = attention(q, k, v, causal=True)
         else:
             cache.append(self.layer, k, v)
             out = cache.attend(self.layer, q)
-        y = self.o_proj(out.transpose(1, 2).flatten(2))
-        return y if residual is None else residual.add(y)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class MLP(_OfOneInput):
-    #: That forward takes a `Residual`; an MLP that somebody puts here need not.
-    takes_residual = True
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,18 +81,13 @@ class MLP(_OfOneInput):
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
-    def of_one_input(self) -> tuple[nn.Linear, ...]:
-        return self.gate_proj, self.up_proj
-
-    def forward(
-        self, x: Tensor, residual: Residual | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As `Attention.forward`."""
-        y = self.down_proj(gated(x, *self.of_one_input(), self._as_one))
-        return y if residual is None else residual.add(y)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
+    """Attention and an MLP, each behind a norm and added to its input."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
@@ -128,27 +95,19 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, normed: Tensor | None = None,
-        following: nn.RMSNorm | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """x, or with the norm that follows the block (x, its norm by that); normed: x's own, where there is one."""
-        normed = self.input_layernorm(x) if normed is None else normed
-        residual = Residual(x, self.post_attention_layernorm)
-        x, normed = self.self_attn(normed, cos, sin, cache, residual)
-        if following is None:
-            return x + self.mlp(normed)
-        return self.mlp(normed, Residual(x, following))
-
-    def is_plain(self) -> bool:
-        """Whether nobody sees what comes out of it or of its MLP, and the MLP takes a `Residual`."""
-        mlp = self._modules["mlp"]
-        seen = is_hooked(self) or is_hooked(mlp) or self._compiled_call_impl is not None
-        return not seen and getattr(mlp, "takes_residual", False)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only."""
+    """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only.
+
+    Example:
+        >>> config = ModelConfig("llama", 64, 32, 48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=8)
+        >>> Transformer(config)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 64])
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -163,45 +122,55 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
+        cos, sin = self.angles(tokens, cache)
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def angles(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
+        """cos and sin (B or 1, 1, T, D / 2) of the positions that the tokens (B, T) stand at."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if cache is not None:
             positions = cache.lengths[:, None] + positions
-        cos, sin = self.rotary(positions)
-        x = self.embed_tokens(tokens)
-        normed = None
-        for block, following in zip(self.layers, self._norms_between(), strict=True):
-            between = () if normed is None and following is None else (normed, following)
-            found = block(x, cos, sin, cache, *between)
-            x, normed = (found, None) if following is None else found
-        if cache is not None:
-            cache.advance(tokens.shape[1])
-        x = self.norm(x[:, -1:] if last_only else x)
+        return self.rotary(positions)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(…, C) behind the last block -> (…, vocab)."""
+        x = self.norm(x)
         if self.config.tie_embeddings:
             return F.linear(x, self.embed_tokens.weight)
         return self.lm_head(x)
 
-    def lay_side_by_side(self) -> None:
-        """Moves projections of one input to where one product takes them all, without gradients; `load_model` does so
-        on GPUs.
+    def for_inference(self) -> InferenceTransformer:
+        """This model in merged and fused layers: the same results in fewer launches, without gradients.
 
-        Parameters stay what they are, but not where: call it before graphs are captured. Moving or copying the model
-        undoes it. Parameters then share storages: of safetensors `save_file` takes the state dict, `save_model` takes
-        no such model.
+        q, k and v are one product, and so are gate and up; norms and rotary positions of q and k are one launch, SwiGLU
+        is one or part of its product, and a residual's addition and the norm behind it are one. `Engine` asks for it
+        itself.
+
+        **Weights.** The form has parameters of its own over this model's memory. So that gate and up (and q, k and v) lie
+        together, this model's parameters become views of the merged weights: the same objects with the same values.
+        Both models can be used side by side, and both see what is written into a parameter in place (`load_state_dict`,
+        an optimiser). What gives this model other memory (`.to`, `.data = …`, `load_state_dict(assign=True)`) does not
+        reach the form: call this again afterwards. Two parameters then share a storage, which safetensors' `save_model`
+        refuses; `save_file` of the state dict takes it.
+
+        **What it does not do.** It has no gradients: its parameters do not require any, and a call for which some are
+        wanted raises. Forward hooks of this model's modules, set before or after, do not run in it. Modules that it does
+        not know (blocks, attention, MLPs or linear layers of other types, DTensors) are called as they are.
+
+        Returns:
+            An `InferenceTransformer`, with this model's forward and in evaluation mode.
+
+        Example:
+            >>> config = ModelConfig("llama", 64, 32, 48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=8)
+            >>> fused = Transformer(config).for_inference()
+            >>> [tuple(x.shape) for x in fused.layers[0].self_attn.qkv_proj(torch.ones(1, 32))]
+            [(1, 32), (1, 16), (1, 16)]
         """
-        for block in self.layers:
-            for layer in (block.self_attn, block.mlp):
-                if isinstance(layer, (Attention, MLP)):  # no parallel form, which does so itself
-                    lay_side_by_side(*layer.of_one_input())
-            if self.norm.weight.is_cuda:
-                torch.cuda.empty_cache()  # of parts that no larger tensor can take the place of
+        from torch_fdattn.models.inference import InferenceTransformer
 
-    def _norms_between(self) -> list[nn.RMSNorm | None]:
-        """For each block the next one's first norm, where the block may compute it: an all-reduce can have it in its
-        launch. Not where anybody would see that: gradients, compilers, hooks."""
-        blocks = list(self.layers)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return [None] * len(blocks)
-        plain = [type(x) is Block and x.is_plain() for x in blocks]
-        pairs = zip(plain, plain[1:], blocks[1:], strict=False)
-        norms = [after.input_layernorm if here and there else None for here, there, after in pairs]
-        return [*norms, None]
+        return InferenceTransformer(self)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from torch_fdattn.ops.library import INTERPRET, runs_directly
-from torch_fdattn.ops.norms import is_hooked, plain_weight
-from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,42 +22,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_and_rotate(
-    q: Tensor, k: Tensor, q_norm: nn.Module, k_norm: nn.Module, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Projections q (B, T, H, D) and k (B, T, K, D), normed and turned: (B, H, T, D) and (B, K, T, D).
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RMSNorm of the heads of q and k, and their rotation by the positions' angles.
 
     On GPUs and without gradients one kernel in place of some twenty of torch's. It rounds where they do, but not within
-    the rotation; its results lie in memory as the projections do.
+    the rotation; its results lie in memory as the projections do. Elsewhere torch's own ops.
+
+    Args:
+        q, k: projections (B, T, H, D) and (B, T, K, D).
+        q_weight, k_weight: the norms' weights (D,); None: no norms.
+        eps: what is added to the mean of squares.
+        cos, sin: (B or 1, 1, T, D / 2), fp32.
+
+    Returns:
+        (B, H, T, D) and (B, K, T, D), in the dtypes of q and k.
     """
-    weights = _norms(q_norm, k_norm, q, k, cos, sin)
-    key = weights and ("norm_and_rotate", *metadata(q, k, cos, sin, *weights[:2]), weights[2])
-    known = find(key)
-    if key is None or not (known or _fits(q, k, *weights[:2], cos, sin)):
-        q, k = q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+    if not _runs_kernel(q, k, q_weight, k_weight, cos, sin):
+        if q_weight is not None:
+            q = F.rms_norm(q, q.shape[-1:], q_weight, eps)
+        if k_weight is not None:
+            k = F.rms_norm(k, k.shape[-1:], k_weight, eps)
+        return rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
+    from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # imports triton
+
     turned_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     turned_k = torch.empty_like(k, memory_format=torch.contiguous_format)
-    tensors = q, k, turned_q, turned_k, cos, sin, *weights[:2]
-    if not again(known, tensors):
-        from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # Triton is not everywhere
-
-        learn(key, tensors, lambda: launch_norm_rotate(*tensors, weights[2]))
+    launch_norm_rotate(q, k, turned_q, turned_k, cos, sin, q_weight, k_weight, eps)
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
 
-def _norms(
-    q_norm: nn.Module, k_norm: nn.Module, *tensors: Tensor
-) -> tuple[Tensor | None, Tensor | None, float] | None:
-    """(q's weight, k's weight, epsilon) where nobody sees the norms or what comes behind them; None: somebody may."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return None
-    if type(q_norm) is nn.Identity and type(k_norm) is nn.Identity:
-        weights, eps = (None, None), 0.0
-        plain = not (is_hooked(q_norm) or is_hooked(k_norm))
-    else:
-        weights, eps = (plain_weight(q_norm), plain_weight(k_norm)), getattr(q_norm, "eps", None)
-        plain = weights[0] is not None and weights[1] is not None and eps == k_norm.eps
-    return (*weights, eps) if plain and runs_directly(*tensors, *weights) else None
+def _runs_kernel(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor
+) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_any_autocast_enabled()
+        and (q_weight is None) == (k_weight is None)
+        and runs_directly(q, k, cos, sin, q_weight, k_weight)
+        and _fits(q, k, q_weight, k_weight, cos, sin)
+    )
 
 
 def _fits(

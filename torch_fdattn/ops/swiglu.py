@@ -1,4 +1,4 @@
-"""SwiGLU's product, ``silu(gate) * up``, in one pass where nobody asks for gradients (arXiv:2002.05202)."""
+"""SwiGLU's product, ``silu(gate) * up``, in one pass without gradients (arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_fdattn.ops.launch import PROCESSORS
 from torch_fdattn.ops.library import INTERPRET, runs_directly
-from torch_fdattn.ops.repeated_call import again, find, learn, metadata
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: (rows from, to, inner features at least, features at least) of which a product with SwiGLU in its own launch takes less
@@ -32,20 +31,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     On GPUs and without gradients one kernel, which rounds once; elsewhere PyTorch's two, which round twice.
     """
-    if torch.compiler.is_compiling() or not runs_directly(gate, up):
+    if torch.compiler.is_compiling() or not runs_directly(gate, up) or not _fits(gate, up):
         return F.silu(gate) * up
-    key = key_of(gate, up)
-    known = find(key)
-    if known is None and not _fits(gate, up):
-        return F.silu(gate) * up
+    from torch_fdattn.ops.swiglu_kernel import launch_silu_mul  # imports triton
+
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    if not again(known, (gate, up, out)):
-        from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
-
-        def run() -> None:
-            launch_silu_mul(gate, up, out, _row(gate), _row(up))
-
-        learn(key, (gate, up, out), run)
+    launch_silu_mul(gate, up, out, _row(gate), _row(up))
     return out
 
 
@@ -74,11 +65,6 @@ def fills_waves(chunks: Sequence[int], inner: int) -> bool:
     needed = across * sum(chunks) / GATED_TILE
     full = tiles >= _FULL * waves * PROCESSORS and needed >= _FULL * tiles
     return full and waves > 1 and tiles >= len(chunks) * PROCESSORS
-
-
-def key_of(gate: Tensor, up: Tensor) -> tuple:
-    """What `repeated_call` knows a launch by."""
-    return "silu_mul", *metadata(gate, up)
 
 
 def _fits(gate: Tensor, up: Tensor) -> bool:

@@ -102,18 +102,6 @@ def fits_unseen(x: Tensor, weight: Tensor) -> bool:
     return not seen and fits(x, weight)
 
 
-def silu_mul_layers(x: Tensor, one: tuple[Tensor, Tensor | None] | None) -> Tensor | None:
-    """silu(gate(x)) * up(x) (…, N) of x (…, K) and layers that lie side by side (`ops.side_by_side.AsOne`); None where
-    they do not, have biases, or BLAS and a kernel of SwiGLU take less time."""
-    if one is None or one[1] is not None:
-        return None
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    if not is_faster(flat, one[0]):
-        return None
-    inner = silu_mul_linear(flat, one[0])
-    return inner.view(*x.shape[:-1], inner.shape[-1])
-
-
 def key_of(x: Tensor, weight: Tensor) -> tuple:
     """What `repeated_call` knows a launch by."""
     return "gated product", *metadata(x, weight)

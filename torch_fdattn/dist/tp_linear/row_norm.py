@@ -97,11 +97,6 @@ def _key(m: int, words: int, eps: float, plain: bool, x: Tensor, numbers: tuple,
     return "row norm", m, words, eps, plain, x.dtype, x.device, *numbers, world, trips
 
 
-def key_of_sum(y: Tensor, eps: float) -> tuple:
-    """What `repeated_call` knows the launch by of a sum y (M, N) of which nothing is to be summed, without a bias."""
-    return _key(y.shape[0], y.shape[1] * y.element_size() // 4, eps, True, y, (0, 0, 0), 1, 0)
-
-
 def sum_norm(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
     memo: dict | None = None,
