@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_fdattn.dist import plans
 from torch_fdattn.dist.tp_linear import auto
 
 
@@ -78,8 +77,6 @@ def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., N
         table = tuple({**about, **dict(zip(names, entry, strict=True))} for entry in entries)
         monkeypatch.setattr(auto, "table", lambda: table)
         auto._cached_lookup.cache_clear()
-        plans.forget()
 
     yield plant
     auto._cached_lookup.cache_clear()
-    plans.forget()

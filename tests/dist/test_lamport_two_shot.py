@@ -19,7 +19,6 @@ from torch_fdattn.dist import (
     PeerTimeout,
     matmul_all_reduce,
     matmul_all_reduce_rms_norm,
-    plans,
     set_timeout,
 )
 from torch_fdattn.dist.channel import _channels
@@ -39,7 +38,6 @@ def _kernels(rank_device: torch.device) -> None:
 def two_shots(monkeypatch) -> None:
     """However few the bytes."""
     monkeypatch.setattr(lamport_two_shot, "TWO_SHOT_BYTES", 1)
-    plans.forget()
 
 
 def check_same_everywhere(y: Tensor) -> None:

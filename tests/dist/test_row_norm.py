@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import check_sum, draw, of_rank
-from torch_fdattn.dist import PeerTimeout, matmul_all_reduce_rms_norm, plans, set_timeout
+from torch_fdattn.dist import PeerTimeout, matmul_all_reduce_rms_norm, set_timeout
 from torch_fdattn.dist.channel import _channels
 from torch_fdattn.dist.tp_linear import one_sided
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -106,7 +106,6 @@ def test_sizes_that_change_and_ranks_that_come_late(group, rank_device) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_many_rows_are_three_launches(group, rank_device, monkeypatch) -> None:
     monkeypatch.setattr(one_sided, "NORM_ROWS", 2)
-    plans.forget()
     given = case(3, 8, rank_device)
     before = launches["tp_linear/row_norm"]
     found = matmul_all_reduce_rms_norm(*own(*given[:2]), group, *given[2:4], EPS, method="low_latency")  # fmt: skip

@@ -22,10 +22,8 @@ from tests.dist.test_decode_strategies import (
     quantised,
 )
 from torch_fdattn import checks
-from torch_fdattn.dist import check, decode, plans
-from torch_fdattn.dist.decode import op as decode_op
+from torch_fdattn.dist import check, decode
 from torch_fdattn.dist.decode.op import ONE_SIDED
-from torch_fdattn.dist.groups import same_everywhere as trusting
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import attention_oracle, check_close, check_lse
 
@@ -102,51 +100,6 @@ def test_round_robin_blocks(group, rank_device, strategy: str) -> None:
             strategy, q, *shards, lens, group, kv_block=2, head_sharded=head_sharded, **options
         )
         expect(found, expected, head_sharded)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("strategy", ["fused", "all_gather"])
-def test_calls_like_former_ones_are_not_checked_again(
-    group, rank_device, monkeypatch, strategy
-) -> None:
-    """From the third on, where ranks need not compare; what differs in more than values is checked."""
-    checked = []
-    real = decode_op.check_tensors
-    monkeypatch.setattr(decode_op, "check_tensors", lambda *args: checked.append(1) or real(*args))
-    monkeypatch.setattr(checks, "CHECK_VALUES", False)
-    heads = 2 * dist.get_world_size()
-    k, v = make(rank_device, 1, heads, 1, 3, 20, 16)[1:]
-    shards = [sharded(x, rank_map(2)) for x in (k, v)]
-
-    def run(
-        length: int, batch_invariant: bool = False, window: tuple[int, int] | None = None
-    ) -> int:
-        """How many checks a call made."""
-        checked.clear()
-        q = torch.randn(1, heads, 1, 16).to(rank_device)
-        options = dict(window=window, sinks=torch.ones(heads, device=rank_device))
-        expected = torch_fdattn.decode(q, k, v, lengths([length], rank_device), **options)
-        found = decode(
-            q, *shards, lengths([length], rank_device), group, kv_block=2, strategy=strategy,
-            batch_invariant=batch_invariant, **options,
-        )  # fmt: skip
-        expect(found, expected)
-        return len(checked)
-
-    plans.forget()
-    with trusting():
-        assert [run(length) for length in (19, 7, 12, 0)] == [1, 1, 0, 0]
-        assert run(9, batch_invariant=True) == 1
-        assert run(9, window=(5, 0)) == 1
-        with torch.enable_grad():
-            assert run(11) == 0
-        with pytest.raises(ValueError, match="kv_block must be at least 1"):
-            decode(
-                k[:, :1], *shards, lengths([3], rank_device), group, kv_block=0, strategy=strategy
-            )
-        assert run(3) == 0
-    if rank_device.type == "cpu":  # where every call is compared
-        assert run(3) == 1
 
 
 @pytest.mark.parametrize("strategy", ONE_SIDED)

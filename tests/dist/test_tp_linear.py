@@ -6,18 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.dist.parts import assert_near
-from torch_fdattn import checks
 from torch_fdattn.dist import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    plans,
 )
-from torch_fdattn.dist.groups import same_everywhere
-from torch_fdattn.dist.tp_linear import op
 
 ROWS = {"even": [4, 4, 4, 4], "uneven": [3, 5, 1, 2], "with_zero": [5, 0, 3, 0]}
 FEATURES = [4, 7, 3, 5]  # K_r of the row-parallel ops
@@ -287,47 +283,3 @@ class TestBadInput:
         x, weight = torch.ones(world + 1, 6), torch.ones(4, 6)
         with pytest.raises(ValueError, match="rows must be given where x's rows do not divide"):
             matmul_reduce_scatter(x.to(rank_device), weight.to(rank_device), group)
-
-
-@torch.no_grad()
-def test_calls_like_former_ones_are_not_checked_again(group, rank_device, monkeypatch) -> None:
-    """From the third on, and none that differs in anything but values; where ranks need not compare."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    checked = []
-    real = op._check_linear
-    monkeypatch.setattr(op, "_check_linear", lambda *args: checked.append(args) or real(*args))
-    monkeypatch.setattr(checks, "CHECK_VALUES", False)
-
-    def call(rows: int, bias: bool, features: int = 6) -> int:
-        """How many checks three ops made."""
-        checked.clear()
-        x = torch.rand(rows * world, features * world, device=rank_device)
-        weight = nn.Parameter(torch.rand(5, features * world, device=rank_device))
-        b = torch.rand(5, device=rank_device) if bias else None
-        mine = slice(rank * features, (rank + 1) * features)
-        own = slice(rank * rows, (rank + 1) * rows)
-        right = F.linear(x, weight, b)
-        (y,) = all_gather_matmul(x[own], [weight], group, [b])
-        torch.testing.assert_close(y, right)
-        x, weight = x[:, mine], weight[:, mine]
-        torch.testing.assert_close(matmul_reduce_scatter(x, weight, group, b), right[own])
-        torch.testing.assert_close(matmul_all_reduce(x, weight, group, b), right)
-        return len(checked)
-
-    plans.forget()
-    with same_everywhere():
-        assert [call(2, True) for _ in range(4)] == [3, 3, 0, 0]
-        assert call(3, True) == 3
-        assert call(2, False) == 3
-        assert call(2, True, 7) == 3
-        assert call(2, True) == 0
-        with torch.autocast(rank_device.type, torch.bfloat16, enabled=False):
-            assert call(2, True) == 0
-        with torch.enable_grad():
-            assert call(2, True) == 3
-        with pytest.raises(TypeError, match="rows must be a list"):
-            all_gather_matmul(torch.ones(2, 6, device=rank_device), [torch.ones(5, 6, device=rank_device)], group, rows=3)  # fmt: skip
-        plans.forget()
-        assert call(2, True) == 3
-    if rank_device.type == "cpu":  # where every call is compared
-        assert call(2, True) == 3

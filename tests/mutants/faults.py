@@ -35,7 +35,7 @@ ATTENTION = Tests(
 ROWS = Tests("rows of masks", (f"{_OPS}/attention/test_row_ranges.py",), interpret=True)
 EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
 ORDER = Tests("order of programs", (f"{_OPS}/attention/test_order.py",), interpret=True)
-KNOWN = Tests("known calls", ("tests/compile_only/test_repeated_launch.py",))
+PREPARED = Tests("prepared calls", ("tests/compile_only/test_prepared.py",))
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
@@ -84,7 +84,6 @@ TP_INFERENCE = Tests(
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
-LAUNCHES = Tests("direct launches", ("tests/compile_only/test_repeated_launch.py",))
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
@@ -107,12 +106,16 @@ FAULTS = (
         "beside = tl.minimum(beside, tl.num_programs(0) // blocks - first)", "beside = beside + 0 * first", ORDER,
     ),
     Fault(
-        "a known call's launches given all tensors in order", f"{_KERNELS}/repeated_call.py",
-        "addresses if places is None else [addresses[i] for i in places]", "addresses[: len(places or addresses)]", KNOWN,
+        "a prepared call's launches given all tensors in order", "torch_fdattn/launch/prepared.py",
+        "[addresses[i] + offset for i, offset in places]", "addresses[: len(places)]", PREPARED,
     ),
     Fault(
-        "a known call by other tiles", f"{_KERNELS}/attention/op.py",
-        "if not q.is_cuda or tuning.state.active or q.dtype", "if not q.is_cuda or q.dtype", KNOWN,
+        "a view by the beginning of what it lies in", "torch_fdattn/launch/prepared.py",
+        "[addresses[i] + offset for i, offset in places]", "[addresses[i] for i, offset in places]", PREPARED,
+    ),
+    Fault(
+        "a prepared call by other tiles", f"{_KERNELS}/attention/op.py",
+        "if not q.is_cuda or tuning.state.active or q.dtype", "if not q.is_cuda or q.dtype", PREPARED,
     ),
     Fault(
         "striped positions without the rest", f"{_KERNELS}/tiles.py",
@@ -403,16 +406,15 @@ FAULTS = (
     ),
     Fault(
         "the first tensor's map for all tensors", "torch_fdattn/launch/driver_launch.py",
-        "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", LAUNCHES,
+        "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", PREPARED,
     ),
     Fault(
         "an uneven rank's rows by those of the ranks behind it", "torch_fdattn/dist/tp_linear/low_latency.py",
         "first = sum(rows[:rank])", "first = sum(rows[rank + 1 :])", MATMULS,
     ),
     Fault(
-        "copies learnt for the tensors that were given", f"{_KERNELS}/attention/op.py",
-        "        run = partial(\n            launch_backward, dout, dense_dlse,",
-        "        dlse = dense_dlse\n        run = partial(\n            launch_backward, dout, dense_dlse,", KNOWN,
+        "strided lengths given for their copies", f"{_KERNELS}/attention/op.py",
+        "if call is None or not all(x is None or x.is_contiguous() for x in options[:3]):", "if call is None:", PREPARED,
     ),
     Fault(
         "ranks deal blocks to a neighbour", "torch_fdattn/dist/sharding.py",

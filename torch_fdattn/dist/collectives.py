@@ -52,14 +52,13 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 class _Ranks(NamedTuple):
-    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is; unseen: it is known
+    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is.
     that nobody traces or differentiates."""
 
     rows: Sequence[int]
     rank: int
     world_size: int
     group_name: str
-    unseen: bool = False
 
 
 def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
@@ -99,7 +98,7 @@ def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) ->
 
 
 def _runs_now(x: Tensor, ranks: _Ranks) -> bool:
-    return x.is_cuda and (ranks.unseen or library.runs_directly(x))
+    return x.is_cuda and library.runs_directly(x)
 
 
 def _group(ranks: _Ranks) -> dist.ProcessGroup:
@@ -195,11 +194,11 @@ class _Collective(torch.autograd.Function):
 
 
 def collective(
-    name: str, x: Tensor, group_name: str, rows: Sequence[int], rank: int, world_size: int, unseen: bool = False
+    name: str, x: Tensor, group_name: str, rows: Sequence[int], rank: int, world_size: int
 ) -> Tensor:  # fmt: skip
     """The collective `name` of the table above, for the ops: arguments are checked already."""
-    ranks = _Ranks(rows, rank, world_size, group_name, unseen)
-    if not unseen and torch.is_grad_enabled() and x.requires_grad:
+    ranks = _Ranks(rows, rank, world_size, group_name)
+    if torch.is_grad_enabled() and x.requires_grad:
         return _Collective.apply(x, name.removesuffix("_"), ranks)
     return _COLLECTIVES[name][0](x, ranks)
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist import plans
-from torch_fdattn.dist.decode import op
 from torch_fdattn.dist.groups import agree, rank_and_size
 from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
@@ -78,9 +76,6 @@ def decode(
         outer_group=outer, **named,
     )  # fmt: skip
     positions = q_start, kv_start
-    plan = plans.find(*op.call_of(q, k_shard, v_shard, kv_lens, group_name, *positions, **options))
-    if plan is not None:
-        return op.decode_again(plan, q, k_shard, v_shard, kv_lens, *positions, **options)
     tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
     given = (pair for pair in named.items() if pair[1] is not None)
     checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)

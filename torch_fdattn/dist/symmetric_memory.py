@@ -157,24 +157,14 @@ def _all_reduce(x: Tensor, group_name: str, method: str) -> Tensor:
     return _sum(buffer, group_name, method)[: x.numel()].view(x.shape)
 
 
-def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, method: str, memo: dict | None = None
-) -> Tensor:
-    """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced.
-
-    memo: of a known call (`tp_linear.op.Plan`), which keeps its part of the workspace there while nothing outgrows it.
-    """
+def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str, method: str) -> Tensor:
+    """The sum over ranks of x (M, K) @ weight (N, K).T, a product that BLAS writes into the workspace; not traced."""
     rows, columns = x.shape[0], weight.shape[0]
     count = rows * columns
     if not count:
         return x.new_empty(rows, columns)
-    buffers, last, buffer, part = (memo and memo.get("workspace")) or (None, None, None, None)
-    if buffers is None or buffers[-1] is not last:
-        buffer = _summed_later(x, count, group_name)
-        part = (buffer if buffer.numel() == count else buffer[:count]).view(rows, columns)
-        if memo is not None:
-            buffers = _buffers(group_name, "all_reduce", x.dtype)
-            memo["workspace"] = buffers, buffers[-1], buffer, part
+    buffer = _summed_later(x, count, group_name)
+    part = (buffer if buffer.numel() == count else buffer[:count]).view(rows, columns)
     torch.mm(x, weight.t(), out=part)
     total = _sum(buffer, group_name, method)
     return (total if total.numel() == count else total[:count]).view(rows, columns)

@@ -12,12 +12,9 @@ A strategy is a module with `merge(out, lse, dtype, exchange)`, or the name of a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist import plans
 from torch_fdattn.dist.decode import all_gather, hierarchical, one_sided, ring, star
 from torch_fdattn.dist.decode.auto import choose_for
 from torch_fdattn.dist.decode.exchange import Exchange
@@ -149,53 +146,9 @@ class _DistDecode(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *no_gradients
 
 
-class Plan(NamedTuple):
-    """What a call by the decode kernels was found to be, for `plans.py`."""
-
-    exchange: Exchange
-    strategy: str
-    scale: float
-
-
-def call_of(
-    q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, *, page_table, kv_block, causal, window_left,
-    window_right, scale, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, strategy, head_sharded,
-    inner_group, outer_group,
-) -> tuple:  # fmt: skip
-    """What `plans` knows a call by."""
-    options = (
-        kv_block, causal, window_left, window_right, scale, softcap, batch_invariant, strategy, head_sharded,
-        inner_group, outer_group,
-    )  # fmt: skip
-    tensors = q, k_shard, v_shard, kv_lens, q_start, kv_start
-    return (
-        "dist_decode",
-        group_name,
-        options,
-        *tensors,
-        page_table,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        sinks,
-    )
-
-
-def decode_again(
-    plan: Plan, q, k_shard, v_shard, kv_lens, q_start, kv_start, *, page_table, kv_block, causal, window_left,
-    window_right, k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant, **_,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A call like one that was made before."""
-    shard = Shard(k_shard, v_shard, page_table)
-    mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
-    ranks = plan.exchange.rank, plan.exchange.world_size
-    local, whole = whole_mask(q, shard.capacity, mask, kv_block, *ranks, alibi_slopes is not None)
-    extras = Extras(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    return _run_kernels(plan, q, shard, local, whole, extras)
-
-
-def _run_kernels(plan: Plan, q, shard, local, whole, extras) -> tuple[Tensor, Tensor]:
-    exchange, strategy, scale = plan
+def _run_kernels(
+    exchange: Exchange, strategy: str, scale: float, q, shard, local, whole, extras
+) -> tuple[Tensor, Tensor]:
     dtype = q.dtype if strategy == "none" else _wide(q)
     out, lse, *unmerged = decode_eagerly(
         q, *shard, *local, scale, dtype, *_own(extras, exchange.rank), whole=whole,
@@ -215,12 +168,6 @@ def _dist_decode(
     k_scale=None, v_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
     strategy="auto", head_sharded=False, inner_group=None, outer_group=None,
 ):  # fmt: skip
-    call = call_of(
-        q, k_shard, v_shard, kv_lens, group_name, q_start, kv_start, page_table=page_table, kv_block=kv_block,
-        causal=causal, window_left=window_left, window_right=window_right, scale=scale, k_scale=k_scale,
-        v_scale=v_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, batch_invariant=batch_invariant,
-        strategy=strategy, head_sharded=head_sharded, inner_group=inner_group, outer_group=outer_group,
-    )  # fmt: skip
     shard = Shard(k_shard, v_shard, page_table)
     check_tensors(q, shard, kv_lens, q_start, kv_start)
     hierarchy = None if inner_group is None and outer_group is None else (inner_group, outer_group)
@@ -288,9 +235,7 @@ def _dist_decode(
             q, k_shard, v_shard, batch_invariant, exchange, strategy, *local, scale
         )
     if runs_kernels:
-        plan = Plan(exchange, strategy, scale)
-        plans.keep(plan, *call)
-        return _run_kernels(plan, q, shard, local, whole, extras)
+        return _run_kernels(exchange, strategy, scale, q, shard, local, whole, extras)
     dtype = q.dtype if strategy == "none" else _wide(q)
     out, lse = _attend(q, shard, local, scale, _own(extras, rank), dtype)
     return _merge(out, lse, q.dtype, exchange, strategy)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
-from torch_fdattn.dist import plans
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear import op
+from torch_fdattn.dist.tp_linear import op as _op  # noqa: F401 (registers the ops)
 
 
 def _expect_list(name: str, values: object, of: str, kind: type | tuple[type, ...]) -> None:
@@ -90,14 +89,6 @@ def all_gather_matmul(
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
-    if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
-        given = x_shard, weights, biases, rows, strategy, weight_scales, largest, activation
-        plan = plans.find(*op.gather_call(group_name, *given))
-        if plan is not None:
-            biases = biases or [None] * len(weights)
-            return op.run_gather(
-                plan, x_shard, weights, biases, group_name, weight_scales, activation, True
-            )
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -137,10 +128,6 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
-    call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
-    plan = plans.find(*call)
-    if plan is not None:
-        return op.run_scatter(plan, x, weight, bias, group_name, weight_scale, True)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     _expect_largest(largest)
@@ -181,10 +168,6 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
-    call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, largest, weight_scale)
-    plan = plans.find(*call)
-    if plan is not None:
-        return op.run_all_reduce(plan, x, weight, bias, group_name, weight_scale, True)
     _expect_linear(x, weight, bias)
     _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
@@ -219,12 +202,6 @@ def matmul_all_reduce_rms_norm(
     Raises:
         As `matmul_all_reduce`.
     """
-    options = method, strategy, largest
-    call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options)
-    plan = plans.find(*call)
-    if plan is not None:
-        given = x, weight, bias, group_name, residual, norm_weight, eps
-        return op.run_all_reduce_norm(plan, *given, True)
     _expect_linear(x, weight, bias)
     expect_tensor("residual", residual)
     expect_tensor("norm_weight", norm_weight)

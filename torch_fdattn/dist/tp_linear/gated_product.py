@@ -27,7 +27,6 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
-from torch_fdattn.ops.repeated_call import metadata, repeat
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
@@ -102,11 +101,6 @@ def fits_unseen(x: Tensor, weight: Tensor) -> bool:
     return not seen and fits(x, weight)
 
 
-def key_of(x: Tensor, weight: Tensor) -> tuple:
-    """What `repeated_call` knows a launch by."""
-    return "gated product", *metadata(x, weight)
-
-
 def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) (M, N), of x (M, K) and weight (2N, K), gate's rows before up's, which it `fits`."""
     (m, k), n = x.shape, len(weight) // 2
@@ -115,17 +109,14 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
         gated_tiles.silu_mul_linear(x, weight, y)
         return y
 
-    def run() -> None:
-        tile = _tile(n, x)
-        (w,), few, _ = operands((weight,), x, tile)
-        early = starts_early(x)
-        launches["tp_linear/gated_product"] += 1
+    tile = _tile(n, x)
+    (w,), few, _ = operands((weight,), x, tile)
+    early = starts_early(x)
+    launches["tp_linear/gated_product"] += 1
+    with on_device(x):
         launch(
             _gated_kernel, cdiv(n, tile.m),
             y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
             early, AHEAD if early else 0, num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
-
-    with on_device(x):
-        repeat(key_of(x, weight), (y, x, weight, weight), run, "tp_linear/gated_product")
     return y

@@ -45,13 +45,11 @@ from torch_fdattn.dist.tp_linear.few_rows import (
 )
 from torch_fdattn.dist.tp_linear.gemm import operands, triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import send_to_owners, share_sums, shots, slots
-from torch_fdattn.dist.tp_linear.push_values import exchanged, remember
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.repeated_call import metadata, repeat
 
 #: Words that a program zeroes at a time.
 _CLEARED = tl.constexpr(1024)
@@ -136,54 +134,32 @@ def _gemm_sum_kernel(
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, scale: Tensor | None = None,
-    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even,
-    x's features and the bias contiguous. memo: of a known call (`op.Plan`)."""
+    x's features and the bias contiguous."""
     (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty(m, n)
     if not y.numel():
         return y
     launches["tp_linear/gemm_epilogue"] += 1
-    given = y, x, weight, weight, scale, bias
-    if exchanged(memo, *given, name=name_of(x, weight, bias, scale)):
-        return y
     rank, world = rank_and_size(group_name)
     # A rank that owned no row would hear of the others through the owners alone, and name one of them for a late one.
     trips = shots(y.nbytes, world) if m >= world else 1
     purpose = "gemm_epilogue" if trips == 1 else "gemm_epilogue/two_shot"
     where = channel_for(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
     numbers = third_of(where), timeout_ns(), rank
-    tensors = *given, where.memory.addresses, where.state, where.fault.tensor
-
-    def run() -> None:
-        tile = tile_for(m, x)
-        (w,), few, layout = operands((weight,), x, tile)
-        if layout != "rows":  # x of one feature may lie by "columns"
-            w, few, layout, tile = weight, x, None, smaller(tile)
-        early = starts_early(x)
+    tile = tile_for(m, x)
+    (w,), few, layout = operands((weight,), x, tile)
+    if layout != "rows":  # x of one feature may lie by "columns"
+        w, few, layout, tile = weight, x, None, smaller(tile)
+    early = starts_early(x)
+    with on_device(x):
         launch(
             _gemm_sum_kernel, cdiv(n, tile.m),
-            y, few, w, *tensors[3:], x.stride(0), weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
+            y, few, w, weight, scale, bias, where.memory.addresses, where.state, where.fault.tensor, x.stride(0),
+            weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
             m, n, k, world, power_of_two(world), triton_dtype(x.dtype), layout, k % tile.k == 0, tile.n, tile.m, tile.k,
             tile.stages, dot_precision(x.dtype), early, AHEAD if early and layout else 0, trips,
             num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
-
-    with on_device(x):
-        key = (
-            name_of(x, weight, bias, scale),
-            *metadata(x, weight, scale, bias),
-            *numbers,
-            world,
-            trips,
-        )
-        repeat(key, tensors, run)
-    remember(memo, where, key, name_of(x, weight, bias, scale))
     return y
-
-
-def name_of(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> tuple:
-    """What a plan, which knows neither strides nor precisions, keeps a launch by."""
-    given = bias is None, None if scale is None else scale.stride(0)
-    return "gemm_epilogue", dot_precision(x.dtype), x.stride(0), weight.stride(), *given

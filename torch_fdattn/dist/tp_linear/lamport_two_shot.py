@@ -38,12 +38,11 @@ from torch_fdattn.dist.lamport import (
 )
 from torch_fdattn.dist.signals import may_send, read_epoch
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
-from torch_fdattn.dist.tp_linear.push_values import as_words, exchange, remember, summed
+from torch_fdattn.dist.tp_linear.push_values import as_words, exchange, summed
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.repeated_call import repeat
 
 #: Bytes of a rank's part times (W - 1) (W - 2) / W, what the wire is spared, from which on two trips are faster. Four
 #: H100, µs in one shot and two: 512 KiB 7.4 and 7.3, 1 MiB 12.5 and 10.0, 2 MiB 21.9 and 17.5; with the product in the
@@ -166,26 +165,17 @@ def _two_shot_kernel(
     leave_turn(state_ptr, epoch, turn, words)
 
 
-def all_reduce(
-    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
-) -> None:
+def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
     """As `push_values.all_reduce`, in two trips; three ranks or more."""
     words = x.nbytes // 4
     purpose = "low_latency/two_shot_values"
     where = channel_for(words, group_name, purpose, x.device, slots(2, world))
     x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
-    tensors = x, y, where.memory.addresses, where.state, where.fault.tensor
-
-    def run() -> None:
-        block = 1 << 12 if INTERPRET else _BLOCK_WORDS
-        early = starts_early(y)
+    block = 1 << 12 if INTERPRET else _BLOCK_WORDS
+    early = starts_early(y)
+    with on_device(x):
         launch(
             _two_shot_kernel, cdiv(words, block),
-            *tensors, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, triton_dtype(x.dtype), early,
-            num_warps=1, **({"launch_pdl": True} if early else {}),
+            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world,
+            power_of_two(world), block, triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
-
-    with on_device(x):
-        key = "two-shot values", words, x.dtype, x.device, third_bytes, limit_ns, rank, world
-        repeat(key, tensors, run)
-    remember(memo, where, key)

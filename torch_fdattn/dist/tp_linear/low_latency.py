@@ -98,13 +98,10 @@ def _sum_words_kernel(
 
 def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], group_name: str, rows: Sequence[int], keep: bool,
-    memo: dict | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """[gathered x (M, K) @ weight.T (M, N_i) …, the gathered x where that is to be kept].
 
     Ranks of fewer rows than others send zeros besides.
-
-    memo: of a known call (`op.Plan`), here and below.
     """
     most, features = max(rows), x.shape[1]
     even = most == min(rows)
@@ -113,8 +110,7 @@ def all_gather_matmul(
     gathered = x.new_empty(most * len(rows), features)
     if gathered.numel():
         launches["tp_linear/low_latency_all_gather"] += 1
-        if not push_values.exchanged(memo, x, gathered):
-            push_values.all_gather(x, gathered, group_name, *rank_and_size(group_name), memo)
+        push_values.all_gather(x, gathered, group_name, *rank_and_size(group_name))
     if not even:
         parts = zip(gathered.split(most), rows, strict=True)
         gathered = torch.cat([part[:count] for part, count in parts])
@@ -123,7 +119,6 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group_name: str, rows: Sequence[int], bias: Tensor | None = None,
-    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """This rank's rows (m, N) of the sum over ranks of x (M, K) @ weight (N, K).T + bias (N,).
 
@@ -134,12 +129,11 @@ def matmul_reduce_scatter(
         rank = rank_and_size(group_name)[0]
         first = sum(rows[:rank])
         # A copy: nobody's view, and without the others' rows.
-        return all_reduce(part, group_name, memo)[first : first + rows[rank]].clone()
+        return all_reduce(part, group_name)[first : first + rows[rank]].clone()
     y = part.new_empty(rows[0], part.shape[1])
     if y.numel():
         launches["tp_linear/low_latency_reduce_scatter"] += 1
-        if not push_values.exchanged(memo, part, y):
-            push_values.reduce_scatter(part, y, group_name, *rank_and_size(group_name), memo)
+        push_values.reduce_scatter(part, y, group_name, *rank_and_size(group_name))
     return y
 
 
@@ -166,14 +160,12 @@ def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
         )  # fmt: skip
 
 
-def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:
+def all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum of x over the ranks; contiguous, float32 or of 16 bits."""
     y = torch.empty_like(x)
     if not x.numel():
         return y
     launches["tp_linear/low_latency"] += 1
-    if push_values.exchanged(memo, x, y):
-        return y
     rank, world = rank_and_size(group_name)
     most = values_bytes(world)
     if (
@@ -181,9 +173,9 @@ def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:
         and lamport_two_shot.shots(x.nbytes, world) == 2
         and x.nbytes <= TWO_SHOT_VALUES_BYTES
     ):
-        lamport_two_shot.all_reduce(x, y, group_name, rank, world, memo)
+        lamport_two_shot.all_reduce(x, y, group_name, rank, world)
     elif push_values.takes(x) and x.nbytes <= most:
-        push_values.all_reduce(x, y, group_name, rank, world, memo)
+        push_values.all_reduce(x, y, group_name, rank, world)
     elif push_values.takes(x) and world == 2:
         parts, sums = (z.reshape(-1).split(most // z.element_size()) for z in (x, y))
         for part, total in zip(parts, sums, strict=True):
@@ -196,7 +188,7 @@ def all_reduce(x: Tensor, group_name: str, memo: dict | None = None) -> Tensor:
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, memo: dict | None = None
+    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None
 ) -> Tensor:
     """The sum over ranks of x (M, K) @ weight (N, K).T + bias (N,), by the device's BLAS."""
-    return all_reduce(F.linear(x, weight, bias), group_name, memo)
+    return all_reduce(F.linear(x, weight, bias), group_name)

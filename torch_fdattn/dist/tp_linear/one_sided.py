@@ -105,17 +105,15 @@ def all_reduce(x, weight, group_name, method, bias=None, scale=None):
         return run(x.contiguous(), weight, group_name, _contiguous(bias), *scaled)
 
 
-def all_reduce_norm(
-    x, weight, group_name, method, residual, norm_weight, eps, bias=None, memo=None
-):
+def all_reduce_norm(x, weight, group_name, method, residual, norm_weight, eps, bias=None):
     """(normed, added): the norm in the launch that sums BLAS' products (`row_norm.py`), or in one behind the product
     that sums; bias the same on all ranks."""
     sum_norm = _module("row_norm").sum_norm
     if method == "gemm_epilogue":
-        y = _module(method).matmul_all_reduce(x.contiguous(), weight, group_name, memo=memo)
+        y = _module(method).matmul_all_reduce(x.contiguous(), weight, group_name)
         return sum_norm(y, bias, residual, norm_weight, eps, None)
     part = F.linear(x, weight)
-    return sum_norm(part, bias, residual, norm_weight, eps, group_name, memo)
+    return sum_norm(part, bias, residual, norm_weight, eps, group_name)
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -226,9 +224,9 @@ class _MatmulAllReduce(torch.autograd.Function):
         return None, None, dy @ weight if wants_x else None, dy.t() @ x if wants_weight else None
 
 
-def _forward(x: Tensor, kernel: Callable, op: Callable, memo: dict | None) -> Callable:
+def _forward(x: Tensor, kernel: Callable, op: Callable) -> Callable:
     """The kernel itself where nobody would see the op."""
-    return kernel if memo is not None or library.runs_unseen(x) else op
+    return kernel if library.runs_unseen(x) else op
 
 
 def _trained(*tensors: Tensor) -> bool:
@@ -237,19 +235,14 @@ def _trained(*tensors: Tensor) -> bool:
 
 def all_gather_matmul(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group_name: str, strategy: str,
-    rows: Sequence[int], rank: int, memo: dict | None = None,
+    rows: Sequence[int], rank: int,
 ) -> list[Tensor]:  # fmt: skip
-    """As `collective.all_gather_matmul`; memo: of a known call (`op.Plan`), which nobody watches, casts or
-    differentiates."""
-    if memo is not None and strategy == "low_latency":
-        run = _module(strategy).all_gather_matmul
-        ys = run(x.contiguous(), weights, group_name, rows, False, memo)
-        return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
+    """As `collective.all_gather_matmul`."""
     weights = [_cast(weight, x) for weight in weights]
-    if memo is None and _trained(x, *weights):
+    if _trained(x, *weights):
         ys = _AllGatherMatmul.apply(group_name, strategy, rows, rank, x, *weights)
     else:
-        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul, memo)
+        run = _forward(x, gather, torch.ops.fdattn.tp_all_gather_matmul)
         ys = run(x, weights, group_name, strategy, rows, False)
     return [_plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
 
@@ -273,45 +266,36 @@ def takes_swiglu(
 
 def all_gather_swiglu(
     x: Tensor, weights: Sequence[Tensor], group_name: str, strategy: str, rows: Sequence[int],
-    memo: dict | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """[silu(gate) * up (sum(rows), N_i / 2)] of the products' halves, where this `takes_swiglu`."""
-    run = _forward(x, gather_swiglu, torch.ops.fdattn.tp_all_gather_swiglu, memo)
+    run = _forward(x, gather_swiglu, torch.ops.fdattn.tp_all_gather_swiglu)
     return run(x, weights, group_name, strategy, rows)
 
 
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, strategy: str, rows: Sequence[int], rank: int,
-    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_reduce_scatter`."""
-    if memo is not None and strategy == "low_latency":
-        run = _module(strategy).matmul_reduce_scatter
-        return _plus(run(x, weight, group_name, rows, memo=memo), bias)
     weight = _cast(weight, x)
-    if memo is None and _trained(x, weight):
+    if _trained(x, weight):
         y = _MatmulReduceScatter.apply(group_name, strategy, rows, rank, x, weight)
     else:
-        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter, memo)
+        run = _forward(x, scatter, torch.ops.fdattn.tp_matmul_reduce_scatter)
         y = run(x, weight, group_name, strategy, rows, rank)
     return _plus(y, bias)
 
 
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, scale: Tensor | None = None,
-    memo: dict | None = None,
 ) -> Tensor:  # fmt: skip
     """As `collective.matmul_all_reduce`."""
-    if memo is not None and method in METHODS and scale is None:
-        x = x if method == "low_latency" else x.contiguous()
-        return _plus(_module(method).matmul_all_reduce(x, weight, group_name, memo=memo), bias)
     weight = _cast(weight, x) if scale is None else weight
-    if memo is None and _trained(x, weight):
+    if _trained(x, weight):
         y = _MatmulAllReduce.apply(
             group_name, method, x, float8.dequantised(weight, scale, x.dtype)
         )
     else:
-        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce, memo)
+        run = _forward(x, all_reduce, torch.ops.fdattn.tp_matmul_all_reduce)
         y = run(x, weight, group_name, method, scale=scale)
     return _plus(y, bias)
 
@@ -334,13 +318,11 @@ def takes_norm(method: str, world: int, x: Tensor, weight: Tensor) -> bool:
 
 def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, method: str, residual: Tensor, norm_weight: Tensor,
-    eps: float, memo: dict | None = None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added), of what `may_take_norm` and `takes_norm` have said yes to."""
     given = x, weight, group_name, method, residual, norm_weight, eps, bias
-    if memo is not None:
-        return all_reduce_norm(*given, memo)
-    return _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm, memo)(*given)  # fmt: skip
+    return _forward(x, all_reduce_norm, torch.ops.fdattn.tp_matmul_all_reduce_rms_norm)(*given)  # fmt: skip
 
 
 def _cast(weight: Tensor, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist import plans, symmetric_memory
+from torch_fdattn.dist import symmetric_memory
 from torch_fdattn.dist.collectives import check_rows
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.tp_linear import auto, collective, float8, one_sided
@@ -27,16 +27,12 @@ from torch_fdattn.ops.swiglu import silu_mul
 
 
 class Plan(NamedTuple):
-    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it.
-
-    memo: what known calls leave for the next ones; this group's and these sizes' alone.
-    """
+    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it."""
 
     way: str
     rows: Sequence[int]
     rank: int
     world: int
-    memo: dict[str, object]
     with_norm: bool = False
 
 
@@ -166,9 +162,6 @@ def _all_gather_matmul(
                 f"{len(parts[0])}"
             )
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = gather_call(
-        group_name, x_shard, weights, biases, rows, strategy, weight_scales, largest, activation
-    )
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = largest or sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
@@ -187,40 +180,25 @@ def _all_gather_matmul(
     )
     alike = largest is not None
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, alike)
-    plan = Plan(strategy, rows, rank, world_size, {})
-    plans.keep(plan, *call)
+    plan = Plan(strategy, rows, rank, world_size)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
 
 
-def gather_call(
-    group_name, x_shard, weights, biases, rows, strategy, scales, largest, activation
-) -> tuple:
-    """What `plans` knows a call by."""
-    none = [None] * len(weights)
-    options = strategy, _hashable(rows), len(weights), largest, activation
-    return auto.GATHER, group_name, options, x_shard, *weights, *(biases or none), *(scales or none)
-
-
-def _hashable(rows):
-    return tuple(rows) if type(rows) is list else rows
-
-
 def run_gather(
-    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None, known: bool = False
+    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None
 ) -> list[Tensor]:  # fmt: skip
-    """known: the plan was found, so that nobody watches, casts or differentiates; as in the others."""
     way, rows, rank, world_size = plan[:4]
-    x = x if known else x.to(compute_dtype(x))
+    x = x.to(compute_dtype(x))
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
-    gated, memo = activation is not None, plan.memo if known else None
+    gated = activation is not None
     if gated and one_sided.takes_swiglu(way, x, weights, biases, rows):
-        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows, memo)
+        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows)
     if way != "collective":
-        ys = one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank, memo)
+        ys = one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank)
     else:
-        ys = collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size, known)  # fmt: skip
+        ys = collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)  # fmt: skip
     return [silu_mul(*y.chunk(2, -1)) for y in ys] if gated else ys
 
 
@@ -231,7 +209,6 @@ def _matmul_reduce_scatter(
     check_linear_strategy("strategy", strategy)
     _check_linear(x, weight, bias, weight_scale)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    call = scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], largest or x.shape[1], world_size)
     agree(
@@ -248,28 +225,20 @@ def _matmul_reduce_scatter(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows, largest is not None)
-    plan = Plan(strategy, rows, rank, world_size, {})
-    plans.keep(plan, *call)
+    plan = Plan(strategy, rows, rank, world_size)
     return run_scatter(plan, x, weight, bias, group_name, weight_scale)
 
 
-def scatter_call(group_name, x, weight, bias, rows, strategy, scale, largest) -> tuple:
-    """As `gather_call`."""
-    options = strategy, _hashable(rows), largest
-    return auto.SCATTER, group_name, options, x, weight, bias, scale
-
-
 def run_scatter(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     way, rows, rank, world_size = plan[:4]
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
     if way != "collective":
-        x = x if known else x.to(compute_dtype(x))
-        memo = plan.memo if known else None
-        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank, memo)
-    return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size, known)  # fmt: skip
+        x = x.to(compute_dtype(x))
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
+    return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)  # fmt: skip
 
 
 def _matmul_all_reduce(
@@ -278,7 +247,6 @@ def _matmul_all_reduce(
 ):  # fmt: skip
     options = method, strategy, largest
     plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, weight_scale)
-    plans.keep(plan, *all_reduce_call(group_name, x, weight, bias, *options, weight_scale))
     return run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
 
 
@@ -302,7 +270,7 @@ def _all_reduce_plan(
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     agree(group_name, x, same, once=ours)
     method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
-    return Plan(method, (), rank, world_size, {})
+    return Plan(method, (), rank, world_size)
 
 
 def _matmul_all_reduce_rms_norm(
@@ -316,7 +284,6 @@ def _matmul_all_reduce_rms_norm(
     plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
     plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
-    plans.keep(plan, *norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options))
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 
 
@@ -331,14 +298,8 @@ def _expect_normed(
             checks.expect_dtype(name, tensor, x.dtype, "x")
 
 
-def norm_call(group_name, x, weight, residual, norm_weight, bias, *options) -> tuple:
-    """As `gather_call`; options: eps, method, strategy, largest."""
-    return "matmul_all_reduce_rms_norm", group_name, options, x, weight, residual, norm_weight, bias
-
-
 def run_all_reduce_norm(
     plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
-    known: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.with_norm:
         return one_sided.matmul_all_reduce_rms_norm(
@@ -350,28 +311,21 @@ def run_all_reduce_norm(
             residual,
             norm_weight,
             eps,
-            plan.memo if known else None,
         )
-    added = residual + run_all_reduce(plan, x, weight, bias, group_name, None, known)
+    added = residual + run_all_reduce(plan, x, weight, bias, group_name)
     return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
-def all_reduce_call(group_name, x, weight, bias, method, strategy, largest, scale) -> tuple:
-    """As `gather_call`."""
-    return auto.ALL_REDUCE, group_name, (method, strategy, largest), x, weight, bias, scale
-
-
 def run_all_reduce(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None, known: bool = False
+    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     way, _, rank, world_size = plan[:4]
-    memo = plan.memo if known else None
     if way in one_sided.METHODS:
-        x = x if known else x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale, memo)
+        x = x.to(compute_dtype(x))
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
-    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size, memo)
+    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
 
 
 def _define(schema: str, function) -> None:

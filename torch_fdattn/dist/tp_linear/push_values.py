@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import Channel
 from torch_fdattn.dist.decode.rows import starts_early
 from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.lamport import (
@@ -41,7 +40,6 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.repeated_call import Step, again, find, repeat
 
 #: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
 #: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
@@ -128,78 +126,32 @@ def as_words(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
-class Exchange:
-    """Exchanges like one that was a launch alone, without looking its channel and launch up again."""
-
-    def __init__(self, where: Channel, steps: tuple[Step, ...]) -> None:
-        self._where, self._steps, self._limit_ns = where, steps, timeout_ns()
-        self._of_channel = where.memory.addresses, where.state, where.fault.tensor
-
-    def is_alike(self) -> bool:
-        """Whether neither its memory was outgrown nor the time limit is another."""
-        return not self._where.outgrown and timeout_ns() == self._limit_ns
-
-    def __call__(self, *tensors: Tensor | None) -> bool:
-        """Launches it for contiguous tensors of the same sizes; False: nothing was done, since it is no longer like it."""
-        if not self.is_alike():
-            return False
-        self._where.enter()
-        return again(self._steps, (*tensors, *self._of_channel))
-
-
-def remember(memo: dict | None, where: Channel, key: tuple, name: object = "exchange") -> None:
-    """Leaves an `Exchange` of this name in a plan's memo, where the call of that key was a launch alone."""
-    steps = None if memo is None else find(key)
-    if steps is not None:
-        memo[name] = Exchange(where, steps)
-
-
-def exchanged(memo: dict | None, *tensors: Tensor | None, name: object = "exchange") -> bool:
-    """Whether an `Exchange` that a plan's memo holds did it."""
-    exchange = memo.get(name) if memo else None
-    return exchange is not None and exchange(*tensors)
-
-
 def _run(
-    op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int, memo: dict | None = None
+    op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int
 ) -> None:  # fmt: skip
     where = channel_for(words, group_name, f"low_latency/{op}", x.device, world)
     x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
-    tensors = x, y, where.memory.addresses, where.state, where.fault.tensor
-
-    def run() -> None:
-        tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
-        block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
-        early = starts_early(y)
+    tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
+    block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
+    early = starts_early(y)
+    with on_device(x):
         launch(
             _values_kernel, cdiv(words, block),
-            *tensors, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
+            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
             triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
-    with on_device(x):
-        # Not the channel: its addresses are read for every launch.
-        key = "values", op, words, x.dtype, x.device, third_bytes, limit_ns, rank, world
-        repeat(key, tensors, run)
-    remember(memo, where, key)
+
+def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous."""
+    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world)
 
 
-def all_reduce(
-    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
-) -> None:
-    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous. memo: of a known call."""
-    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world, memo)
-
-
-def reduce_scatter(
-    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
-) -> None:
+def reduce_scatter(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
     """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which this takes; else as above."""
-    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world, memo)
+    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world)
 
 
-def all_gather(
-    x: Tensor, y: Tensor, group_name: str, rank: int, world: int, memo: dict | None = None
-) -> None:
+def all_gather(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
     """Writes all ranks' x, which this takes, into y, one after another; else as above."""
-    _run("gather", x, y, x.nbytes // 4, group_name, rank, world, memo)
+    _run("gather", x, y, x.nbytes // 4, group_name, rank, world)

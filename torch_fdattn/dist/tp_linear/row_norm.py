@@ -23,12 +23,11 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.lamport import channel_for, halves, joined, leave_turn, third_of, words_at
 from torch_fdattn.dist.tp_linear.gemm import triton_dtype
 from torch_fdattn.dist.tp_linear.lamport_two_shot import exchange_sums, shots, slots
-from torch_fdattn.dist.tp_linear.push_values import as_words, exchanged, remember
+from torch_fdattn.dist.tp_linear.push_values import as_words
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.repeated_call import repeat
 
 MOST_COLUMNS = 8192
 #: (rows up to which, words that a warp has). On two H200, 2560 words: 512 takes 0.7 µs less than 1024 for one row, 13
@@ -93,25 +92,16 @@ def takes(columns: int, dtype: torch.dtype) -> bool:
     return 0 < columns <= MOST_COLUMNS and columns * dtype.itemsize % 4 == 0
 
 
-def _key(m: int, words: int, eps: float, plain: bool, x: Tensor, numbers: tuple, world: int, trips: int) -> tuple:  # fmt: skip
-    return "row norm", m, words, eps, plain, x.dtype, x.device, *numbers, world, trips
-
-
 def sum_norm(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
-    memo: dict | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(normed, added) (…, N) of this rank's part x (…, N), bias (N,), residual (…, N) and the norm's weight (N,); all
-    of one dtype of 16 bits or float32, N what this `takes`. group_name None: x is the sum already. memo: of a known
-    call (`op.Plan`) with this eps."""
+    of one dtype of 16 bits or float32, N what this `takes`. group_name None: x is the sum already."""
     x = x.contiguous()
     normed, added = torch.empty_like(x), torch.empty_like(x)
     if not x.numel():
         return normed, added
     launches["tp_linear/row_norm"] += 1
-    given = x, bias, residual, weight
-    if memo and all(t is None or t.is_contiguous() for t in given) and exchanged(memo, *given, normed, added):  # fmt: skip
-        return normed, added
     columns = x.shape[-1]
     m, words = x.numel() // columns, columns * x.element_size() // 4
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)
@@ -124,23 +114,15 @@ def sum_norm(
         where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
         of_channel = where.memory.addresses, where.state, where.fault.tensor
         numbers = third_of(where), timeout_ns(), where.rank
-    tensors = x, bias, residual, weight, normed, added, *of_channel
-
-    def run() -> None:
-        early, block = starts_early(x), power_of_two(words)
-        per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
-        if trips == 2:
-            per_warp = _TWO_SHOT_WORDS_PER_WARP
-        warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
+    early, block = starts_early(x), power_of_two(words)
+    per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
+    if trips == 2:
+        per_warp = _TWO_SHOT_WORDS_PER_WARP
+    warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
+    with on_device(x):
         launch(
             _sum_norm_kernel, m,
-            *tensors, *numbers, words, eps, world, power_of_two(world), block, triton_dtype(x.dtype), early,
-            trips, num_warps=warps, **({"launch_pdl": True} if early else {}),
+            x, bias, residual, weight, normed, added, *of_channel, *numbers, words, eps, world, power_of_two(world), block,
+            triton_dtype(x.dtype), early, trips, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
-
-    with on_device(x):
-        key = _key(m, words, eps, bias is None, x, numbers, world, trips)
-        repeat(key, tensors, run)
-    if where is not None:
-        remember(memo, where, key)
     return normed, added

@@ -1,0 +1,96 @@
+"""What modules of the package keep between calls: each cache has its place in this list, and a reason."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "torch_fdattn"
+_MAKERS = {
+    "dict", "list", "set", "defaultdict", "Counter", "OrderedDict", "deque", "WeakKeyDictionary", "WeakValueDictionary",
+}  # fmt: skip
+_CACHES = {"cache", "lru_cache", "cached"}
+
+
+def made_empty(node: ast.AST | None) -> bool:
+    """Whether a value is an empty container, which somebody will fill."""
+    if isinstance(node, ast.Dict):
+        return not node.keys
+    if isinstance(node, ast.List):
+        return not node.elts
+    if isinstance(node, ast.Call):
+        name = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
+        return name in _MAKERS and not node.args
+    return False
+
+
+def is_cached(function: ast.FunctionDef) -> bool:
+    for decorator in function.decorator_list:
+        decorator = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = (
+            decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
+        )
+        if name in _CACHES:
+            return True
+    return False
+
+
+def kept(path: Path) -> list[str]:
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets, value = [], None
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign):
+            targets, value = [node.target], node.value
+        found += [x.id for x in targets if isinstance(x, ast.Name) and made_empty(value)]
+        if isinstance(node, ast.FunctionDef) and is_cached(node):
+            found.append(node.name)
+    return found
+
+
+ALLOWED = {
+    "dist/channel.py": {"_channels": "memory that ranks map, which only a collective makes"},
+    "dist/decode/one_sided.py": {"_available": "whether a group's ranks map each other's memory: a collective finds out"},
+    "dist/faults.py": {"_kept": "pinned words that kernels may still write to"},
+    "dist/fused_inference.py": {"_row_norm": "a module that imports triton"},
+    "dist/groups.py": {
+        "_ranks": "a group's rank and size, whose look-up costs more than a decode's other checks",
+        "_agreed": "what a group's ranks have compared: a collective",
+        "_unanimous": "what a group's ranks have found: a collective",
+    },
+    "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
+    "dist/symmetric_memory.py": {"_workspaces": "memory that ranks map, which only a collective makes"},
+    "dist/tp_linear/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
+    "dist/tp_linear/copies.py": {"_lanes": "streams and events of a device"},
+    "dist/tp_linear/one_sided.py": {"_module": "modules that import triton"},
+    "dropins/flash_impl.py": {"fallbacks": "a count for users"},
+    "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},
+    "dropins/sharded_sequences.py": {"_checked": "modules whose positions were compared: a collective"},
+    "launch/driver.py": {"loaded": "a library"},
+    "launch/launches.py": {"_NOTHING": "a default that nobody writes to"},
+    "launch/prepared.py": {"_calls": "prepared calls, by all that decides them"},
+    "models/chat_template.py": {"_compiled": "a template", "_environment": "jinja2's environment"},
+    "ops/attention/configs.py": {"device_capability": "of a device"},
+    "ops/attention/dispatch.py": {"_gpu": "of a device", "_rows": "rows of a table for a device"},
+    "ops/attention/tuning.py": {"_memories": "what autotune found, by file", "_where": "a device with its software"},
+    "ops/decode/schedule.py": {"processors": "of a device", "fast_memory": "of a device"},
+    "ops/determinism.py": {"_generators": "of seeds, which `set_deterministic` makes"},
+    "ops/library.py": {"launches": "a count for tests", "register_dtensor_rules": "done once"},
+    "sources.py": {"hash_of": "of files that do not change"},
+}  # fmt: skip
+
+
+def test_every_cache_is_listed():
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if names := kept(path):
+            found[str(path.relative_to(PACKAGE))] = names
+    unlisted = {
+        path: [x for x in names if x not in ALLOWED.get(path, {})] for path, names in found.items()
+    }
+    assert not {path: names for path, names in unlisted.items() if names}
+    gone = {
+        path: [x for x in names if x not in found.get(path, [])] for path, names in ALLOWED.items()
+    }
+    assert not {path: names for path, names in gone.items() if names}, "listed, but no longer there"
