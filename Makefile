@@ -1,4 +1,4 @@
-# Everything on a fresh machine with Python 3.10 or later: `make demo` and `make test`.
+# Everything on a fresh machine with Python 3.11 or later: `make demo` and `make test`.
 #
 # A virtual environment is made in .venv. To use an environment of your own, with torch installed:
 #     make test PYTHON=python3
