@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch_fdattn.compile_backend.report import Report
 
 
-def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
+def fdattn(
+    gm: GraphModule, inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:  # fmt: skip
     """Rewrites a Dynamo graph's attention, then compiles it with Inductor.
 
     Args:

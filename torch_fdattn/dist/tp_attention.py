@@ -9,6 +9,7 @@ B batch, T new tokens, H and K this rank's query and key-value heads, D head_dim
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -158,7 +159,7 @@ class TPAttention(TPLayer):
         return self._row_added(out, self._modules["o_proj"], residual)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache=None, residual=None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any = None, residual: Any = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         q, k, v = self._qkv(x, cos, sin)
         if cache is None:

@@ -26,6 +26,7 @@ B batch, T new tokens, C hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -266,7 +267,7 @@ class TPMLP(TPLayer):
         layer._lay_side_by_side()
         return layer
 
-    def forward(self, x: Tensor, residual=None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Any = None) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's result, or what `residual` (`models.transformer`) makes of it."""
         *linears, down = self._layers(("gate_proj", "up_proj", "down_proj"))
         weight, bias = weight_and_bias(down)

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import importlib
 import types
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch_fdattn.dropins import flash_impl, transformers
+
+__all__ = ["flash_impl", "register_flash_impl", "transformers"]
 
 
 def __getattr__(name: str) -> types.ModuleType:
@@ -20,7 +26,7 @@ def __getattr__(name: str) -> types.ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _activate():
+def _activate() -> flash_impl.Handle:
     from torch_fdattn.dropins.flash_impl import activate
 
     return activate()

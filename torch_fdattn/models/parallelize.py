@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
@@ -26,7 +27,7 @@ from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
 
 
 def parallelize(
-    model: nn.Module, mesh, strategy: str = "auto", allreduce_method: str = "auto",
+    model: nn.Module, mesh: DeviceMesh | str, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto",
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
