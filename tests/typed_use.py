@@ -36,11 +36,13 @@ def functional_ops(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor)
     return merged + packed + paged
 
 
-def over_ranks(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out, _ = torch_fdattn.dist.decode(q, k, v, lens, group.group_name, strategy="ring")
+def over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, lens: Tensor, group: dist.ProcessGroup, mesh: DeviceMesh
+) -> Tensor:
+    out, _ = torch_fdattn.dist.decode(q, k, v, lens, mesh, strategy="ring")
     shards = SequenceShards.zigzag(1024, dist.get_world_size(group))
-    mine, _ = torch_fdattn.dist.ring_attention(q, k, v, group.group_name, shards=shards)
-    every: Tensor = torch_fdattn.dist.one_sided_all_gather(q, group.group_name)
+    mine, _ = torch_fdattn.dist.ring_attention(q, k, v, group, shards=shards)
+    every: Tensor = torch_fdattn.dist.one_sided_all_gather(q, None)
     y: list[Tensor] = torch_fdattn.dist.all_gather_matmul(q, [k, v], group.group_name)
     y.append(torch_fdattn.dist.matmul_reduce_scatter(q, k, group.group_name))
     y.append(torch_fdattn.dist.matmul_all_reduce(q, k, group.group_name))

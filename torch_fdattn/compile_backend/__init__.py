@@ -30,7 +30,7 @@ def fdattn(
             attention is left as it was), ``no_fully_masked_rows`` (your promise that masks leave every query a
             key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
-            "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
+            "group" (or None, the default group), "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
             "strategy" ("ring", "all_gather", "ulysses" or "star") and "cache" ("contiguous", or the block of a
             round-robin map).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torch_fdattn.dist.group_names import Group
 from torch_fdattn.dist.kv_cache import ShardedKVCache
 
 
@@ -16,7 +17,7 @@ class DistributedDecodeAttention(nn.Module):
 
     Args:
         batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy: as `ShardedKVCache`.
-        group_name: the process group that shares the cache; None keeps all of it here.
+        group_name: as `ShardedKVCache`.
         window, scale: as `torch_fdattn.attention`; the mask is causal.
 
     Attributes:
@@ -25,10 +26,10 @@ class DistributedDecodeAttention(nn.Module):
 
     def __init__(
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
-        dtype: torch.dtype, device: torch.device | str, group_name: str | None = None,
+        dtype: torch.dtype, device: torch.device | str, group_name: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
         window: tuple[int, int] | None = None, scale: float | None = None,
-        hierarchy: tuple[str, str] | None = None,
+        hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.window, self.scale = window, scale

@@ -15,6 +15,8 @@ import weakref
 import torch
 from torch.distributed import distributed_c10d
 
+from torch_fdattn.dist.group_names import Group, name_of
+
 _MAX_SECONDS = 1e6
 _timeout_s = 10.0
 
@@ -91,11 +93,11 @@ def raise_faults(*group_names: str) -> None:
             word.raise_if_set()
 
 
-def check(*group_names: str, synchronize: bool = True) -> None:
+def check(*group_names: Group, synchronize: bool = True) -> None:
     """Raises what the kernels so far left behind.
 
     Args:
-        group_names: of these groups alone, by their names. Default: of all that this process is in.
+        group_names: of these groups alone. Default: of all that this process is in.
         synchronize: first wait for the devices. False where the caller has waited itself, as an engine
             that has read its tokens.
 
@@ -106,4 +108,4 @@ def check(*group_names: str, synchronize: bool = True) -> None:
     if synchronize:
         for device in {word.device for word in _words if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)
-    raise_faults(*group_names)
+    raise_faults(*(name_of(group, "group_names") for group in group_names))

@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import TokenRows, TPLayer
@@ -79,10 +80,11 @@ class TPAttention(TPLayer):
     PROJECTIONS = "q_proj", "k_proj", "v_proj"
 
     def __init__(
-        self, module: nn.Module, group_name: str, strategy: str, allreduce_method: str,
+        self, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str,
         tokens: TokenRows | None, linear_strategy: str,
     ) -> None:  # fmt: skip
         """Called by `from_module`."""
+        group_name = name_of(group_name)
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         rank, world_size = rank_and_size(group_name)
         check_attention(module, world_size)
@@ -120,7 +122,7 @@ class TPAttention(TPLayer):
 
     @staticmethod
     def from_module(
-        module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPAttention:  # fmt: skip
         """This rank's heads of an attention layer: ours, or transformers' LlamaAttention and

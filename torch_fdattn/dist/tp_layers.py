@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.known_mlp import KnownMLP
 from torch_fdattn.dist.tp_linear import op
@@ -87,16 +88,16 @@ class TPLayer(nn.Module):
     PROJECTIONS: tuple[str, ...] = ()
 
     def __init__(
-        self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None,
+        self, group_name: Group, strategy: str, allreduce_method: str, tokens: TokenRows | None,
         linear_strategy: str,
     ) -> None:  # fmt: skip
         check_strategy(strategy, allreduce_method, linear_strategy)
         super().__init__()
-        self.group_name, self.strategy = group_name, strategy
+        self.group_name, self.strategy = name_of(group_name), strategy
         self.allreduce_method, self.linear_strategy = allreduce_method, linear_strategy
         self.tokens = tokens or TokenRows()
         # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
-        rank, world_size = rank_and_size(group_name)
+        rank, world_size = rank_and_size(self.group_name)
         self._ranks = dict(rank=rank, world_size=world_size)
         #: (columns of `_columns`, features of `_row`) of the rank that has the most: the same on all ranks. Or None.
         self._largest: tuple[int, int] | None = None
@@ -216,7 +217,8 @@ class TPMLP(TPLayer):
 
     Args:
         gate_proj, up_proj, down_proj: this rank's slices, of the inner features.
-        group_name: the tensor-parallel process group's name.
+        group_name: the tensor-parallel process group: itself, its name, a DeviceMesh of one dimension, or None for
+            the default one.
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
@@ -226,7 +228,7 @@ class TPMLP(TPLayer):
     takes_residual = True
 
     def __init__(
-        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
+        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: Group,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
         linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
@@ -234,11 +236,11 @@ class TPMLP(TPLayer):
         self._known = KnownMLP()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
-            sum_gradient(down_proj.bias, group_name)
+            sum_gradient(down_proj.bias, self.group_name)
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        cls, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPMLP:  # fmt: skip
         """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
@@ -248,6 +250,7 @@ class TPMLP(TPLayer):
             ValueError, TypeError: another activation or layer, or an unknown strategy or method.
         """
         check_mlp(module)
+        group_name = name_of(group_name)
         rank, world_size = rank_and_size(group_name)
         shares = split_evenly(module.gate_proj.out_features, world_size)
         start = sum(shares[:rank])

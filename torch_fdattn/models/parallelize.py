@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_attention import check_attention
 from torch_fdattn.dist.tp_layers import AUTO, TokenRows, TPHead, check_mlp, check_strategy
@@ -27,7 +27,7 @@ from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh | str, strategy: str = "auto", allreduce_method: str = "auto",
+    model: nn.Module, mesh: Group, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto",
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
@@ -39,7 +39,8 @@ def parallelize(
     Args:
         model: ours (`Transformer`) or transformers' LlamaForCausalLM and Qwen3ForCausalLM (their
             attention implementations "sdpa" and "eager").
-        mesh: a one-dimensional DeviceMesh (``mesh["tp"]`` of a larger one), or a process group's name.
+        mesh: a DeviceMesh of one dimension (``mesh["tp"]`` of a larger one), a process group, its name, or None
+            for the default group.
         strategy: "all_reduce" (activations replicated), "ag_rs" (activations sharded along tokens; see
             `torch_fdattn.dist.tp_layers`), or "auto": in each forward the one that was measured to be faster for so
             many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
@@ -54,8 +55,8 @@ def parallelize(
     Raises:
         ValueError, TypeError, NotImplementedError: naming what is wrong; the model is then unchanged.
     """
-    group_name = _group_name(mesh)
-    _, world_size = rank_and_size(group_name)
+    group_name = name_of(mesh, "mesh")
+    _, world_size = rank_and_size(group_name, "mesh")
     check_strategy(strategy, allreduce_method, linear_strategy)
     layers = _layers(model)
     if any(isinstance(layer.self_attn, TPAttention) for layer in layers):
@@ -136,22 +137,6 @@ class _Tokens(TokenRows):
 def _is_tied(model: nn.Module) -> bool:
     embedding = getattr(model, "model", model).embed_tokens
     return model.lm_head.weight is embedding.weight
-
-
-def _group_name(mesh) -> str:
-    if isinstance(mesh, str):
-        return mesh
-    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
-        raise TypeError(
-            f"mesh must be a DeviceMesh or a process group's name, got {type(mesh).__name__}"
-        )
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
-        raise ValueError(
-            f"mesh must have one dimension, the tensor-parallel one (mesh['tp']), got {mesh.ndim} "
-            f"dimensions: {', '.join(names)}"
-        )
-    return mesh.get_group().group_name
 
 
 def _layers(model: nn.Module) -> Sequence[nn.Module]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.decode.one_sided import available
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import is_traced, rank_and_size
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
@@ -28,7 +29,7 @@ def choose(rows: int, world_size: int, one_sided: bool, head_sharded: bool) -> s
 
 
 def chosen_strategy(
-    q: Tensor, group_name: str, *, head_sharded: bool = False, batch_invariant: bool = False
+    q: Tensor, group_name: Group, *, head_sharded: bool = False, batch_invariant: bool = False
 ) -> str:
     """What strategy "auto" of `torch_fdattn.dist.decode` takes for queries like q (B, H, T, D).
 
@@ -36,6 +37,7 @@ def chosen_strategy(
     is asked on GPUs its ranks tell each other what memory they can map. With gradients wanted
     and under torch.compile "auto" is "all_gather", which this does not know.
     """
+    group_name = name_of(group_name)
     exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
     return choose_for(q, exchange, batch_invariant)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
 from torch_fdattn.dist import plans
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear import op
 
@@ -50,7 +51,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 
 
 def all_gather_matmul(
-    x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
+    x_shard: Tensor, weights: Sequence[Tensor], group_name: Group,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
     strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None, largest: int | None = None,
     activation: str | None = None,
@@ -60,7 +61,7 @@ def all_gather_matmul(
     Args:
         x_shard: this rank's rows (m_r, K), bfloat16, float16, float32 or float64.
         weights: this rank's weights (N_i, K), in x_shard's dtype.
-        group_name: the process group's name (``group.group_name``).
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         biases: (N_i,) or None for each weight; None: no biases.
         rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
             this rank on every rank, which only the caller knows to be true.
@@ -90,6 +91,7 @@ def all_gather_matmul(
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
     """
+    group_name = name_of(group_name)
     if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
         given = x_shard, weights, biases, rows, strategy, weight_scales, largest, activation
         plan = plans.find(*op.gather_call(group_name, *given))
@@ -115,7 +117,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
     rows: Sequence[int] | None = None, strategy: str = "auto", weight_scale: Tensor | None = None,
     largest: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -137,6 +139,7 @@ def matmul_reduce_scatter(
     Raises:
         As `all_gather_matmul`.
     """
+    group_name = name_of(group_name)
     call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
     plan = plans.find(*call)
     if plan is not None:
@@ -152,7 +155,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
     method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None, largest: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
@@ -181,6 +184,7 @@ def matmul_all_reduce(
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
     """
+    group_name = name_of(group_name)
     call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, largest, weight_scale)
     plan = plans.find(*call)
     if plan is not None:
@@ -195,7 +199,7 @@ def matmul_all_reduce(
 
 
 def matmul_all_reduce_rms_norm(
-    x: Tensor, weight: Tensor, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    x: Tensor, weight: Tensor, group_name: Group, residual: Tensor, norm_weight: Tensor, eps: float,
     bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto", largest: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A row-parallel linear layer, the residual's addition and the norm behind it: what a transformer's block does
@@ -220,6 +224,7 @@ def matmul_all_reduce_rms_norm(
         As `matmul_all_reduce`.
     """
     options = method, strategy, largest
+    group_name = name_of(group_name)
     call = op.norm_call(group_name, x, weight, residual, norm_weight, bias, eps, *options)
     plan = plans.find(*call)
     if plan is not None:
