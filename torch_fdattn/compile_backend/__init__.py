@@ -53,6 +53,14 @@ def fdattn(
     Raises:
         TypeError, ValueError: an option of ours, naming it, what was expected and what came.
         RuntimeError: ``context_parallel`` or a strategy as ``tensor_parallel`` without an initialised torch.distributed.
+
+    Examples:
+        >>> def layer(q, k, v):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> compiled = torch.compile(layer, backend="fdattn", options={"require_all": True, "lower": "eager"})
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16)
+        >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
+        True
     """
     from torch_fdattn.compile_backend.backend import compile_graph
 
@@ -68,6 +76,13 @@ def explain(
     place or why none did. As with `torch._dynamo.explain`, what was compiled before is forgotten, and fn
     really runs, and its backward too where torch.distributed is initialised; context_parallel and tensor_parallel are the options of those names. What Dynamo does not capture (it falls back to
     Python) is not seen.
+
+    Examples:
+        >>> def layer(q, k, v):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> report = torch_fdattn.explain(layer)(*torch.randn(3, 1, 4, 32, 16))
+        >>> [site.op for site in report], report.left
+        (['attention'], [])
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 

@@ -36,6 +36,14 @@ def shard_batch(
     """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
 
     Labels must already be shifted against the tokens: the next token may be another rank's.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> (part,) = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> part.shape
+        torch.Size([1, 16])
     """
     rank = _rank(name_of(group_name), shards)
     return [shards.shard(x, rank, dim).contiguous() for x in whole]
@@ -48,6 +56,15 @@ def unshard_batch(
 
     Raises:
         ValueError: another number of tokens than the rank has, or parts that differ otherwise between ranks.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> parts = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> (whole,) = torch_fdattn.dist.unshard_batch(None, shards, *parts)
+        >>> torch.equal(whole, tokens)
+        True
     """
     group_name = name_of(group_name)
     rank = _rank(group_name, shards)
@@ -91,6 +108,15 @@ def context_parallel(
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
     what it counts by itself, or computes from its input's length, is of one rank's part. For models of transformers
     `attn_implementation="fdattn"` (`torch_fdattn.dropins.transformers.register()`) holds what it can of that.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> q, k, v = torch.randn(3, 1, 4, 16, 16)  # of this rank's tokens
+        >>> with torch_fdattn.dist.context_parallel(None, shards=shards):
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> out.shape
+        torch.Size([1, 4, 16, 16])
     """
     if len(buffers) != len(seq_dims):
         raise ValueError(

@@ -22,6 +22,16 @@ class DistributedDecodeAttention(nn.Module):
 
     Attributes:
         cache: the `ShardedKVCache` of this one layer.
+
+    Examples:
+        >>> layer = torch_fdattn.dist.DistributedDecodeAttention(
+        ...     2, 2, 256, 16, dtype=torch.float32, device="cpu", group_name=torch.distributed.group.WORLD,
+        ... )
+        >>> for tokens in (8, 1, 1):  # a prompt, then two steps
+        ...     q, k, v = torch.randn(2, 4, tokens, 16), *torch.randn(2, 2, 2, tokens, 16)
+        ...     out = layer(q, k, v)
+        >>> layer.cache.held
+        [10, 10]
     """
 
     def __init__(

@@ -66,6 +66,16 @@ def decode(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
         PeerTimeout: one-sided strategies, here, at a later call or at `torch_fdattn.dist.check`: a rank did not
             come; out and lse of such a call are NaN.
+
+    Examples:
+        >>> world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        >>> shards = torch_fdattn.dist.ShardMap(rank, world, 16)  # blocks of 16 positions go round the ranks
+        >>> k_shard, v_shard = torch.randn(2, 1, 2, shards.local_capacity(1024), 64)
+        >>> lens = torch.tensor([1000], dtype=torch.int32)  # of the whole sequence
+        >>> q = torch.randn(1, 8, 1, 64)  # the same on all ranks
+        >>> out, lse = torch_fdattn.dist.decode(q, k_shard, v_shard, lens, None, kv_block=16)
+        >>> out.shape
+        torch.Size([1, 8, 1, 64])
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
@@ -116,6 +126,11 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
         TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
         NotImplementedError: the ranks cannot map each other's memory, or x requires gradients.
         PeerTimeout: an earlier call on the group did not get a rank's part.
+
+    Examples:
+        >>> x = torch.arange(4.0)  # with TRITON_INTERPRET=1, or on a GPU
+        >>> torch_fdattn.dist.one_sided_all_gather(x, None)[torch.distributed.get_rank()]
+        tensor([0., 1., 2., 3.])
     """
     from torch_fdattn.dist.decode.one_sided import expect_mapped
     from torch_fdattn.dist.one_sided_gather import all_gather
@@ -159,6 +174,13 @@ def ring_attention(
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
             they disagree (on GPUs at the first call with such values), before any data moves.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16, requires_grad=True)  # of this rank's tokens
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(32 * world, world)
+        >>> out, lse = torch_fdattn.dist.ring_attention(q, k, v, None, shards=shards, causal=True)
+        >>> out.sum().backward()  # losses of ranks add up
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)

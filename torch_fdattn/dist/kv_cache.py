@@ -147,6 +147,19 @@ class ShardedKVCache(SharedKVCache):
         held: the same numbers on the host.
         shards: the positions that this rank holds.
         scales: the `KVScales` of a quantised cache, else None.
+
+    Examples:
+        >>> cache = torch_fdattn.dist.ShardedKVCache(
+        ...     1, 2, 2, 256, 16, dtype=torch.float32, device="cpu",
+        ...     group_name=torch.distributed.group.WORLD, kv_block=16,
+        ... )
+        >>> q, k, v = torch.randn(2, 4, 8, 16), *torch.randn(2, 2, 2, 8, 16)  # 8 tokens, the same on all ranks
+        >>> cache.append(0, k, v)
+        >>> cache.attend(0, q).shape
+        torch.Size([2, 4, 8, 16])
+        >>> cache.advance(8)
+        >>> cache.held
+        [8, 8]
     """
 
     def __init__(

@@ -75,6 +75,15 @@ class TPAttention(TPLayer):
 
     Attributes:
         heads, kv_heads: how many of them this rank holds.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> attention = model.layers[0].self_attn
+        >>> parallel = torch_fdattn.dist.TPAttention.from_module(attention, None, "all_reduce")
+        >>> x, (cos, sin) = torch.randn(2, 5, 32), model.rotary(torch.arange(5)[None])
+        >>> torch.allclose(parallel(x, cos, sin), attention(x, cos, sin, None), atol=1e-5)
+        True
     """
 
     PROJECTIONS = "q_proj", "k_proj", "v_proj"

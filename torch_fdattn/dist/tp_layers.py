@@ -222,6 +222,14 @@ class TPMLP(TPLayer):
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
+        >>> mlp = torch_fdattn.models.Transformer(config).layers[0].mlp
+        >>> parallel = torch_fdattn.dist.TPMLP.from_module(mlp, None, "all_reduce")
+        >>> x = torch.randn(2, 5, 32)
+        >>> torch.allclose(parallel(x), mlp(x), atol=1e-5)
+        True
     """
 
     PROJECTIONS = "gate_proj", "up_proj"

@@ -33,7 +33,13 @@ def _activate() -> flash_impl.Handle:
 
 
 def register_flash_impl() -> bool:
-    """Makes FDATTN known to torch.nn.attention, where this torch has such names; says whether it has."""
+    """Makes FDATTN known to torch.nn.attention, where this torch has such names; says whether it has.
+
+    Examples:
+        >>> known = torch_fdattn.dropins.register_flash_impl()  # `import torch_fdattn` has done so
+        >>> known == hasattr(torch.nn.attention, "register_flash_attention_impl")
+        True
+    """
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         return False

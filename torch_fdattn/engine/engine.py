@@ -72,6 +72,16 @@ class Engine:
             prefill_widths beyond the capacity or 16384 tokens, or without captured graphs.
         PeerTimeout: from `generate`, before it yields a token, where a rank did not come to an exchange of a
             one-sided strategy.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config).eval()
+        >>> engine = torch_fdattn.engine.Engine(model, batch=2, capacity=64)
+        >>> steps = engine.generate([[5, 9, 33], [44]], 8)  # prompts may differ in length
+        >>> [len(tokens) for tokens in steps]  # a token for each sequence, eight times
+        [2, 2, 2, 2, 2, 2, 2, 2]
+        >>> engine.cache.held  # the last tokens are not stored
+        [10, 8]
     """
 
     def __init__(

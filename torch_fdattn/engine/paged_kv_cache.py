@@ -49,6 +49,16 @@ class PagedKVCache(SharedKVCache):
 
     Raises:
         ValueError: from `append` and `reserve` also where pages run out, naming how many would do.
+
+    Examples:
+        >>> cache = torch_fdattn.engine.PagedKVCache(1, 2, 2, 256, 16, dtype=torch.float32, device="cpu", pages=8)
+        >>> q, k, v = torch.randn(2, 4, 8, 16), *torch.randn(2, 2, 2, 8, 16)
+        >>> cache.append(0, k, v)
+        >>> cache.attend(0, q).shape
+        torch.Size([2, 4, 8, 16])
+        >>> cache.advance(8)
+        >>> cache.held
+        [8, 8]
     """
 
     def __init__(

@@ -54,6 +54,14 @@ def parallelize(
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming what is wrong; the model is then unchanged.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        >>> parallel = torch_fdattn.models.parallelize(model, mesh)
+        >>> parallel(torch.ones(1, 4, dtype=torch.long)).shape  # the same on all ranks
+        torch.Size([1, 4, 64])
     """
     group_name = name_of(mesh, "mesh")
     _, world_size = rank_and_size(group_name, "mesh")
@@ -90,7 +98,14 @@ def parallelize(
 
 
 def local_kv_heads(model: nn.Module) -> int:
-    """How many KV heads of every layer this rank holds: what its KV cache is made for."""
+    """How many KV heads of every layer this rank holds: what its KV cache is made for.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> torch_fdattn.models.local_kv_heads(model)  # after parallelize: those of this rank
+        2
+    """
     attention = _layers(model)[0].self_attn
     return attention.k_proj.out_features // attention.head_dim
 

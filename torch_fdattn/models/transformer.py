@@ -148,7 +148,25 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only."""
+    """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> tokens = torch.randint(64, (2, 10))
+        >>> logits = model(tokens)
+        >>> logits.shape
+        torch.Size([2, 10, 64])
+        >>> torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+        With a cache, a prompt and a step:
+
+        >>> cache = torch_fdattn.dist.ShardedKVCache(2, 2, 2, 32, 16, dtype=torch.float32, device="cpu")
+        >>> with torch.no_grad():
+        ...     _ = model(tokens, cache)
+        ...     model(tokens[:, :1], cache, last_only=True).shape
+        torch.Size([2, 1, 64])
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

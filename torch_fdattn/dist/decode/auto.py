@@ -36,6 +36,11 @@ def chosen_strategy(
     "none" where the group has one rank. The same on every rank, which all call it: the first time that a group
     is asked on GPUs its ranks tell each other what memory they can map. With gradients wanted
     and under torch.compile "auto" is "all_gather", which this does not know.
+
+    Examples:
+        >>> q = torch.randn(1, 8, 1, 64)
+        >>> torch_fdattn.dist.chosen_strategy(q, None) in ("none", "all_gather", "fused", "two_shot")
+        True
     """
     group_name = name_of(group_name)
     exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)

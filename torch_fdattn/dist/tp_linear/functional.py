@@ -90,6 +90,14 @@ def all_gather_matmul(
     Raises:
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> x_shard = torch.randn(4, 64)  # this rank's rows
+        >>> gate, up = torch.randn(2, 32, 64)  # this rank's columns of two layers
+        >>> y = torch_fdattn.dist.all_gather_matmul(x_shard, [gate, up], None)
+        >>> [tuple(part.shape) for part in y] == [(4 * world, 32)] * 2
+        True
     """
     group_name = name_of(group_name)
     if type(weights) is list and all(x is None or type(x) is list for x in (biases, weight_scales)):
@@ -138,6 +146,13 @@ def matmul_reduce_scatter(
 
     Raises:
         As `all_gather_matmul`.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> x = torch.randn(4 * world, 32)  # all rows, this rank's features
+        >>> weight = torch.randn(64, 32)
+        >>> torch_fdattn.dist.matmul_reduce_scatter(x, weight, None).shape
+        torch.Size([4, 64])
     """
     group_name = name_of(group_name)
     call = op.scatter_call(group_name, x, weight, bias, rows, strategy, weight_scale, largest)
@@ -183,6 +198,11 @@ def matmul_all_reduce(
     Raises:
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
+
+    Examples:
+        >>> x, weight = torch.randn(4, 32), torch.randn(64, 32)  # this rank's features
+        >>> torch_fdattn.dist.matmul_all_reduce(x, weight, None).shape
+        torch.Size([4, 64])
     """
     group_name = name_of(group_name)
     call = op.all_reduce_call(group_name, x, weight, bias, method, strategy, largest, weight_scale)
@@ -222,6 +242,13 @@ def matmul_all_reduce_rms_norm(
 
     Raises:
         As `matmul_all_reduce`.
+
+    Examples:
+        >>> x, weight = torch.randn(4, 32), torch.randn(64, 32)  # this rank's features
+        >>> residual, norm_weight = torch.randn(4, 64), torch.ones(64)
+        >>> normed, added = torch_fdattn.dist.matmul_all_reduce_rms_norm(x, weight, None, residual, norm_weight, 1e-6)
+        >>> normed.shape, added.shape
+        (torch.Size([4, 64]), torch.Size([4, 64]))
     """
     options = method, strategy, largest
     group_name = name_of(group_name)
