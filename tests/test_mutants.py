@@ -112,7 +112,7 @@ def tree(tmp_path: Path, monkeypatch) -> Path:
 
 
 def forget() -> None:
-    for function in (sources._digest, sources._imported, sources._mentioned):
+    for function in (sources.sources, sources._digest, sources._imported, sources._mentioned):
         function.cache_clear()
 
 

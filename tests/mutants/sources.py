@@ -91,13 +91,14 @@ def _files_of(tests: Tests, root: Path) -> set[Path]:
     return _closure(first, lambda path: _mentioned(root, path)[1])
 
 
-def sources(tests: Tests, root: Path = ROOT) -> list[Path]:
+@functools.cache
+def sources(tests: Tests, root: Path = ROOT) -> tuple[Path, ...]:
     """Every file that the tests' result depends on."""
     own = _files_of(tests, root)
     start = set().union(*(_mentioned(root, file)[0] for file in own))
     parts = _closure(start, lambda part: _imported(root, part))
     files = {file for part in parts for file in (*_python(part), *part.rglob("*.json"))}
-    return sorted(own | files | {root / PACKAGE / "__init__.py"})
+    return tuple(sorted(own | files | {root / PACKAGE / "__init__.py"}))
 
 
 def _python(part: Path) -> list[Path]:
