@@ -79,7 +79,8 @@ class Runs:
         self.seen: list[str] = []
         self.verdicts: dict[str, str] = {}
 
-    def __call__(self, tests: Tests, fault: Fault | None = None) -> Outcome:
+    def __call__(self, tests: Tests, fault: Fault | None, limit_s: float) -> Outcome:
+        assert limit_s == 60
         name = f"unmodified: {tests.name}" if fault is None else fault.name
         self.seen.append(name)
         verdict = self.verdicts.get(name, "passed" if fault is None else "failed")
@@ -127,7 +128,9 @@ def start(tree: Path, monkeypatch):
     def main(*given: str, **verdicts: str) -> tuple[int, list[str]]:
         forget()
         runs.seen, runs.verdicts = [], verdicts
-        return mutants.main([*given, "--state", str(tree / "build/state.json")]), runs.seen
+        return mutants.main(
+            [*given, "--limit", "60", "--state", str(tree / "build/state.json")]
+        ), runs.seen
 
     yield main
     forget()
@@ -168,15 +171,16 @@ def test_a_table_ends_the_run(start, capsys) -> None:
     assert seen == ["unmodified: small", "one", "two", "unmodified: other", "three"]
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[:2] for line in table[:-1]] == [[x, "caught"] for x in ("one", "two", "three")]  # fmt: skip
-    assert table[-1] == "3 faults caught, 0 survived, 3 minutes"
+    assert table[-1] == "3 faults caught, 0 survived or unclear, 3 minutes"
 
 
-@pytest.mark.parametrize("verdict", ["passed", "neither"])
-def test_a_survivor_is_an_exit_code(start, capsys, verdict: str) -> None:
+@pytest.mark.parametrize(("verdict", "word"), [("passed", "SURVIVED"), ("neither", "UNCLEAR")])
+def test_a_survivor_is_an_exit_code(start, capsys, verdict: str, word: str) -> None:
     code, _ = start(one=verdict)
     assert code == 1
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert [line.split()[0] for line in table] == ["two", "three", "one", "one:", "2"]
+    assert table[2].split()[1] == word
     assert table[3] == f"    one: {verdict}"
 
 
@@ -192,6 +196,11 @@ def test_a_run_goes_on_where_it_was_ended(start) -> None:
     assert start("--resume") == (0, ["two", "unmodified: other", "three"])
     assert start("--resume") == (0, [])
     assert start("one") == (0, ["unmodified: small", "one"])  # anew, unless told otherwise
+
+
+def test_what_was_unclear_is_tried_again(start) -> None:
+    assert start(two="neither")[0] == 1
+    assert start("--resume") == (0, ["two"])
 
 
 def test_other_sources_are_run_anew(start, tree: Path) -> None:
@@ -238,5 +247,6 @@ def test_a_copy_is_run(tmp_path: Path, monkeypatch) -> None:
     tests = Tests("it", ("tests/test_it.py",))
     assert running.run(tests).verdict == "passed"
     assert running.run(tests, Fault("x", "torch_fdattn/a.py", "x = 1", "x = 2", tests)).verdict == "failed"  # fmt: skip
+    assert running.run(tests, limit_s=0.01)[:2] == ("neither", "no end within 0.01 s")
     with pytest.raises(ValueError, match=r"'y' must find its text exactly once .* got 0 times"):
         running.run(tests, Fault("y", "torch_fdattn/a.py", "y = 1", "y = 2", tests))

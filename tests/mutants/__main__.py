@@ -1,9 +1,10 @@
 """Plants faults one by one in a copy of the tree; the suite must fail for each.
 
-    python -m tests.mutants [NAME …] [--shard I/N] [--resume] [--state FILE]
+    python -m tests.mutants [NAME …] [--shard I/N] [--resume] [--state FILE] [--limit SECONDS]
 
 Each result is written to the state file at once; --resume takes what it has of the same sources from there. The
-unmodified copy must pass the tests first. Ends with a table; exits 1 where a fault survives.
+unmodified copy must pass the tests first. Ends with a table; exits 1 where a fault survives, or its tests neither
+pass nor fail (a time-out, an error), which --resume tries again.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="one of N parts")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep results of the same sources")
     parser.add_argument("--state", type=Path, default=STATE, metavar="FILE", help="%(default)s")
+    parser.add_argument("--limit", type=float, default=running.LIMIT_S, metavar="SECONDS", help="of a run; %(default)s")  # fmt: skip
     return parser.parse_args(given)
 
 
-def tried(name: str, tests: Tests, fault: Fault | None, state: State, resume: bool) -> Outcome:
+def tried(
+    name: str, tests: Tests, fault: Fault | None, state: State, options: argparse.Namespace
+) -> Outcome:
     """The outcome of a run, or of an earlier one of the same sources."""
     key = sources.key(tests, fault)
-    found = state.find(name, key) if resume else None
+    found = state.find(name, key) if options.resume else None
     if found is None:
-        found = running.run(tests, fault)
+        found = running.run(tests, fault, options.limit)
         state.keep(name, key, found)
     return found
 
@@ -72,34 +76,32 @@ def main(given: Sequence[str]) -> int:
     for fault in faults:
         if fault.tests not in passes:
             name = f"unmodified: {fault.tests.name}"
-            outcome = tried(name, fault.tests, None, state, options.resume)
+            outcome = tried(name, fault.tests, None, state, options)
             print(row(name, outcome.verdict, outcome), flush=True)
             if outcome.verdict != "passed":
                 print(f"the unmodified tree must pass: {outcome.summary}")
                 return 1
             passes.add(fault.tests)
-        outcome = outcomes[fault.name] = tried(
-            fault.name, fault.tests, fault, state, options.resume
-        )
+        outcome = outcomes[fault.name] = tried(fault.name, fault.tests, fault, state, options)
         print(row(fault.name, _word(outcome), outcome), flush=True)
     print("\n" + table(outcomes))
     return int(any(outcome.verdict != "failed" for outcome in outcomes.values()))
 
 
 def _word(outcome: Outcome) -> str:
-    return "caught" if outcome.verdict == "failed" else "SURVIVED"
+    return {"failed": "caught", "passed": "SURVIVED", "neither": "UNCLEAR"}[outcome.verdict]
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """A row for each fault, survivors last with what their tests said."""
-    caught = {name: x for name, x in outcomes.items() if x.verdict == "failed"}
-    rows = [row(name, "caught", outcome) for name, outcome in caught.items()]
-    for name, outcome in outcomes.items():
-        if name not in caught:
-            rows += [row(name, "SURVIVED", outcome), f"    {outcome.summary}"]
+    """A row for each fault, those that were not caught last with what their tests said."""
+    caught = [(name, x) for name, x in outcomes.items() if x.verdict == "failed"]
+    others = [(name, x) for name, x in outcomes.items() if x.verdict != "failed"]
+    rows = [row(name, _word(outcome), outcome) for name, outcome in caught]
+    for name, outcome in others:
+        rows += [row(name, _word(outcome), outcome), f"    {outcome.summary}"]
     minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
     rows.append(
-        f"{len(caught)} faults caught, {len(outcomes) - len(caught)} survived, {minutes:.0f} minutes"
+        f"{len(caught)} faults caught, {len(others)} survived or unclear, {minutes:.0f} minutes"
     )
     return "\n".join(rows)
 

@@ -25,9 +25,9 @@ class State:
         return json.loads(self.path.read_text(encoding="utf-8"))
 
     def find(self, name: str, key: str) -> Outcome | None:
-        """The outcome with these very sources."""
+        """The outcome with these very sources; none where the tests neither passed nor failed."""
         entry = self.read().get(name)
-        if entry is None or entry["key"] != key:
+        if entry is None or entry["key"] != key or entry["verdict"] == "neither":
             return None
         return Outcome(entry["verdict"], entry["summary"], entry["seconds"])
 
