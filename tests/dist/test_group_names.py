@@ -36,7 +36,7 @@ from torch_fdattn.dist.group_names import name_of
 from torch_fdattn.engine import Engine, PagedKVCache
 from torch_fdattn.models import ModelConfig, Transformer, parallelize
 
-HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 16, 8
+HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 2, 16, 8  # heads, and rows of matmuls, for up to 8 ranks
 
 
 def model(device) -> Transformer:
@@ -121,7 +121,7 @@ def explained(group, device) -> str:
 
 
 def matmul(entry: Callable, group, device, *more: tuple[int, ...]) -> object:
-    x, weight, *others = tensors(device, (4, 8), (8, 8), *more)
+    x, weight, *others = tensors(device, (8, 8), (8, 8), *more)
     if entry is matmul_all_reduce_rms_norm:
         return entry(x, weight, group, *others, 1e-6)
     return entry(x, [weight] if entry is all_gather_matmul else weight, group)
@@ -137,7 +137,7 @@ ENTRIES = {
     "matmul_reduce_scatter": (lambda g, d: matmul(matmul_reduce_scatter, g, d), "group_name", True),
     "matmul_all_reduce": (lambda g, d: matmul(matmul_all_reduce, g, d), "group_name", True),
     "matmul_all_reduce_rms_norm": (
-        lambda g, d: matmul(matmul_all_reduce_rms_norm, g, d, (4, 8), (8,)), "group_name", True,
+        lambda g, d: matmul(matmul_all_reduce_rms_norm, g, d, (8, 8), (8,)), "group_name", True,
     ),
     "shard_batch": (lambda g, d: shard_batch(g, shards(), *tensors(d, (1, shards().total))), "group_name", True),
     "unshard_batch": (lambda g, d: unshard_batch(g, shards(), *tensors(d, (1, TOKENS))), "group_name", True),
