@@ -1,4 +1,4 @@
-# Everything on a fresh machine with Python 3.10 or later: `make demo` and `make test`.
+# Everything on a fresh machine with Python 3.11 or later: `make demo` and `make test`.
 #
 # A virtual environment is made in .venv. To use an environment of your own, with torch installed:
 #     make test PYTHON=python3
@@ -83,8 +83,8 @@ soak: $(TESTED)  ## Sharded decode and, half as many, tensor-parallel matmuls, b
 sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="--tool memcheck --cases 100".
 	$(PYTHON) -m tests.sanitizer $(SANITIZE)
 
-mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each.
-	$(PYTHON) -m tests.mutants
+mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each: MUTANTS="--shard 1/4 --resume", or words of their names.
+	$(PYTHON) -m tests.mutants $(MUTANTS)
 
 # The ladder (benchmarks/kernel_ladder) in the model at LLAMA_CHAT_MODEL_PATH or LLAMA_MODEL_PATH, else SmolLM2:
 #     make bench-fdm LLAMA_MODEL_PATH=/models/llama LADDER="--prompt-tokens 512 --contiguous"

@@ -254,7 +254,7 @@ def collect_meta(
         "triton": triton_version,
         "commit": commit(),
         "command": command_line(arguments, count, mpi),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime(DATE_FORMAT),
+        "date": datetime.datetime.now(datetime.UTC).strftime(DATE_FORMAT),
     }
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    group = dist.group.WORLD.group_name
+    group = dist.group.WORLD
 
     torch.manual_seed(0)  # the same whole sequence on all ranks, of which each takes its part
     whole = torch.randn(3, 1, 4, 40, 32, device=device)  # q, k and v

@@ -40,7 +40,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    group, ranks = dist.group.WORLD.group_name, dist.get_world_size()
+    group, ranks = dist.group.WORLD, dist.get_world_size()
 
     torch.manual_seed(0)  # the same model and batch on all ranks
     model = Model().to(device)

@@ -94,7 +94,7 @@ def test_release(version, numbers):
     [
         ({"torch": "2.10.1"}, "2.10.1 is too old (supported: >= 2.11)", "torch>=2.11"),
         ({"triton": "3.5.1"}, "3.5.1 is too old (supported: >= 3.6)", "triton>=3.6"),
-        ({"python": "3.9.18"}, "3.9.18 is too old (supported: >= 3.10)", "newer Python"),
+        ({"python": "3.10.18"}, "3.10.18 is too old (supported: >= 3.11)", "newer Python"),
         (
             {"torch": "", "unread": {"torch": "ImportError: libcudart.so.13"}},
             "does not import: ImportError: libcudart.so.13",
@@ -109,7 +109,7 @@ def test_unsupported_versions_fail(changes, text, remedy):
 
 def test_versions_at_the_lower_bound_are_supported():
     found = software.check_versions(
-        cpu_machine(torch="2.11.0", triton="3.6.0", python="3.10.0"), {}
+        cpu_machine(torch="2.11.0", triton="3.6.0", python="3.11.0"), {}
     )
     assert not [finding for finding in found if finding.level != "ok"]
 

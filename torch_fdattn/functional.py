@@ -79,6 +79,18 @@ def attention(
         ValueError, TypeError: naming the argument, what was expected and what came.
 
     Source: FlashAttention-2, arXiv:2307.08691.
+
+    Examples:
+        >>> q = torch.randn(2, 8, 128, 64)
+        >>> k, v = torch.randn(2, 2, 2, 128, 64)  # each KV head serves 4 query heads
+        >>> out, lse = torch_fdattn.attention(q, k, v, causal=True, window=(32, 0))
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 128, 64]), torch.Size([2, 8, 128]))
+
+        Padding on the right costs nothing as lengths:
+
+        >>> lens = torch.tensor([128, 40], dtype=torch.int32)
+        >>> out, _ = torch_fdattn.attention(q, k, v, lens)
     """
     scale = checks.number("scale", scale)
     options = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
@@ -157,6 +169,14 @@ def varlen_attention(
         `attention`'s are; tangents read the lengths on the host.
 
     Source: flash_attn_varlen_func of FlashAttention-2, arXiv:2307.08691; torch.nn.attention.varlen.
+
+    Examples:
+        >>> q = torch.randn(10, 8, 64)  # a sequence of 3 tokens and one of 7
+        >>> k, v = torch.randn(2, 10, 2, 64)
+        >>> begins = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> out, lse = torch_fdattn.varlen_attention(q, k, v, begins, causal=True)
+        >>> out.shape, lse.shape
+        (torch.Size([10, 8, 64]), torch.Size([8, 10]))
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
@@ -212,6 +232,20 @@ def decode(
     not quantised.
 
     Source: Flash-Decoding (split KV), with GQA groups packed into one tile.
+
+    Examples:
+        >>> k_cache, v_cache = torch.randn(2, 2, 2, 4096, 64)  # (B, H_kv, capacity, D) each
+        >>> lens = torch.tensor([100, 3000], dtype=torch.int32)  # the new token included
+        >>> q = torch.randn(2, 8, 1, 64)
+        >>> out, lse = torch_fdattn.decode(q, k_cache, v_cache, lens)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 1, 64]), torch.Size([2, 8, 1]))
+
+        A cache in float8, with one scale:
+
+        >>> k8, v8 = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+        >>> one = torch.ones(())
+        >>> out, _ = torch_fdattn.decode(q, k8, v8, lens, k_scale=one, v_scale=one)
     """
     scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
@@ -263,6 +297,15 @@ def paged_decode(
     All else is as with `decode`. Not differentiable: a backward raises.
 
     Source: PagedAttention, arXiv:2309.06180.
+
+    Examples:
+        >>> k_pages, v_pages = torch.randn(2, 8, 2, 16, 64)  # 8 pages of 16 tokens each
+        >>> table = torch.tensor([[3, 1], [0, 7]], dtype=torch.int32)
+        >>> lens = torch.tensor([20, 9], dtype=torch.int32)
+        >>> q = torch.randn(2, 8, 1, 64)
+        >>> out, lse = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+        >>> out.shape
+        torch.Size([2, 8, 1, 64])
     """
     scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
@@ -310,6 +353,12 @@ def decode_workspace(
 
     Calls that can run at the same time need one each, captured CUDA graphs included; without it the ops
     allocate for themselves.
+
+    Examples:
+        >>> q = torch.randn(1, 8, 1, 64)
+        >>> k_cache, v_cache = torch.randn(2, 1, 2, 256, 64)
+        >>> workspace = torch_fdattn.decode_workspace(q, k_cache, v_cache)
+        >>> out, lse = torch_fdattn.decode(q, k_cache, v_cache, workspace=workspace)
     """
     decode_op.check_inputs_alone(q, k_cache, v_cache, page_table, batch_invariant)
     size = decode_op.workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
@@ -367,6 +416,15 @@ def append_kv(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
         NotImplementedError: an argument requires gradients, and grad mode is on.
+
+    Examples:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 2, 64, 16)
+        >>> lens = torch.tensor([10, 0], dtype=torch.int32)
+        >>> k, v = torch.randn(2, 2, 2, 1, 16)  # one new token a sequence
+        >>> torch_fdattn.append_kv(k_cache, v_cache, k, v, lens)
+        >>> torch.equal(k_cache[0, :, 10], k[0, :, 0])
+        True
+        >>> lens += 1
     """
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
     given = k_cache, v_cache, k, v, kv_lens, *options
@@ -394,6 +452,15 @@ def paged_append_kv(
         k_scale, v_scale: broadcastable to (P, H_kv, page).
 
     The other arguments and the errors are those of `append_kv`.
+
+    Examples:
+        >>> k_pages, v_pages = torch.zeros(2, 8, 2, 16, 64)
+        >>> table = torch.tensor([[3, 1], [0, 7]], dtype=torch.int32)
+        >>> lens = torch.tensor([20, 9], dtype=torch.int32)
+        >>> k, v = torch.randn(2, 2, 2, 1, 64)
+        >>> torch_fdattn.paged_append_kv(k_pages, v_pages, table, k, v, lens)
+        >>> torch.equal(k_pages[1, :, 4], k[0, :, 0])  # position 20 is slot 4 of the second page
+        True
     """
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
     tensors = (
@@ -426,6 +493,13 @@ def merge_states(
         once, in either mode.
 
     Source: arXiv:2501.01005, section 2.2.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16)
+        >>> halves = [torch_fdattn.attention(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 16), slice(16, 32))]
+        >>> out, lse = torch_fdattn.merge_states(*map(torch.stack, zip(*halves)))
+        >>> torch.allclose(out, torch_fdattn.attention(q, k, v)[0], atol=1e-5)
+        True
     """
     checks.expect_types((("outs", outs), ("lses", lses)))
     return torch.ops.fdattn.merge_states(outs, lses, dtype=dtype)

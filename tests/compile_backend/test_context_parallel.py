@@ -67,12 +67,13 @@ def test_the_rewritten_graph(group):
     )
 
 
-@pytest.mark.parametrize("kind", ["name", "group", "mesh", "dict"])
+@pytest.mark.parametrize("kind", ["name", "group", "mesh", "dict", "default"])
 def test_what_names_the_group(group, kind):
     option = {
         "name": group,
         "group": dist.group.WORLD,
         "mesh": DeviceMesh("cpu", [0, 1]),
+        "default": {"group": None},
         "dict": {"group": dist.group.WORLD, "strategy": "all_gather"},
     }[kind]
     found = parse(option)
@@ -85,8 +86,8 @@ def test_what_names_the_group(group, kind):
 @pytest.mark.parametrize(
     ("option", "error", "text"),
     [
-        (3, TypeError, "must be a process group, its name, .*, got int"),
-        ({"group": 3}, TypeError, "must be a process group, its name, .*, got int"),
+        (3, TypeError, "must be a process group, its name or .*, got int"),
+        ({"group": 3}, TypeError, "must be a process group, its name or .*, got int"),
         ("no such", ValueError, "must name a process group of this process, got 'no such'"),
         ({}, ValueError, r'must have "group" .*, got \[\]'),
         ({"group": 0, "ring": 1}, ValueError, r"must have .*, got \['group', 'ring'\]"),

@@ -251,7 +251,7 @@ class TestBadInput:
                 ValueError,
                 "hierarchy must name a process group of this process, got 'a'",
             ),
-            (dict(hierarchy="a"), TypeError, "hierarchy must be a pair of group names"),
+            (dict(hierarchy="a"), TypeError, "hierarchy must be a pair of groups"),
             (dict(softcap=-1.0), ValueError, "softcap must be positive, or 0 for none, got -1.0"),
             (
                 dict(sinks=torch.zeros(3)),

@@ -268,8 +268,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("wrong", "error", "message"),
         [
-            (dict(mesh=3), TypeError, "mesh must be a DeviceMesh or a process group's name, got int"),
-            (dict(mesh="nosuch"), ValueError, "group_name must name a process group"),
+            (dict(mesh=3), TypeError, "mesh must be a process group, its name or a DeviceMesh of one dimension, got int"),
+            (dict(mesh="nosuch"), ValueError, "mesh must name a process group"),
             (dict(strategy="rows"), ValueError, "strategy must be one of .* got 'rows'"),
             (dict(allreduce_method="x"), ValueError, "allreduce_method must be one of .* got 'x'"),
             (dict(linear_strategy="x"), ValueError, "linear_strategy must be one of .* got 'x'"),

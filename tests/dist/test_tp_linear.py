@@ -197,7 +197,7 @@ class TestBadInput:
         [
             (dict(strategy="ring"), ValueError, r"strategy must be one of \('auto', 'collective', .*\), got 'ring'"),
             (dict(group_name="nosuch"), ValueError, "group_name must name a process group"),
-            (dict(group_name=7), TypeError, "group_name must be a process group's name .* got int"),
+            (dict(group_name=7), TypeError, "group_name must be a process group, its name or .* got int"),
             (dict(x_shard=[1.0]), TypeError, "x_shard must be a torch.Tensor, got list"),
             (dict(weights=torch.ones(4, 6)), TypeError, "weights must be a list of tensors, got Tensor"),
             (dict(weights=[None]), TypeError, "weights must be a list of tensors, got NoneType at 0"),

@@ -1,105 +1,109 @@
 """Plants faults one by one in a copy of the tree; the suite must fail for each.
 
-    python -m tests.mutants [NAME …]       only the faults whose names contain a word
+    python -m tests.mutants [NAME …] [--shard I/N] [--resume] [--state FILE] [--limit SECONDS]
 
-The unmodified copy must pass first. Prints a table; exits 1 where a fault survives.
+Each result is written to the state file at once; --resume takes what it has of the same sources from there. The
+unmodified copy must pass the tests first. Ends with a table; exits 1 where a fault survives, or its tests neither
+pass nor fail (a time-out, an error), which --resume tries again.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import argparse
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.mutants import running, sources
 from tests.mutants.faults import FAULTS, Fault, Tests
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 900
-
-
-def copy_tree(folder: Path) -> None:
-    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("torch_fdattn", "tests", "benchmarks", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, folder / name)
+from tests.mutants.running import Outcome
+from tests.mutants.state import STATE, State
 
 
-def run(tests: Tests, folder: Path) -> tuple[int, str]:
-    """(exit code, last line) of pytest, which stops at the first failure."""
-    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.paths]
-    if tests.interpret and not tests.ranks:
-        pytest += ["-m", "interpreter"]
-    if tests.ranks:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(tests.ranks),
-        ]
-        logs = ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0:3"]
-        pytest = [*launcher, *logs, *pytest]
-    elif tests.interpret:
-        pytest += ["-n", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    environment["TRITON_INTERPRET"] = "1" if tests.interpret else "0"
+def shard_of(faults: Sequence[Fault], number: int, count: int) -> list[Fault]:
+    """Part `number` of `count`, from 1 on; faults of the same tests stay together, which must pass unmodified once."""
+    order = {tests: i for i, tests in enumerate(dict.fromkeys(fault.tests for fault in faults))}
+    ordered = sorted(faults, key=lambda fault: order[fault.tests])
+    begin, end = ((i * len(ordered)) // count for i in (number - 1, number))
+    return ordered[begin:end]
+
+
+def _shard(text: str) -> tuple[int, int]:
     try:
-        done = subprocess.run(
-            [sys.executable, *pytest], cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, f"no end within {LIMIT_S} s"
-    summary = [line for line in done.stdout.splitlines() if "passed" in line or "failed" in line]
-    return done.returncode, (summary or [done.stderr[-200:]])[-1]
+        number, count = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be I/N, as 1/4, got {text!r}") from None
+    if not 1 <= number <= count:
+        raise argparse.ArgumentTypeError(f"must be one of 1/{count} to {count}/{count}, got {text!r}")  # fmt: skip
+    return number, count
 
 
-def plant(fault: Fault, folder: Path) -> None:
-    path = folder / fault.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        raise ValueError(
-            f"the fault {fault.name!r} must find its text exactly once in {fault.file}, "
-            f"got {text.count(fault.old)} times: {fault.old!r}"
-        )
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults whose names have one of these in them")  # fmt: skip
+    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="one of N parts")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep results of the same sources")
+    parser.add_argument("--state", type=Path, default=STATE, metavar="FILE", help="%(default)s")
+    parser.add_argument("--limit", type=float, default=running.LIMIT_S, metavar="SECONDS", help="of a run; %(default)s")  # fmt: skip
+    return parser.parse_args(given)
 
 
-def main(words: Sequence[str]) -> int:
-    faults = [f for f in FAULTS if not words or any(word in f.name for word in words)]
-    if not faults:
-        print(f"no fault's name contains any of {list(words)}")
+def tried(
+    name: str, tests: Tests, fault: Fault | None, state: State, options: argparse.Namespace
+) -> Outcome:
+    """The outcome of a run, or of an earlier one of the same sources."""
+    key = sources.key(tests, fault)
+    found = state.find(name, key) if options.resume else None
+    if found is None:
+        found = running.run(tests, fault, options.limit)
+        state.keep(name, key, found)
+    return found
+
+
+def row(name: str, word: str, outcome: Outcome) -> str:
+    return f"{name:64} {word:8} {outcome.seconds:5.0f} s"
+
+
+def main(given: Sequence[str]) -> int:
+    options = arguments(given)
+    named = [f for f in FAULTS if not options.names or any(word in f.name for word in options.names)]  # fmt: skip
+    if not named:
+        print(f"no fault's name contains any of {options.names}")
         return 2
-    survived = 0
-    with tempfile.TemporaryDirectory() as whole:
-        copy_tree(Path(whole))
-        for tests in dict.fromkeys(fault.tests for fault in faults):
-            code, summary = run(tests, Path(whole))
-            print(f"{'unmodified: ' + tests.name:44} {summary}", flush=True)
-            if code:
-                print("the unmodified tree must pass")
-                return 1
+    faults, state = shard_of(named, *options.shard), State(options.state)
+    outcomes: dict[str, Outcome] = {}
+    passes: set[Tests] = set()
     for fault in faults:
-        with tempfile.TemporaryDirectory() as folder:
-            copy_tree(Path(folder))
-            plant(fault, Path(folder))
-            start = time.monotonic()
-            code, summary = run(fault.tests, Path(folder))
-        # 1: tests failed; 2: the same where pytest-xdist stopped the other worker. No test found (5) or a
-        # tree that does not import ("error") is no catch.
-        caught = code in (1, 2) and " failed" in summary and " error" not in summary
-        survived += not caught
-        seconds = time.monotonic() - start
-        end = "caught" if caught else f"SURVIVED ({code}: {summary})"
-        print(f"{fault.name:44} {end} in {seconds:.0f} s", flush=True)
-    print(f"{len(faults) - survived} faults caught, {survived} survived")
-    return 1 if survived else 0
+        if fault.tests not in passes:
+            name = f"unmodified: {fault.tests.name}"
+            outcome = tried(name, fault.tests, None, state, options)
+            print(row(name, outcome.verdict, outcome), flush=True)
+            if outcome.verdict != "passed":
+                print(f"the unmodified tree must pass: {outcome.summary}")
+                return 1
+            passes.add(fault.tests)
+        outcome = outcomes[fault.name] = tried(fault.name, fault.tests, fault, state, options)
+        print(row(fault.name, _word(outcome), outcome), flush=True)
+    print("\n" + table(outcomes))
+    return int(any(outcome.verdict != "failed" for outcome in outcomes.values()))
+
+
+def _word(outcome: Outcome) -> str:
+    return {"failed": "caught", "passed": "SURVIVED", "neither": "UNCLEAR"}[outcome.verdict]
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """A row for each fault, those that were not caught last with what their tests said."""
+    caught = [(name, x) for name, x in outcomes.items() if x.verdict == "failed"]
+    others = [(name, x) for name, x in outcomes.items() if x.verdict != "failed"]
+    rows = [row(name, _word(outcome), outcome) for name, outcome in caught]
+    for name, outcome in others:
+        rows += [row(name, _word(outcome), outcome), f"    {outcome.summary}"]
+    minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
+    rows.append(
+        f"{len(caught)} faults caught, {len(others)} survived or unclear, {minutes:.0f} minutes"
+    )
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 class Tests:
     """One run of pytest: in the interpreter, on CPU tensors, or under torchrun (`interpret` there: of all tests)."""
 
+    __test__ = False  # pytest need not look for tests in it
+
     name: str
     paths: tuple[str, ...]
     interpret: bool = False

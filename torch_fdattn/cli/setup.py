@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,28 +19,28 @@ from torch_fdattn.engine import Engine, Sampling
 from torch_fdattn.models import Transformer, load_model
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
-class TPStrategy(str, Enum):
+class TPStrategy(StrEnum):
     auto = "auto"
     all_reduce = "all_reduce"
     ag_rs = "ag_rs"
 
 
-KVStrategy = Enum("KVStrategy", {name: name for name in STRATEGIES}, type=str)
+KVStrategy = StrEnum("KVStrategy", {name: name for name in STRATEGIES})
 
 
-class KVCache(str, Enum):
+class KVCache(StrEnum):
     contiguous = "contiguous"
     paged = "paged"
 
 
-class KVDType(str, Enum):
+class KVDType(StrEnum):
     auto = "auto"
     fp8_e4m3 = "fp8_e4m3"
     fp8_e5m2 = "fp8_e5m2"

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch_fdattn.compile_backend.report import Report
 
 
-def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
+def fdattn(
+    gm: GraphModule, inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:  # fmt: skip
     """Rewrites a Dynamo graph's attention, then compiles it with Inductor.
 
     Args:
@@ -28,7 +30,7 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
             attention is left as it was), ``no_fully_masked_rows`` (your promise that masks leave every query a
             key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
-            "group", "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
+            "group" (or None, the default group), "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
             "strategy" ("ring", "all_gather", "ulysses" or "star") and "cache" ("contiguous", or the block of a
             round-robin map).
 
@@ -51,6 +53,14 @@ def fdattn(gm: GraphModule, inputs: list, *, mode: str | None = None, options: d
     Raises:
         TypeError, ValueError: an option of ours, naming it, what was expected and what came.
         RuntimeError: ``context_parallel`` or a strategy as ``tensor_parallel`` without an initialised torch.distributed.
+
+    Examples:
+        >>> def layer(q, k, v):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> compiled = torch.compile(layer, backend="fdattn", options={"require_all": True, "lower": "eager"})
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16)
+        >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
+        True
     """
     from torch_fdattn.compile_backend.backend import compile_graph
 
@@ -66,6 +76,13 @@ def explain(
     place or why none did. As with `torch._dynamo.explain`, what was compiled before is forgotten, and fn
     really runs, and its backward too where torch.distributed is initialised; context_parallel and tensor_parallel are the options of those names. What Dynamo does not capture (it falls back to
     Python) is not seen.
+
+    Examples:
+        >>> def layer(q, k, v):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> report = torch_fdattn.explain(layer)(*torch.randn(3, 1, 4, 32, 16))
+        >>> [site.op for site in report], report.left
+        (['attention'], [])
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 

@@ -83,6 +83,7 @@ def parse(option: object) -> ContextParallel | None:
     if option is None:
         return None
     from torch_fdattn.dist.context_parallel import check_strategy
+    from torch_fdattn.dist.group_names import name_of
     from torch_fdattn.dist.groups import rank_and_size
     from torch_fdattn.dist.sequence_shards import SequenceShards
 
@@ -92,7 +93,7 @@ def parse(option: object) -> ContextParallel | None:
             f'{OPTION} must have "group" and may have "shards", "strategy" and "cache", got '
             f"{sorted(map(str, given))}"
         )
-    name = _group_name(given["group"])
+    name = name_of(given["group"], OPTION)
     rank, world_size = rank_and_size(name, OPTION)
     shards, strategy = given.get("shards", "contiguous"), given.get("strategy", "ring")
     if isinstance(shards, SequenceShards):
@@ -112,24 +113,6 @@ def parse(option: object) -> ContextParallel | None:
             f"got {cache!r}"
         )
     return ContextParallel(name, rank, world_size, shards, strategy, cache)
-
-
-def _group_name(group: object) -> str:
-    if isinstance(group, str):
-        return group
-    if torch.distributed.is_available():
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if isinstance(group, torch.distributed.ProcessGroup):
-            return group.group_name
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"{OPTION} must be a mesh of one dimension, got {group.ndim}")
-            return group.get_group().group_name
-    raise TypeError(
-        f"{OPTION} must be a process group, its name, a DeviceMesh of one dimension, or a dict with one as "
-        f'"group", got {type(group).__name__}'
-    )
 
 
 def over_ranks(found: Attention, plan: Plan, context: ContextParallel) -> Plan:

@@ -1,4 +1,8 @@
-"""Attention over many devices: KV caches and sequences sharded over a process group."""
+"""Attention over many devices: KV caches and sequences sharded over a process group.
+
+The docstrings' examples run on any number of processes, one included, after `torch.distributed.init_process_group`;
+the group None is all of them.
+"""
 
 # The rooms first: they register the ops, and their names are then taken by the functions of that name.
 from torch_fdattn.dist.decode import op as _decode_op  # noqa: F401  # isort: skip

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_fdattn.dist.functional import ring_attention
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import agree, raise_together, rank_and_size, refuse
 from torch_fdattn.dist.ring_attention.layout import exchange
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
@@ -30,24 +31,42 @@ from torch_fdattn.dist.sequence_shards import SequenceShards
 
 
 def shard_batch(
-    group_name: str, shards: SequenceShards, *whole: Tensor, dim: int = 1
+    group_name: Group, shards: SequenceShards, *whole: Tensor, dim: int = 1
 ) -> list[Tensor]:
     """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
 
     Labels must already be shifted against the tokens: the next token may be another rank's.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> (part,) = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> part.shape
+        torch.Size([1, 16])
     """
-    rank = _rank(group_name, shards)
+    rank = _rank(name_of(group_name), shards)
     return [shards.shard(x, rank, dim).contiguous() for x in whole]
 
 
 def unshard_batch(
-    group_name: str, shards: SequenceShards, *parts: Tensor, dim: int = 1
+    group_name: Group, shards: SequenceShards, *parts: Tensor, dim: int = 1
 ) -> list[Tensor]:
     """The whole tensors of all ranks' parts, on every rank; not differentiable.
 
     Raises:
         ValueError: another number of tokens than the rank has, or parts that differ otherwise between ranks.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> parts = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> (whole,) = torch_fdattn.dist.unshard_batch(None, shards, *parts)
+        >>> torch.equal(whole, tokens)
+        True
     """
+    group_name = name_of(group_name)
     rank = _rank(group_name, shards)
     whole = []
     for part in parts:
@@ -67,13 +86,13 @@ def unshard_batch(
 
 @contextlib.contextmanager
 def context_parallel(
-    group_name: str, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
+    group_name: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
     seq_dims: Sequence[int] = (), strategy: str = "ring",
 ) -> Iterator[None]:  # fmt: skip
     """Inside it, attention calls are ring attention over the group.
 
     Args:
-        group_name: the process group's name.
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds.
         buffers: whole tensors that are this rank's shards inside, in place, and whole again afterwards
             (what they held, not what was written to the shards).
@@ -89,11 +108,21 @@ def context_parallel(
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
     what it counts by itself, or computes from its input's length, is of one rank's part. For models of transformers
     `attn_implementation="fdattn"` (`torch_fdattn.dropins.transformers.register()`) holds what it can of that.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> q, k, v = torch.randn(3, 1, 4, 16, 16)  # of this rank's tokens
+        >>> with torch_fdattn.dist.context_parallel(None, shards=shards):
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> out.shape
+        torch.Size([1, 4, 16, 16])
     """
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
+    group_name = name_of(group_name)
     parts = [
         shard_batch(group_name, shards, x, dim=dim)[0]
         for x, dim in zip(buffers, seq_dims, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torch_fdattn.dist.group_names import Group
 from torch_fdattn.dist.kv_cache import ShardedKVCache
 
 
@@ -16,19 +17,29 @@ class DistributedDecodeAttention(nn.Module):
 
     Args:
         batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy: as `ShardedKVCache`.
-        group_name: the process group that shares the cache; None keeps all of it here.
+        group_name: as `ShardedKVCache`.
         window, scale: as `torch_fdattn.attention`; the mask is causal.
 
     Attributes:
         cache: the `ShardedKVCache` of this one layer.
+
+    Examples:
+        >>> layer = torch_fdattn.dist.DistributedDecodeAttention(
+        ...     2, 2, 256, 16, dtype=torch.float32, device="cpu", group_name=torch.distributed.group.WORLD,
+        ... )
+        >>> for tokens in (8, 1, 1):  # a prompt, then two steps
+        ...     q, k, v = torch.randn(2, 4, tokens, 16), *torch.randn(2, 2, 2, tokens, 16)
+        ...     out = layer(q, k, v)
+        >>> layer.cache.held
+        [10, 10]
     """
 
     def __init__(
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
-        dtype: torch.dtype, device: torch.device | str, group_name: str | None = None,
+        dtype: torch.dtype, device: torch.device | str, group_name: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
         window: tuple[int, int] | None = None, scale: float | None = None,
-        hierarchy: tuple[str, str] | None = None,
+        hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.window, self.scale = window, scale

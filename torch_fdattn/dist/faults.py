@@ -15,6 +15,8 @@ import weakref
 import torch
 from torch.distributed import distributed_c10d
 
+from torch_fdattn.dist.group_names import Group, name_of
+
 _MAX_SECONDS = 1e6
 _timeout_s = 10.0
 
@@ -25,6 +27,12 @@ class PeerTimeout(RuntimeError):
     Attributes:
         rank: this process's rank in the group.    peer: the rank that was waited for.
         strategy: who waited, e.g. "fused".        epoch: which of its calls on the group.
+
+    Examples:
+        >>> try:
+        ...     torch_fdattn.dist.check()
+        ... except torch_fdattn.dist.PeerTimeout as lost:
+        ...     print(f"rank {lost.peer} did not come")
     """
 
     def __init__(self, group_name: str, rank: int, peer: int, strategy: str, epoch: int) -> None:
@@ -40,6 +48,14 @@ def set_timeout(seconds: float) -> None:
     """Sets how long one-sided strategies wait for a peer, in seconds; 10 unless set.
 
     For calls from now on: a captured CUDA graph keeps the limit of its capture.
+
+    Examples:
+        >>> torch_fdattn.dist.set_timeout(2.5)
+        >>> torch_fdattn.dist.set_timeout(-1)
+        Traceback (most recent call last):
+            ...
+        ValueError: seconds must be above 0 and at most 1e+06, got -1
+        >>> torch_fdattn.dist.set_timeout(10)
     """
     global _timeout_s
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
@@ -91,19 +107,23 @@ def raise_faults(*group_names: str) -> None:
             word.raise_if_set()
 
 
-def check(*group_names: str, synchronize: bool = True) -> None:
+def check(*group_names: Group, synchronize: bool = True) -> None:
     """Raises what the kernels so far left behind.
 
     Args:
-        group_names: of these groups alone, by their names. Default: of all that this process is in.
+        group_names: of these groups alone. Default: of all that this process is in.
         synchronize: first wait for the devices. False where the caller has waited itself, as an engine
             that has read its tokens.
 
     Raises:
         PeerTimeout: a peer's data did not come in time. It is raised again at every later check, and at every
             call on that group that would use what is lost or communicate anew, until the group is destroyed.
+
+    Examples:
+        >>> torch_fdattn.dist.check()  # all came
+        >>> torch_fdattn.dist.check(torch.distributed.group.WORLD, synchronize=False)
     """
     if synchronize:
         for device in {word.device for word in _words if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)
-    raise_faults(*group_names)
+    raise_faults(*(name_of(group, "group_names") for group in group_names))

@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
 from torch_fdattn.dist.groups import agree, rank_and_size
 from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
 
 
 def decode(
-    q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, group_name: str, *,
+    q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, group_name: Group, *,
     page_table: Tensor | None = None, q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int | None = None, causal: bool = True, window: tuple[int, int] | None = None,
     scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     batch_invariant: bool = False, strategy: str = "auto", head_sharded: bool = False,
-    hierarchy: tuple[str, str] | None = None,
+    hierarchy: tuple[Group, Group] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a KV cache whose positions are sharded over the ranks of a process group.
 
@@ -29,7 +30,7 @@ def decode(
         k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D or DV); it may be empty.
         kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank; at most
             2**29, which all ranks' shards together may hold.
-        group_name: the process group's name (``group.group_name``).
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         page_table: int32 (B, pages a sequence), of this rank alone: k_shard and v_shard are then its pages
             (P, H_kv, page, D or DV), and token j of those that it holds is where `torch_fdattn.paged_decode`
             looks for token j.
@@ -48,7 +49,7 @@ def decode(
             map (one host, CUDA); "auto" takes one of them (`torch_fdattn.dist.chosen_strategy`), and "all_gather"
             where gradients are wanted or torch.compile traces. One rank alone exchanges nothing.
         head_sharded: each rank gets its H / W heads alone, in the order of ranks.
-        hierarchy: for "hierarchical", the names of the groups (inner, outer): of the ranks of this rank's node,
+        hierarchy: for "hierarchical", the groups (inner, outer): of the ranks of this rank's node,
             and of those of its place in every node. Rank = node · (ranks a node) + place.
 
     Returns:
@@ -63,10 +64,21 @@ def decode(
         RuntimeError: torch.distributed is not initialised, or the collective failed.
         PeerTimeout: one-sided strategies, here, at a later call or at `torch_fdattn.dist.check`: a rank did not
             come; out and lse of such a call are NaN.
+
+    Examples:
+        >>> world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        >>> shards = torch_fdattn.dist.ShardMap(rank, world, 16)  # blocks of 16 positions go round the ranks
+        >>> k_shard, v_shard = torch.randn(2, 1, 2, shards.local_capacity(1024), 64)
+        >>> lens = torch.tensor([1000], dtype=torch.int32)  # of the whole sequence
+        >>> q = torch.randn(1, 8, 1, 64)  # the same on all ranks
+        >>> out, lse = torch_fdattn.dist.decode(q, k_shard, v_shard, lens, None, kv_block=16)
+        >>> out.shape
+        torch.Size([1, 8, 1, 64])
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
-    inner, outer = _pair_of_names(hierarchy)
+    group_name = name_of(group_name)
+    inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
     )  # fmt: skip
@@ -93,27 +105,13 @@ def decode(
     )
 
 
-def _pair_of_names(hierarchy: tuple[str, str] | None) -> tuple[str | None, str | None]:
-    if hierarchy is None:
-        return None, None
-    if (
-        not isinstance(hierarchy, (tuple, list))
-        or len(hierarchy) != 2
-        or not all(isinstance(name, str) for name in hierarchy)
-    ):
-        raise TypeError(
-            f"hierarchy must be a pair of group names (inner, outer) or None, got {hierarchy!r}"
-        )
-    return hierarchy[0], hierarchy[1]
-
-
-def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
+def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
     """Every rank's x, stacked in the order of ranks, through memory that the ranks map, in one kernel.
 
     Args:
         x: contiguous, any dtype, of a multiple of 4 bytes; the same shape on every rank. On GPUs of one host, or
             CPU tensors with TRITON_INTERPRET=1.
-        group_name: the process group's name (``group.group_name``).
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
 
     Returns:
         (W, *x.shape), the same on all ranks. Every bit is set (NaN in floating point) where a rank's part did
@@ -123,6 +121,11 @@ def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
         TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
         NotImplementedError: the ranks cannot map each other's memory, or x requires gradients.
         PeerTimeout: an earlier call on the group did not get a rank's part.
+
+    Examples:
+        >>> x = torch.arange(4.0)  # with TRITON_INTERPRET=1, or on a GPU
+        >>> torch_fdattn.dist.one_sided_all_gather(x, None)[torch.distributed.get_rank()]
+        tensor([0., 1., 2., 3.])
     """
     from torch_fdattn.dist.decode.one_sided import expect_mapped
     from torch_fdattn.dist.one_sided_gather import all_gather
@@ -130,6 +133,7 @@ def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
     checks.expect_types((("x", x),))
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("one_sided_all_gather has no gradient: call it under no_grad")
+    group_name = name_of(group_name)
     rank_and_size(group_name)
     values = {"x's shape": tuple(x.shape), "x's dtype": x.dtype}
     agree(group_name, x, values, once=True)
@@ -138,7 +142,7 @@ def one_sided_all_gather(x: Tensor, group_name: str) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, *,
+    q: Tensor, k: Tensor, v: Tensor, group_name: Group, *,
     shards: SequenceShards | str = "contiguous", causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -148,7 +152,7 @@ def ring_attention(
         q: this rank's queries (B, H, S_r, D); S_r may differ between ranks, and be 0.
         k, v: this rank's keys and values (B, H_kv, S_r, D); with "query_split" those of the whole sequence,
             (B, H_kv, total, D) in order of positions, on every rank.
-        group_name: the process group's name (``group.group_name``).
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
         causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
@@ -165,10 +169,18 @@ def ring_attention(
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
             they disagree (on GPUs at the first call with such values), before any data moves.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16, requires_grad=True)  # of this rank's tokens
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(32 * world, world)
+        >>> out, lse = torch_fdattn.dist.ring_attention(q, k, v, None, shards=shards, causal=True)
+        >>> out.sum().backward()  # losses of ranks add up
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
+    group_name = name_of(group_name)
     rank, world_size = rank_and_size(group_name)
     if not isinstance(shards, SequenceShards):
         shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)

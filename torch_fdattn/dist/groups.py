@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
 from torch_fdattn.dist.faults import raise_faults
+from torch_fdattn.dist.group_names import NOT_INITIALISED
 
 # Weak: a name may come again after destroy_process_group, and its group must be able to go.
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -43,10 +44,7 @@ def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, i
         return found
     except (AttributeError, RuntimeError, ValueError) as error:
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                f"{argument} {group_name!r} needs an initialised torch.distributed: call "
-                "init_process_group first (or start the program with torchrun)"
-            ) from None
+            raise RuntimeError(NOT_INITIALISED.format(f"{argument} {group_name!r}")) from None
         known = sorted(str(name) for name in distributed_c10d._world.pg_names.values())
         raise ValueError(
             f"{argument} must name a process group of this process, got {group_name!r} (known: {known})"

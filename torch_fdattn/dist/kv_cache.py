@@ -16,6 +16,7 @@ from torch_fdattn.dist.batch_cache import BatchKVCache, Columns, aligned, expect
 from torch_fdattn.dist.decode.inputs import runs_decode
 from torch_fdattn.dist.decode.op import check_strategy
 from torch_fdattn.dist.functional import decode as sharded_decode
+from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.sharding import ShardMap
 from torch_fdattn.functional import append_kv
@@ -39,7 +40,8 @@ class SharedKVCache(BatchKVCache):
     """A `BatchKVCache` whose positions a group may share; how a rank stores its own is its subclasses' matter.
 
     Args:
-        group_name: the process group that shares the cache; None keeps all of it here.
+        group_name: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
+            None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
         strategy, hierarchy: of `torch_fdattn.dist.decode`.
@@ -50,14 +52,18 @@ class SharedKVCache(BatchKVCache):
 
     def __init__(
         self, *sizes: int, dtype: torch.dtype, device: torch.device | str, kv_dtype: str | None,
-        group_name: str | None, kv_block: int | None, strategy: str,
-        hierarchy: tuple[str, str] | None,
+        group_name: Group, kv_block: int | None, strategy: str,
+        hierarchy: tuple[Group, Group] | None,
     ) -> None:  # fmt: skip
         super().__init__(*sizes, dtype=dtype, device=device, kv_dtype=kv_dtype)
         if kv_block is not None:
             expect_at_least_one("kv_block", kv_block)
+        hierarchy = pair_of_names(hierarchy)
         check_strategy(strategy, hierarchy)
-        rank, world_size = rank_and_size(group_name) if group_name is not None else (0, 1)
+        rank, world_size = 0, 1
+        if group_name is not None:
+            group_name = name_of(group_name)
+            rank, world_size = rank_and_size(group_name)
         # A block larger than the capacity holds it whole, as one of exactly that size does.
         kv_block = min(kv_block or -(-self.capacity // world_size), self.capacity)
         self.shards = ShardMap(rank, world_size, kv_block)
@@ -128,7 +134,8 @@ class ShardedKVCache(SharedKVCache):
         num_layers, batch, kv_heads, head_dim: the model's shape.
         capacity: tokens a sequence, over all ranks.
         dtype, device: of the keys and values.
-        group_name: the process group that shares the cache; None keeps all of it here.
+        group_name: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
+            None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
         strategy, hierarchy: of `torch_fdattn.dist.decode`.
@@ -140,13 +147,26 @@ class ShardedKVCache(SharedKVCache):
         held: the same numbers on the host.
         shards: the positions that this rank holds.
         scales: the `KVScales` of a quantised cache, else None.
+
+    Examples:
+        >>> cache = torch_fdattn.dist.ShardedKVCache(
+        ...     1, 2, 2, 256, 16, dtype=torch.float32, device="cpu",
+        ...     group_name=torch.distributed.group.WORLD, kv_block=16,
+        ... )
+        >>> q, k, v = torch.randn(2, 4, 8, 16), *torch.randn(2, 2, 2, 8, 16)  # 8 tokens, the same on all ranks
+        >>> cache.append(0, k, v)
+        >>> cache.attend(0, q).shape
+        torch.Size([2, 4, 8, 16])
+        >>> cache.advance(8)
+        >>> cache.held
+        [8, 8]
     """
 
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
-        dtype: torch.dtype, device: torch.device | str, group_name: str | None = None,
+        dtype: torch.dtype, device: torch.device | str, group_name: Group = None,
         kv_block: int | None = None, strategy: str = "auto", kv_dtype: str | None = None,
-        hierarchy: tuple[str, str] | None = None,
+        hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,

@@ -32,6 +32,13 @@ class SequenceShards(NamedTuple):
     """ranks[r] are the runs that rank r holds, in the order in which its tensors hold them.
 
     Together the runs are a partition of the positions 0 … total - 1. Shards may be uneven or empty.
+
+    Examples:
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(8, 2)
+        >>> shards.positions(0), shards.positions(1)
+        (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
+        >>> torch_fdattn.dist.SequenceShards.from_lengths([5, 3]).lengths
+        [5, 3]
     """
 
     ranks: tuple[tuple[Run, ...], ...]

@@ -18,7 +18,15 @@ from torch_fdattn.ops.positions import keys_before
 
 
 class ShardMap(NamedTuple):
-    """The positions that one rank holds."""
+    """The positions that one rank holds.
+
+    Examples:
+        >>> shards = torch_fdattn.dist.ShardMap(rank=1, world_size=2, kv_block=4)
+        >>> shards.local_lengths(torch.tensor([4, 6, 20]))  # of the positions 4 … 7, 12 … 15, …
+        tensor([0, 2, 8])
+        >>> shards.local_capacity(20)
+        8
+    """
 
     rank: int
     world_size: int

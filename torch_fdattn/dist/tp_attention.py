@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.head_sharding import shard_heads
 from torch_fdattn.dist.tp_layers import TokenRows, TPLayer
@@ -74,13 +76,23 @@ class TPAttention(TPLayer):
 
     Attributes:
         heads, kv_heads: how many of them this rank holds.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> attention = model.layers[0].self_attn
+        >>> parallel = torch_fdattn.dist.TPAttention.from_module(attention, None, "all_reduce")
+        >>> x, (cos, sin) = torch.randn(2, 5, 32), model.rotary(torch.arange(5)[None])
+        >>> torch.allclose(parallel(x, cos, sin), attention(x, cos, sin, None), atol=1e-5)
+        True
     """
 
     def __init__(
-        self, module: nn.Module, group_name: str, strategy: str, allreduce_method: str,
+        self, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str,
         tokens: TokenRows | None, linear_strategy: str,
     ) -> None:  # fmt: skip
         """Called by `from_module`."""
+        group_name = name_of(group_name)
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         rank, world_size = rank_and_size(group_name)
         check_attention(module, world_size)
@@ -117,7 +129,7 @@ class TPAttention(TPLayer):
 
     @staticmethod
     def from_module(
-        module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPAttention:  # fmt: skip
         """This rank's heads of an attention layer: ours, or transformers' LlamaAttention and
@@ -168,7 +180,7 @@ class TPAttention(TPLayer):
         out = out.transpose(1, 2).flatten(2)
         return out.flatten(0, 1) if self.form == "ag_rs" else out
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any = None) -> Tensor:
         return self._row(self._flat(self._attended(x, cos, sin, cache)), self.o_proj)
 
 

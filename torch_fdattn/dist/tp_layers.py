@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear.functional import (
     all_gather_matmul,
@@ -77,16 +78,16 @@ class TPLayer(nn.Module):
     """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
 
     def __init__(
-        self, group_name: str, strategy: str, allreduce_method: str, tokens: TokenRows | None,
+        self, group_name: Group, strategy: str, allreduce_method: str, tokens: TokenRows | None,
         linear_strategy: str,
     ) -> None:  # fmt: skip
         check_strategy(strategy, allreduce_method, linear_strategy)
         super().__init__()
-        self.group_name, self.strategy = group_name, strategy
+        self.group_name, self.strategy = name_of(group_name), strategy
         self.allreduce_method, self.linear_strategy = allreduce_method, linear_strategy
         self.tokens = tokens or TokenRows()
         # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
-        rank, world_size = rank_and_size(group_name)
+        rank, world_size = rank_and_size(self.group_name)
         self._ranks = dict(rank=rank, world_size=world_size)
         #: (columns of `_columns`, features of `_row`) of the rank that has the most: the same on all ranks. Or None.
         self._largest: tuple[int, int] | None = None
@@ -157,25 +158,34 @@ class TPMLP(TPLayer):
 
     Args:
         gate_proj, up_proj, down_proj: this rank's slices, of the inner features.
-        group_name: the tensor-parallel process group's name.
+        group_name: the tensor-parallel process group: itself, its name, a DeviceMesh of one dimension, or None for
+            the default one.
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
+        >>> mlp = torch_fdattn.models.Transformer(config).layers[0].mlp
+        >>> parallel = torch_fdattn.dist.TPMLP.from_module(mlp, None, "all_reduce")
+        >>> x = torch.randn(2, 5, 32)
+        >>> torch.allclose(parallel(x), mlp(x), atol=1e-5)
+        True
     """
 
     def __init__(
-        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: str,
+        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: Group,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
         linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
-            sum_gradient(down_proj.bias, group_name)
+            sum_gradient(down_proj.bias, self.group_name)
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, group_name: str, strategy: str, allreduce_method: str = "auto",
+        cls, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPMLP:  # fmt: skip
         """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
@@ -185,6 +195,7 @@ class TPMLP(TPLayer):
             ValueError, TypeError: another activation or layer, or an unknown strategy or method.
         """
         check_mlp(module)
+        group_name = name_of(group_name)
         rank, world_size = rank_and_size(group_name)
         shares = split_evenly(module.gate_proj.out_features, world_size)
         start = sum(shares[:rank])

@@ -11,7 +11,7 @@ from .findings import Finding
 from .machine import EXTRAS, Machine
 from .remedies import NEWER_DRIVER
 
-MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
+MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 11), (2, 11), (3, 6)
 # The NVIDIA driver's least major version for each CUDA major version (minor-version compatibility).
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import importlib
 import types
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch_fdattn.dropins import flash_impl, transformers
+
+__all__ = ["flash_impl", "register_flash_impl", "transformers"]
 
 
 def __getattr__(name: str) -> types.ModuleType:
@@ -20,14 +26,20 @@ def __getattr__(name: str) -> types.ModuleType:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _activate():
+def _activate() -> flash_impl.Handle:
     from torch_fdattn.dropins.flash_impl import activate
 
     return activate()
 
 
 def register_flash_impl() -> bool:
-    """Makes FDATTN known to torch.nn.attention, where this torch has such names; says whether it has."""
+    """Makes FDATTN known to torch.nn.attention, where this torch has such names; says whether it has.
+
+    Examples:
+        >>> known = torch_fdattn.dropins.register_flash_impl()  # `import torch_fdattn` has done so
+        >>> known == hasattr(torch.nn.attention, "register_flash_attention_impl")
+        True
+    """
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         return False

@@ -287,6 +287,10 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
     """Puts our kernels in the place of torch's; `activate_flash_attention_impl("FDATTN")` calls it.
 
     dispatch_key: "CUDA". Tests put the kernels on "CPU", where these ops have none.
+
+    Examples:
+        >>> handle = torch_fdattn.dropins.flash_impl.activate()  # as activate_flash_attention_impl("FDATTN")
+        >>> handle.remove()
     """
     if torch.version.hip:
         raise NotImplementedError(

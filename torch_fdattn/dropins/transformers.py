@@ -34,6 +34,16 @@ def register() -> None:
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.5.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch_fdattn.dropins.transformers.register()
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, attn_implementation="fdattn",
+        ... )
+        >>> LlamaForCausalLM(config)(torch.randint(64, (2, 10))).logits.shape
+        torch.Size([2, 10, 64])
     """
     global _hf
     try:

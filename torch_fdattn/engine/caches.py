@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.dist.group_names import Group
 from torch_fdattn.engine.paged_kv_cache import PagedKVCache
 from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads
@@ -12,8 +13,8 @@ Cache = ShardedKVCache | PagedKVCache
 
 
 def make_cache(
-    model: Transformer | InferenceTransformer, batch: int, capacity: int, kind: str, *, kv_group: str | None,
-    kv_block: int | None, strategy: str, hierarchy: tuple[str, str] | None, page_size: int,
+    model: Transformer | InferenceTransformer, batch: int, capacity: int, kind: str, *, kv_group: Group,
+    kv_block: int | None, strategy: str, hierarchy: tuple[Group, Group] | None, page_size: int,
     pages: int | None, kv_dtype: str | None,
 ) -> Cache:  # fmt: skip
     """The cache of `Engine`'s arguments of these names; kind is its kv_cache."""

@@ -31,6 +31,14 @@ class Chat:
 
     Attributes:
         messages: the history, as the template is given it.
+
+    Examples:
+        >>> model = torch_fdattn.models.load_model("smollm2")
+        >>> tokenizer = torch_fdattn.models.load_tokenizer("smollm2")
+        >>> engine = torch_fdattn.engine.Engine(model, capacity=256)
+        >>> chat = torch_fdattn.engine.Chat(engine, tokenizer, max_new_tokens=16)
+        >>> "".join(chat.reply("What is the capital of Japan?"))
+        'The capital of Japan is Tokyo.'
     """
 
     def __init__(

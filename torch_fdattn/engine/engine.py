@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch_fdattn.checks import expect_shape
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE
 from torch_fdattn.dist.faults import check
+from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
 from torch_fdattn.dist.groups import rank_and_size, same_everywhere
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
@@ -48,10 +49,11 @@ class Engine:
         model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its
             inference form, which shares its weights (`Transformer.for_inference`); other models run as they are.
         batch, capacity: sequences, and tokens that each can hold.
-        kv_group: name of the process group that shards the cache by position; None keeps it whole.
+        kv_group: the process group that shards the cache by position: itself, its name or a DeviceMesh of one
+            dimension; None keeps it whole.
         kv_block, strategy, hierarchy: how positions are dealt and partial results travel; see ShardedKVCache.
-        tp_group: name of the process group that the model is parallelised over.
-        sync_group: name of the group of all ranks of this engine. By default the one group given, and
+        tp_group: the process group that the model is parallelised over.
+        sync_group: the group of all ranks of this engine. By default the one group given, and
             the default group where both are.
         prefill_chunk: columns of prompt a pass.
         cuda_graph: whether steps and prefill passes are captured in CUDA graphs: the decode step here and
@@ -73,14 +75,24 @@ class Engine:
             prefill_widths beyond the capacity or 16384 tokens, or without captured graphs.
         PeerTimeout: from `generate`, before it yields a token, where a rank did not come to an exchange of a
             one-sided strategy.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config).eval()
+        >>> engine = torch_fdattn.engine.Engine(model, batch=2, capacity=64)
+        >>> steps = engine.generate([[5, 9, 33], [44]], 8)  # prompts may differ in length
+        >>> [len(tokens) for tokens in steps]  # a token for each sequence, eight times
+        [2, 2, 2, 2, 2, 2, 2, 2]
+        >>> engine.cache.held  # the last tokens are not stored
+        [10, 8]
     """
 
     def __init__(
-        self, model: Transformer | InferenceTransformer, *, batch: int = 1, capacity: int, kv_group: str | None = None,
-        kv_block: int | None = None, tp_group: str | None = None, sync_group: str | None = None,
+        self, model: Transformer | InferenceTransformer, *, batch: int = 1, capacity: int, kv_group: Group = None,
+        kv_block: int | None = None, tp_group: Group = None, sync_group: Group = None,
         prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "auto",
         kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
-        kv_dtype: str | None = None, hierarchy: tuple[str, str] | None = None,
+        kv_dtype: str | None = None, hierarchy: tuple[Group, Group] | None = None,
         prefill_widths: Sequence[int] | None = None, fused: bool = True,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
@@ -93,6 +105,11 @@ class Engine:
         self.model = model.for_inference() if fused and type(model) is Transformer else model
         self.batch, self.capacity = batch, capacity
         self.prefill_chunk, self.device = prefill_chunk, weight.device
+        kv_group, tp_group, sync_group = (
+            None if group is None else name_of(group, argument)
+            for argument, group in (("kv_group", kv_group), ("tp_group", tp_group), ("sync_group", sync_group))
+        )  # fmt: skip
+        hierarchy = pair_of_names(hierarchy)
         self._sync_group = _group_of_all(kv_group, tp_group, sync_group)
         self.cache = make_cache(
             model, batch, capacity, kv_cache, kv_group=kv_group, kv_block=kv_block,
@@ -327,9 +344,9 @@ def _expect_tokens(drawn: list[int], active: list[bool], count: int) -> None:
 
 def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.ProcessGroup | None:
     """The group that agrees on tokens; None for an engine of one process."""
-    for name in (kv, tp, sync):
+    for name, argument in ((kv, "kv_group"), (tp, "tp_group"), (sync, "sync_group")):
         if name is not None:
-            rank_and_size(name)  # one clear error for a name that is not known
+            rank_and_size(name, argument)  # one clear error for a name that is not known
     if sync is None and kv is not None and tp is not None:
         sizes = [rank_and_size(name)[1] for name in (kv, tp)]
         if sizes[0] * sizes[1] != dist.get_world_size():

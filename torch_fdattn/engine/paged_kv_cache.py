@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.batch_cache import Columns, expect_at_least_one
+from torch_fdattn.dist.group_names import Group
 from torch_fdattn.dist.kv_cache import SharedKVCache
 from torch_fdattn.engine.pages import PageTable
 from torch_fdattn.functional import paged_append_kv, paged_decode
@@ -48,14 +49,24 @@ class PagedKVCache(SharedKVCache):
 
     Raises:
         ValueError: from `append` and `reserve` also where pages run out, naming how many would do.
+
+    Examples:
+        >>> cache = torch_fdattn.engine.PagedKVCache(1, 2, 2, 256, 16, dtype=torch.float32, device="cpu", pages=8)
+        >>> q, k, v = torch.randn(2, 4, 8, 16), *torch.randn(2, 2, 2, 8, 16)
+        >>> cache.append(0, k, v)
+        >>> cache.attend(0, q).shape
+        torch.Size([2, 4, 8, 16])
+        >>> cache.advance(8)
+        >>> cache.held
+        [8, 8]
     """
 
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, page_size: int = 16,
-        pages: int | None = None, kv_dtype: str | None = None, group_name: str | None = None,
+        pages: int | None = None, kv_dtype: str | None = None, group_name: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
-        hierarchy: tuple[str, str] | None = None,
+        hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,

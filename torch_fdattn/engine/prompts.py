@@ -8,7 +8,16 @@ from torch_fdattn.engine.caches import Cache
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be generated from: empty, too long for the cache, unknown tokens."""
+    """A prompt that cannot be generated from: empty, too long for the cache, unknown tokens.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> engine = torch_fdattn.engine.Engine(torch_fdattn.models.Transformer(config), capacity=64)
+        >>> engine.generate([[5, 99]], 8)
+        Traceback (most recent call last):
+            ...
+        torch_fdattn.engine.prompts.PromptError: prompt must hold token ids from 0 to 63, got 5 to 99
+    """
 
 
 def check_prompts(

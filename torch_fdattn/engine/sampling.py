@@ -12,12 +12,23 @@ NO_TOKEN = -1
 
 
 class LogitsError(ValueError):
-    """Logits from which no token can be drawn."""
+    """Logits from which no token can be drawn.
+
+    Examples:
+        >>> issubclass(torch_fdattn.engine.LogitsError, ValueError)
+        True
+    """
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: greedily at temperature 0, else from the top_p nucleus."""
+    """How a token is drawn: greedily at temperature 0, else from the top_p nucleus.
+
+    Examples:
+        >>> sampling = torch_fdattn.engine.Sampling(temperature=0.7, top_p=0.9, seed=1)
+        >>> sampling.draw(torch.randn(2, 64), sampling.generator(torch.device("cpu"))).shape
+        torch.Size([2, 1])
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0

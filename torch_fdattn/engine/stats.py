@@ -10,6 +10,14 @@ class Stats:
     """What a run of `Engine.generate` took, on this rank; filled in anew as it goes.
 
     Tokens are counted over the whole batch; sequences that have ended count no more.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> engine = torch_fdattn.engine.Engine(torch_fdattn.models.Transformer(config), capacity=64)
+        >>> stats = torch_fdattn.engine.Stats()
+        >>> tokens = list(engine.generate([[5, 9, 33]], 8, stats=stats))
+        >>> stats.tokens_per_s > 0
+        True
     """
 
     prompt_tokens: int = 0

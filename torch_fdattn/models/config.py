@@ -28,7 +28,12 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base `theta` and what is done to its frequencies (see rope.py)."""
+    """Rotary embedding: base `theta` and what is done to its frequencies (see rope.py).
+
+    Examples:
+        >>> torch_fdattn.models.RopeConfig(theta=500000.0, kind="linear", factor=4.0).factor
+        4.0
+    """
 
     theta: float = 10000.0
     kind: str = "default"  # one of ROPE_TYPES, or "divisors"
@@ -53,6 +58,17 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The shape of a model; sizes that cannot be are a `ModelError`.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig(
+        ...     architecture="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2,
+        ...     num_heads=4, num_kv_heads=2, head_dim=16, max_positions=128,
+        ... )
+        >>> config.qk_norm, config.rope.theta
+        (False, 10000.0)
+    """
+
     architecture: str
     vocab_size: int
     hidden_size: int

@@ -16,7 +16,15 @@ from torch_fdattn.models.errors import ModelError, require
 
 
 class Tokenizer(ABC):
-    """What the engine needs of a tokenizer."""
+    """What the engine needs of a tokenizer.
+
+    Examples:
+        >>> tokenizer = torch_fdattn.models.load_tokenizer("smollm2")
+        >>> tokenizer.decode(tokenizer.encode("Hello"))
+        'Hello'
+        >>> tokenizer.decode(tokenizer.chat([{"role": "user", "content": "Hello"}])).endswith("assistant\\n")
+        True
+    """
 
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()

@@ -18,7 +18,14 @@ MALFORMED = (
 
 
 class ModelError(ValueError):
-    """A model name, folder or file that cannot be used; the message says which one and why."""
+    """A model name, folder or file that cannot be used; the message says which one and why.
+
+    Examples:
+        >>> torch_fdattn.models.ModelConfig("gpt5", 64, 32, 48, 1, 2, 2, 16, 128)
+        Traceback (most recent call last):
+            ...
+        torch_fdattn.models.errors.ModelError: architecture must be one of llama, qwen3, got 'gpt5'
+    """
 
 
 @contextmanager
@@ -43,7 +50,12 @@ def expect_text(value: object) -> str:
 
 
 class MissingExtra(ImportError):
-    """An optional package that is not installed; the message names the extra that brings it."""
+    """An optional package that is not installed; the message names the extra that brings it.
+
+    Examples:
+        >>> issubclass(torch_fdattn.models.MissingExtra, ImportError)
+        True
+    """
 
 
 def require(module: str, purpose: str) -> ModuleType:

@@ -34,7 +34,16 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The local folder or .gguf file behind a name; fetches a hub id."""
+    """The local folder or .gguf file behind a name; fetches a hub id.
+
+    Examples:
+        >>> torch_fdattn.models.resolve("smollm2").suffix
+        '.gguf'
+        >>> torch_fdattn.models.resolve("no/such/folder/here")
+        Traceback (most recent call last):
+            ...
+        torch_fdattn.models.errors.ModelError: no/such/folder/here: no such file or folder
+    """
     try:
         path = Path(name_or_path).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
@@ -80,6 +89,12 @@ def _smollm2() -> Path:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """The tokenizer behind a name, as `resolve` finds it.
+
+    Examples:
+        >>> torch_fdattn.models.load_tokenizer("smollm2").encode("The capital of Japan")
+        [504, 3575, 282, 3085]
+    """
     path = resolve(name_or_path)
     with reading(path):
         return folder_tokenizer(path) if path.is_dir() else gguf_tokenizer(GGUFFile(path))
@@ -96,6 +111,11 @@ def load_model(
 
     dtype None: the checkpoint's own; for GGUF files fp32 on a CPU and bf16 elsewhere.
     Tensors are read, converted and moved one at a time; nothing is merged (`Transformer.for_inference`).
+
+    Examples:
+        >>> model = torch_fdattn.models.load_model("smollm2", dtype=torch.bfloat16)
+        >>> model.config.num_layers, model.config.head_dim
+        (30, 64)
     """
     path, device = resolve(name_or_path), torch.device(device)
     if path.is_dir():

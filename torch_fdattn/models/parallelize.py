@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_attention import check_attention
 from torch_fdattn.dist.tp_layers import AUTO, TokenRows, TPHead, check_mlp, check_strategy
@@ -28,7 +29,7 @@ from torch_fdattn.models.inference import InferenceTransformer
 
 
 def parallelize(
-    model: nn.Module, mesh, strategy: str = "auto", allreduce_method: str = "auto",
+    model: nn.Module, mesh: Group, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto", fused: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
@@ -40,7 +41,8 @@ def parallelize(
     Args:
         model: ours (`Transformer`, or the `InferenceTransformer` that its `for_inference` gives) or transformers'
             LlamaForCausalLM and Qwen3ForCausalLM (their attention implementations "sdpa" and "eager").
-        mesh: a one-dimensional DeviceMesh (``mesh["tp"]`` of a larger one), or a process group's name.
+        mesh: a DeviceMesh of one dimension (``mesh["tp"]`` of a larger one), a process group, its name, or None
+            for the default group.
         strategy: "all_reduce" (activations replicated), "ag_rs" (activations sharded along tokens; see
             `torch_fdattn.dist.tp_layers`), or "auto": in each forward the one that was measured to be faster for so
             many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
@@ -57,9 +59,17 @@ def parallelize(
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming what is wrong; the model is then unchanged.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        >>> parallel = torch_fdattn.models.parallelize(model, mesh)
+        >>> parallel(torch.ones(1, 4, dtype=torch.long)).shape  # the same on all ranks
+        torch.Size([1, 4, 64])
     """
-    group_name, fused = _group_name(mesh), fused or isinstance(model, InferenceTransformer)
-    _, world_size = rank_and_size(group_name)
+    group_name, fused = name_of(mesh, "mesh"), fused or isinstance(model, InferenceTransformer)
+    _, world_size = rank_and_size(group_name, "mesh")
     check_strategy(strategy, allreduce_method, linear_strategy)
     layers = _layers(model)
     if any(isinstance(layer.self_attn, TPAttention) for layer in layers):
@@ -98,7 +108,14 @@ def parallelize(
 
 
 def local_kv_heads(model: nn.Module) -> int:
-    """How many KV heads of every layer this rank holds: what its KV cache is made for."""
+    """How many KV heads of every layer this rank holds: what its KV cache is made for.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> torch_fdattn.models.local_kv_heads(model)  # after parallelize: those of this rank
+        2
+    """
     attention = _layers(model)[0].self_attn
     if isinstance(attention, TPAttention):
         return attention.kv_heads
@@ -154,22 +171,6 @@ class ShardedTokens(TokenRows):
 def _is_tied(model: nn.Module) -> bool:
     embedding = getattr(model, "model", model).embed_tokens
     return model.lm_head.weight is embedding.weight
-
-
-def _group_name(mesh) -> str:
-    if isinstance(mesh, str):
-        return mesh
-    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
-        raise TypeError(
-            f"mesh must be a DeviceMesh or a process group's name, got {type(mesh).__name__}"
-        )
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
-        raise ValueError(
-            f"mesh must have one dimension, the tensor-parallel one (mesh['tp']), got {mesh.ndim} "
-            f"dimensions: {', '.join(names)}"
-        )
-    return mesh.get_group().group_name
 
 
 def _layers(model: nn.Module) -> Sequence[nn.Module]:

@@ -103,10 +103,22 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """tokens (B, T) -> logits (B, T, vocab), or (B, 1, vocab) with last_only.
 
-    Example:
-        >>> config = ModelConfig("llama", 64, 32, 48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=8)
-        >>> Transformer(config)(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 64])
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> tokens = torch.randint(64, (2, 10))
+        >>> logits = model(tokens)
+        >>> logits.shape
+        torch.Size([2, 10, 64])
+        >>> torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+        With a cache, a prompt and a step:
+
+        >>> cache = torch_fdattn.dist.ShardedKVCache(2, 2, 2, 32, 16, dtype=torch.float32, device="cpu")
+        >>> with torch.no_grad():
+        ...     _ = model(tokens, cache)
+        ...     model(tokens[:, :1], cache, last_only=True).shape
+        torch.Size([2, 1, 64])
     """
 
     def __init__(self, config: ModelConfig) -> None:

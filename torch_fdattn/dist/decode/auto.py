@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.decode.one_sided import available
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import is_traced, rank_and_size
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
@@ -28,14 +29,20 @@ def choose(rows: int, world_size: int, one_sided: bool, head_sharded: bool) -> s
 
 
 def chosen_strategy(
-    q: Tensor, group_name: str, *, head_sharded: bool = False, batch_invariant: bool = False
+    q: Tensor, group_name: Group, *, head_sharded: bool = False, batch_invariant: bool = False
 ) -> str:
     """What strategy "auto" of `torch_fdattn.dist.decode` takes for queries like q (B, H, T, D).
 
     "none" where the group has one rank. The same on every rank, which all call it: the first time that a group
     is asked on GPUs its ranks tell each other what memory they can map. With gradients wanted
     and under torch.compile "auto" is "all_gather", which this does not know.
+
+    Examples:
+        >>> q = torch.randn(1, 8, 1, 64)
+        >>> torch_fdattn.dist.chosen_strategy(q, None) in ("none", "all_gather", "fused", "two_shot")
+        True
     """
+    group_name = name_of(group_name)
     exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
     return choose_for(q, exchange, batch_invariant)
 

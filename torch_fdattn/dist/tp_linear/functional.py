@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
+from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tp_linear import op as _op  # noqa: F401 (registers the ops)
 
@@ -49,7 +50,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 
 
 def all_gather_matmul(
-    x_shard: Tensor, weights: Sequence[Tensor], group_name: str,
+    x_shard: Tensor, weights: Sequence[Tensor], group_name: Group,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
     strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None, largest: int | None = None,
     activation: str | None = None,
@@ -59,7 +60,7 @@ def all_gather_matmul(
     Args:
         x_shard: this rank's rows (m_r, K), bfloat16, float16, float32 or float64.
         weights: this rank's weights (N_i, K), in x_shard's dtype.
-        group_name: the process group's name (``group.group_name``).
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         biases: (N_i,) or None for each weight; None: no biases.
         rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
             this rank on every rank, which only the caller knows to be true.
@@ -88,7 +89,16 @@ def all_gather_matmul(
     Raises:
         ValueError, TypeError: naming the argument, before any communication.
         RuntimeError: torch.distributed is not initialised, or the collective failed.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> x_shard = torch.randn(4, 64)  # this rank's rows
+        >>> gate, up = torch.randn(2, 32, 64)  # this rank's columns of two layers
+        >>> y = torch_fdattn.dist.all_gather_matmul(x_shard, [gate, up], None)
+        >>> [tuple(part.shape) for part in y] == [(4 * world, 32)] * 2
+        True
     """
+    group_name = name_of(group_name)
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -106,7 +116,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
     rows: Sequence[int] | None = None, strategy: str = "auto", weight_scale: Tensor | None = None,
     largest: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -127,7 +137,15 @@ def matmul_reduce_scatter(
 
     Raises:
         As `all_gather_matmul`.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> x = torch.randn(4 * world, 32)  # all rows, this rank's features
+        >>> weight = torch.randn(64, 32)
+        >>> torch_fdattn.dist.matmul_reduce_scatter(x, weight, None).shape
+        torch.Size([4, 64])
     """
+    group_name = name_of(group_name)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     _expect_largest(largest)
@@ -139,7 +157,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
     method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None, largest: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
@@ -167,7 +185,13 @@ def matmul_all_reduce(
     Raises:
         As `all_gather_matmul`; NotImplementedError: a symmetric-memory method on the CPU, or
         "two_shot_multimem", which needs NVLink multicast.
+
+    Examples:
+        >>> x, weight = torch.randn(4, 32), torch.randn(64, 32)  # this rank's features
+        >>> torch_fdattn.dist.matmul_all_reduce(x, weight, None).shape
+        torch.Size([4, 64])
     """
+    group_name = name_of(group_name)
     _expect_linear(x, weight, bias)
     _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
@@ -178,7 +202,7 @@ def matmul_all_reduce(
 
 
 def matmul_all_reduce_rms_norm(
-    x: Tensor, weight: Tensor, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    x: Tensor, weight: Tensor, group_name: Group, residual: Tensor, norm_weight: Tensor, eps: float,
     bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto", largest: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A row-parallel linear layer, the residual's addition and the norm behind it: what a transformer's block does
@@ -201,7 +225,15 @@ def matmul_all_reduce_rms_norm(
 
     Raises:
         As `matmul_all_reduce`.
+
+    Examples:
+        >>> x, weight = torch.randn(4, 32), torch.randn(64, 32)  # this rank's features
+        >>> residual, norm_weight = torch.randn(4, 64), torch.ones(64)
+        >>> normed, added = torch_fdattn.dist.matmul_all_reduce_rms_norm(x, weight, None, residual, norm_weight, 1e-6)
+        >>> normed.shape, added.shape
+        (torch.Size([4, 64]), torch.Size([4, 64]))
     """
+    group_name = name_of(group_name)
     _expect_linear(x, weight, bias)
     expect_tensor("residual", residual)
     expect_tensor("norm_weight", norm_weight)

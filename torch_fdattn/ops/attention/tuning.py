@@ -74,6 +74,16 @@ def tiles(
     Raises:
         ValueError: a size that no kernel can have, naming it. RuntimeError: inside of a function that
             torch.compile traces; open it around the call.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 16, 16)
+        >>> with torch_fdattn.tiles("forward", block_m=64, num_warps=4):
+        ...     out, lse = torch_fdattn.attention(q, q, q)
+        >>> with torch_fdattn.tiles(block_n=48):
+        ...     pass
+        Traceback (most recent call last):
+            ...
+        ValueError: block_n must be a power of two from 16 to 128, got 48
     """
     _refuse_tracing("tiles")
     if kernel is not None and kernel not in KERNELS:
@@ -113,6 +123,11 @@ class autotune:
 
     Raises:
         ValueError: path is another kind of file, or in no directory.
+
+    Examples:
+        >>> q = torch.randn(1, 2, 16, 16)
+        >>> with torch_fdattn.autotune():  # path="tiles.json" remembers beyond this process
+        ...     out, lse = torch_fdattn.attention(q, q, q)
     """
 
     def __init__(self, enabled: bool = True, *, path: str | os.PathLike | None = None) -> None:
