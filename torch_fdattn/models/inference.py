@@ -149,6 +149,14 @@ class InferenceTransformer(nn.Module):
     Raises:
         RuntimeError: from a call with gradients enabled, if a parameter requires them: one of a module that is the plain
             model's, or one that was made to.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
+        >>> model = torch_fdattn.models.Transformer(config)
+        >>> fused, tokens = model.for_inference(), torch.tensor([[1, 2, 3]])
+        >>> with torch.no_grad():
+        ...     torch.allclose(fused(tokens), model(tokens), atol=1e-5)
+        True
     """
 
     def __init__(self, model: Transformer) -> None:
