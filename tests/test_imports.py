@@ -72,6 +72,13 @@ def test_testing_is_for_tests_alone(path: Path) -> None:
         assert not [name for name in imported(path) if room(name) == "testing"]
 
 
+def test_nothing_looks_at_hooks() -> None:
+    """A fast form is an object that somebody makes, not what a module finds where it has no hooks."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    seen = [path.name for path in FILES if any(x in path.read_text("utf-8") for x in hooks)]
+    assert not seen
+
+
 def run(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)

@@ -52,20 +52,27 @@ def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
     engine.close()
 
 
-def test_auto_shards_prompts_and_replicates_single_tokens(group, rank_device, measured) -> None:
+def test_auto_shards_prompts_and_replicates_single_tokens(
+    group, rank_device, measured, monkeypatch
+) -> None:
     dense = random_model(rank_device)
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
     mlp = dense.layers[0].mlp.gate_proj
     most = split_evenly(mlp.out_features, dist.get_world_size())[0]
     measured((LAYER, mlp.in_features, most, [[len(PROMPTS), "all_reduce"], [64, "ag_rs"]]))
     model = parallelize(random_model(rank_device), group)
-    forms = []
-    layer = model.layers[0].mlp
-    layer.register_forward_pre_hook(lambda module, args: forms.append(module.form))
-    # Eager passes, so that hooks see them.
+    # Eager passes, which call `take_rows`.
     widths = () if rank_device.type == "cuda" else None
     engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group, prefill_widths=widths)
-    forms.clear()  # those of a capture
+    forms, tokens = [], engine.model.sharded_tokens
+    take_rows = tokens.take_rows
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        x = take_rows(x)
+        forms.append(engine.model.layers[0].mlp.form)
+        return x
+
+    monkeypatch.setattr(tokens, "take_rows", recorded)
     steps = list(engine.generate(PROMPTS, 8))
     assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
     assert forms[0] == "ag_rs"

@@ -36,7 +36,8 @@ def model(device):
 
 
 def chat_of(model, capacity=64, **options):
-    engine = Engine(model, capacity=capacity, cuda_graph=False)  # so that passes can be counted
+    # So that passes can be counted, by hooks of the model.
+    engine = Engine(model, capacity=capacity, cuda_graph=False, fused=False)
     return Chat(engine, Numbers(), max_new_tokens=4, **options)
 
 

@@ -22,8 +22,8 @@ def model(device):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 512, 10**30])
 def test_greedy_tokens_whatever_the_chunks(model, chunk):
     widths = []
-    model.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[1]))
     engine = Engine(model, capacity=64, prefill_chunk=chunk, cuda_graph=False)
+    engine.model.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[1]))
     found = list(engine.stream(PROMPT, 20))
     starts = range(0, len(PROMPT), min(chunk, len(PROMPT)))
     assert widths == [min(chunk, len(PROMPT) - start) for start in starts] + [1] * 19
