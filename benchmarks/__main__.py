@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tests.compile_only import resources
+
 from . import show
 from .cases import (
     ATTENTION_CASES,
@@ -22,7 +24,6 @@ from .cases import (
 )
 from .distributed import commands as distributed
 from .kernel_ladder import run as ladder
-from .resources import command as resources
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import render
 from .training import command as training

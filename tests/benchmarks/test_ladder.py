@@ -397,9 +397,9 @@ def compiled(rung: str, q_len: int, k: torch.Tensor, dim: int = 64) -> list:
     """The rung's kernels for sm_90 in bf16, nine query heads over k's three."""
     if INTERPRET:
         pytest.skip("compiles kernels, which the interpreter replaces")
-    from benchmarks.resources.compiled import compile_launch
-    from benchmarks.resources.launches import recorded
-    from benchmarks.resources.targets import ARCHS
+    from tests.compile_only.compiled import compile_launch
+    from tests.compile_only.launches import recorded
+    from tests.compile_only.targets import ARCHS
 
     q = torch.empty(1, 9, q_len, dim, dtype=torch.bfloat16, device="meta")
     processors = mock.patch("benchmarks.kernel_ladder.fdm._processors", return_value=132)
@@ -417,7 +417,7 @@ def cache_slice(row: int, dim: int = 64) -> torch.Tensor:
 @pytest.mark.parametrize("q_len", [1, 512])
 @pytest.mark.parametrize("rung", KERNELS)
 def test_slices_and_copies_are_one_binary_without_spills(rung: str, q_len: int) -> None:
-    from benchmarks.resources.compiled import nvidia_usage
+    from tests.compile_only.compiled import nvidia_usage
 
     sliced = compiled(rung, q_len, cache_slice(3 * 64))
     copied = compiled(rung, q_len, cache_slice(3 * 64).contiguous())

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..results import NO_GPU, Recorder, Results, collect_meta, file_name
-from ..tables import failures, heading, markdown_table
+from benchmarks.results import NO_GPU, Recorder, Results, collect_meta, file_name
+from benchmarks.tables import failures, heading, markdown_table
 
 if TYPE_CHECKING:
     from .compiled import Resources
@@ -78,9 +78,9 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    from benchmarks.runner import DTYPES
     from torch_fdattn.ops.attention.configs import TileConfig
 
-    from ..runner import DTYPES
     from .launches import CACHES, MASKS, OPS, SCORES, Case
     from .targets import ARCHS
 

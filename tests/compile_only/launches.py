@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
+from benchmarks.runner import DTYPES
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention.backward import launch_backward
@@ -29,7 +30,6 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import Scores
 
-from ..runner import DTYPES
 from .targets import ARCHS
 
 CACHES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.resources.targets import ARCHS, occupancy
 from benchmarks.results import NO_GPU, Results
+from tests.compile_only.targets import ARCHS, occupancy
 from torch_fdattn.ops.library import INTERPRET
 
 compiles = pytest.mark.skipif(INTERPRET, reason="compiles kernels, which the interpreter replaces")
@@ -86,8 +86,8 @@ def test_a_refusal_is_a_row(capsys) -> None:
 @compiles
 def test_registers_and_occupancy_are_what_llvm_says() -> None:
     """The assembly of AMD kernels says how many waves of it a SIMD holds by its registers."""
-    from benchmarks.resources.compiled import compile_launch
-    from benchmarks.resources.launches import Case, record
+    from tests.compile_only.compiled import compile_launch
+    from tests.compile_only.launches import Case, record
     from torch_fdattn.ops.attention.configs import TileConfig
 
     for arch in ("gfx942", "gfx950"):

@@ -4,7 +4,7 @@ Sources: NVIDIA's CUDA Programming Guide, appendix Compute Capabilities (registe
 memory per multiprocessor and block; 1 KiB of shared memory a block is the system's own) and the Ampere, Hopper
 and Blackwell tuning guides; granularities are those of the CUDA occupancy calculator. AMD's CDNA3 and CDNA4 ISA
 documents, and LLVM's AMDGPU target (`AMDGPUBaseInfo.cpp`: waves per EU, allocation granules, barriers), whose own
-figure for registers stands in each kernel's assembly (held by `tests/benchmarks/test_resources.py`).
+figure for registers stands in each kernel's assembly (held by `test_resources.py`).
 """
 
 from __future__ import annotations
