@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from examples.kernel_ladder import run as ladder
+from examples.training_curves import command as training
 from tests.compile_only import resources
 
 from . import show
@@ -23,10 +25,8 @@ from .cases import (
     swept,
 )
 from .distributed import commands as distributed
-from .kernel_ladder import run as ladder
 from .results import Recorder, Results, collect_meta, output_path
 from .tables import render
-from .training import command as training
 
 if TYPE_CHECKING:
     from .peers import Implementation

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..results import DATE_FORMAT, Recorder, Results, collect_meta, output_path
+from benchmarks.results import DATE_FORMAT, Recorder, Results, collect_meta, output_path
+
 from . import RUNGS
 from .report import README, updated
 

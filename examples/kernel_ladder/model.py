@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import Timer
 from torch_fdattn.models import ModelConfig, Transformer
 
-from ..timing import Timer
 from . import reference
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

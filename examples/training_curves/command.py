@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..results import Recorder, Results, collect_meta, describe, output_path
-from ..tables import render
+from benchmarks.results import Recorder, Results, collect_meta, describe, output_path
+from benchmarks.tables import render
 
 if TYPE_CHECKING:
     from .run import Curve, Setup
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None:
         print(f"Written to {path}")
     if options.plot is not None:
-        from ..plot import plot
+        from benchmarks.plot import plot
 
         try:
             print(f"Written to {plot(recorder.results, Path(options.plot))}")
@@ -85,7 +85,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _setup(options: argparse.Namespace) -> tuple[Setup, list[str]]:
     import torch
 
-    from ..runner import DTYPES
+    from benchmarks.runner import DTYPES
+
     from .models import MODELS, SIZES
     from .run import Setup
     from .ways import way
@@ -113,7 +114,8 @@ def compare(
     setup: Setup, ways: Sequence[str], text: Text, recorder: Recorder, says_seed: bool = False
 ) -> dict[str, Curve]:  # fmt: skip
     """Trains once for each way; the curves, and rows of them. A way that fails is a row with the reason."""
-    from ..runner import DTYPES
+    from benchmarks.runner import DTYPES
+
     from .run import gap, train
 
     (dtype,), found = [name for name, x in DTYPES.items() if x == setup.dtype], {}

@@ -10,9 +10,9 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.results import Results
 from benchmarks.tables import values_of
-from benchmarks.training import command, text, ways
-from benchmarks.training.models import BUCKETS, FARTHEST, MODELS, SIZES, buckets
-from benchmarks.training.run import Curve, Setup, gap, nudge, train
+from examples.training_curves import command, text, ways
+from examples.training_curves.models import BUCKETS, FARTHEST, MODELS, SIZES, buckets
+from examples.training_curves.run import Curve, Setup, gap, nudge, train
 from torch_fdattn.ops.library import launches
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.results import Recorder, describe
+from benchmarks.runner import DTYPES
+from benchmarks.timing import RotatedGraph, Sample, Timer, copies_needed, interleave
 from torch_fdattn.models import Transformer, load_model, load_tokenizer
 
-from ..results import Recorder, describe
-from ..runner import DTYPES
-from ..timing import RotatedGraph, Sample, Timer, copies_needed, interleave
 from . import RUNGS, attend_of, reference
 from .model import (
     Attend,

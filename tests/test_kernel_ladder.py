@@ -17,8 +17,10 @@ import torch
 import triton
 
 from benchmarks.__main__ import main
-from benchmarks.kernel_ladder import RUNGS, attend_of, report
-from benchmarks.kernel_ladder.model import (
+from benchmarks.results import META_KEYS, Results, Row
+from benchmarks.timing import Timer
+from examples.kernel_ladder import RUNGS, attend_of, report
+from examples.kernel_ladder.model import (
     TIE,
     Generation,
     SlicedCache,
@@ -27,16 +29,14 @@ from benchmarks.kernel_ladder.model import (
     generate,
     truncated,
 )
-from benchmarks.kernel_ladder.run import model_path
-from benchmarks.results import META_KEYS, Results, Row
-from benchmarks.timing import Timer
+from examples.kernel_ladder.run import model_path
 from tests.tiny_model import save_tiny_model
 from torch_fdattn.doctor.software import interpreter_trap
 from torch_fdattn.models import load_model
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import AttentionCase, check_close, expected_attention, make_tensor
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 KERNELS = [rung for rung in RUNGS if rung != "reference"]
 LAYOUTS = ("bhsd", "bshd", "slice", "slice", "packed", "every_other", "expanded")
 DRAWS = 6
@@ -105,7 +105,7 @@ def test_flash_decode_splits(
 ) -> None:
     """No split, uneven shares, and more programs than tiles: shares and rows that see no key."""
     case = AttentionCase(3, 1, 3, 1, q_len, 200, 32, torch.float16, 64, causal=True)
-    with mock.patch("benchmarks.kernel_ladder.fdm._processors", return_value=processors):
+    with mock.patch("examples.kernel_ladder.fdm._processors", return_value=processors):
         check("fdm", case, kernel_device)
 
 
@@ -237,7 +237,7 @@ def test_a_rung_that_fails_or_errs_fails_the_run(
         (fails, "minimal-v2: FAILED: RuntimeError: no such tile"),
         (lambda q, k, v: q.flip(-1) * 9, "not a tie: WRONG"),
     ):
-        with mock.patch("benchmarks.kernel_ladder.minimal_v2.attend", attend):
+        with mock.patch("examples.kernel_ladder.minimal_v2.attend", attend):
             assert main([*words, "--json", str(tiny / "results.json")]) == 1
         printed = capsys.readouterr().out
         assert message in printed
@@ -402,7 +402,7 @@ def compiled(rung: str, q_len: int, k: torch.Tensor, dim: int = 64) -> list:
     from tests.compile_only.targets import ARCHS
 
     q = torch.empty(1, 9, q_len, dim, dtype=torch.bfloat16, device="meta")
-    processors = mock.patch("benchmarks.kernel_ladder.fdm._processors", return_value=132)
+    processors = mock.patch("examples.kernel_ladder.fdm._processors", return_value=132)
     with processors, recorded() as launches:
         attend_of(rung)(q, k, k)
     return [compile_launch(launch, ARCHS["sm_90"]) for launch in launches]

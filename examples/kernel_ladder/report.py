@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..metrics import metric_named
-from ..results import RESULTS_DIR, Results
+from benchmarks.metrics import metric_named
+from benchmarks.results import RESULTS_DIR, Results
+
 from . import RUNGS
 
 README = Path(__file__).resolve().parent / "README.md"
@@ -100,7 +101,7 @@ def updated(text: str, folder: Path = RESULTS_DIR) -> str:
     for name in ("ladder", "ladder-contiguous"):
         if files := sorted(folder.glob(f"*_{name}.json")):
             results = Results.load(files[-1])
-            link = f"From [`{files[-1].name}`](../results/{files[-1].name})."
+            link = f"From [`{files[-1].name}`](../../benchmarks/results/{files[-1].name})."
             parts.append(f"{heading(results)}\n\n{tables(results)}\n\n{link}\n")
     section = "\n".join(parts) or "Not measured on a GPU yet.\n"
     return _SECTION.sub(lambda found: f"{found[1]}{section}{found[2]}", text)
