@@ -25,8 +25,8 @@ from .cases import (
     swept,
 )
 from .distributed import commands as distributed
+from .report.tables import render
 from .results import Recorder, Results, collect_meta, output_path
-from .tables import render
 
 if TYPE_CHECKING:
     from .peers import Implementation
@@ -239,7 +239,7 @@ def _run_generate(options: argparse.Namespace, words: Sequence[str]) -> int:
     import torch
 
     from . import generate, peers
-    from .distributed import processes
+    from . import ranks as processes
 
     processes.under_torchrun()  # names what is missing or wrong among its variables
     device, group = generate.join(torch.device(options.device))
@@ -312,7 +312,7 @@ def _finish(
     else:
         print(f"\nWritten to {recorder.path}")
     if options.html is not None:
-        from .html_report import write_html
+        from .report.html_page import write_html
 
         print(f"Written to {write_html(recorder.results, options.html)}")
     return 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .distributed import processes
+from . import ranks as processes
 from .peers import OURS, Implementation
 from .runner import DTYPES, Run, generator
 from .shapes import GenerateCase

@@ -19,10 +19,10 @@ import triton
 
 from .decode import HOST_CALLS
 from .decode_inputs import make_inputs
+from .report.tables import failures, heading, markdown_table, spread_lines, values_of
 from .results import Results
 from .runner import Run
 from .shapes import DecodeCase
-from .tables import failures, heading, markdown_table, spread_lines, values_of
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"

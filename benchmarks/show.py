@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .compare import compare
+from .report.compare import compare
+from .report.tables import render
 from .results import ROOT, Results
-from .tables import render
 
 
 def add_commands(names) -> None:
@@ -59,7 +59,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _html(options: argparse.Namespace) -> int:
-    from .html_report import write_html
+    from .report.html_page import write_html
 
     output = options.output or Path(options.file).with_suffix(".html")
     return _say(f"Written to {write_html(Results.load(options.file), output)}\n")
@@ -79,7 +79,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from .plot import plot
+    from .report.plot import plot
 
     output = options.output or Path(options.file).with_suffix(".svg")
     try:
@@ -90,7 +90,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    from . import readme
+    from .report import documents as readme
 
     stale = False
     for path, updated in readme.documents().items():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.report.tables import values_of
 from benchmarks.results import Results
-from benchmarks.tables import values_of
 from examples.training_curves import command, text, ways
 from examples.training_curves.models import BUCKETS, FARTHEST, MODELS, SIZES, buckets
 from examples.training_curves.run import Curve, Setup, gap, nudge, train

@@ -11,11 +11,11 @@ from torch import Tensor
 import torch_fdattn
 
 from ..floors import best_pure_read
+from ..ranks import Ranks
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from ..timing import copies_needed
 from . import ways
-from .processes import Ranks
 from .rounds import GRAPH, Rounds
 from .shards import Answer, check_same_bits, make_shards, shard_bytes
 from .together import StepFailed, together

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ..ranks import Ranks
 from ..results import Recorder
 from ..timing import Sample, turns
-from .processes import Ranks
 
 Call = Callable[[], object]
 TARGET_MS = 100.0  # of measuring, a round

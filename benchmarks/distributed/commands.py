@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     from . import mpi
 
     mpi.adopt()  # before torch is imported, since it sets how many threads torch takes
-    from . import processes
+    from .. import ranks as processes
 
     here = os.environ.get("LOCAL_WORLD_SIZE") or options.gpus or 1
     parallel_options.interpret_on_cpu(options, int(here))
@@ -194,8 +194,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _measure(options: argparse.Namespace, words: Sequence[str], ranks) -> int:
+    from ..report.tables import render
     from ..results import Recorder, Results, collect_meta, output_path
-    from ..tables import render
     from . import mpi
 
     options.dtype = options.dtype or ("fp32" if ranks.device.type == "cpu" else "bf16")
@@ -224,14 +224,16 @@ def _function(name: str, device_type: str) -> tuple[Callable, Callable[..., str]
     if name == "dist_decode":
         if device_type == "cpu" and "triton" not in sys.modules:
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        from . import decode_report, dist_decode
+        from ..report import sharded_decode as decode_report
+        from . import dist_decode
 
         return dist_decode.run, decode_report.table
     if name == "tp_crossover":
         from . import crossover
 
         return crossover.run, crossover.table
-    from . import end_to_end, layers, matmuls, report, ring
+    from ..report import parallel as report
+    from . import end_to_end, layers, matmuls, ring
 
     module = next(m for m in (ring, end_to_end, layers, matmuls) if hasattr(m, name))
     return getattr(module, name), report.table

@@ -24,17 +24,17 @@ from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tp_linear.op import EPILOGUE_ROWS
 from torch_fdattn.models import ModelConfig
 
+from ..peers.torch_symm import NAME as SYMMETRIC
+from ..ranks import Ranks
+from ..report.parallel import TORCH
+from ..report.tables import render, values_of
 from ..results import Recorder, Results
 from ..runner import DTYPES, generator
 from ..shapes import GEMM_ALONE
-from ..tables import render, values_of
 from .layer_run import error_and_bound, marked, prepared
 from .matmuls import Matmul
 from .models import config_named, require_memory
-from .processes import Ranks
-from .report import TORCH
 from .rounds import EAGER, GRAPH
-from .symmetric_peers import NAME as SYMMETRIC
 from .together import StepFailed, together
 
 ROWS = tuple(2**i for i in range(15))

@@ -16,11 +16,11 @@ import time
 import torch
 
 from ..cases import DIST_DECODE_CASES, select
+from ..ranks import Ranks
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from . import latency, scaling, ways
 from .case_run import CaseRun
-from .processes import Ranks
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
 _DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}

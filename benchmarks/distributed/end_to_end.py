@@ -1,7 +1,7 @@
 """Whole models with random weights: one prefill, one decode step, or a whole generation.
 
 Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
-same weights and the same cache memory (peers.py), one all-reduce after each layer; `torch_symm` the same
+same weights and the same cache memory (peers/eager_parallel.py), one all-reduce after each layer; `torch_symm` the same
 by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of
 theirs in a CUDA graph.
 """
@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from torch_fdattn.engine import Engine
 
+from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
+from ..ranks import Ranks, largest
+from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
 from ..runner import DTYPES, generator
 from .clock import Call, captured, compare
@@ -30,10 +33,7 @@ from .models import (
     sharded_model,
     whole_model,
 )
-from .peers import EAGER, Linears, TorchModel, fused
-from .processes import Ranks, largest
 from .progress import progress
-from .report import IN_GRAPH, TORCH
 from .together import StepFailed, together
 
 STEPS = 2  # room in the cache: the step that is timed is taken back each time

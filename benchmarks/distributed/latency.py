@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks, all_gather
 from ..results import Recorder
 from ..runner import generator
-from .processes import Ranks, all_gather
 from .rounds import Rounds
 from .shards import gathered
 from .together import StepFailed, together

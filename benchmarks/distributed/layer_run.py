@@ -17,12 +17,12 @@ from torch import Tensor
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tp_layers import TokenRows
 
+from ..ranks import Ranks, largest
 from ..results import Recorder
 from ..runner import DTYPES, generator
 from . import timeline
 from .clock import compare
 from .models import config_named, require_memory
-from .processes import Ranks, largest
 from .rounds import Rounds
 from .together import StepFailed, together
 

@@ -1,6 +1,6 @@
 """Tensor-parallel layers alone: MLP and attention.
 
-`eager` is PyTorch with NCCL in the common all-reduce form on replicated activations (peers.py), `torch_symm` the same
+`eager` is PyTorch with NCCL in the common all-reduce form on replicated activations (peers/eager_parallel.py), `torch_symm` the same
 layer by torch's fused symmetric-memory ops, `local` the layer without its communication. `--check` compares with one
 process that holds all weights.
 """
@@ -21,13 +21,13 @@ from torch_fdattn.dist.tp_layers import TPLayer
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import MLP, Attention
 
+from ..peers import eager_parallel as peers
+from ..ranks import Ranks
+from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import LOCAL
-from . import peers
 from .layer_run import Calls, LayerRun
 from .models import attention_weights, kv_bytes, mlp_weights, random_weights
-from .processes import Ranks
-from .report import TORCH
 
 
 def _ours(run: LayerRun, layer: TPLayer, call: Callable[[TPLayer], Tensor]) -> dict[str, Calls]:

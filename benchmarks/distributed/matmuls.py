@@ -18,13 +18,14 @@ from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduc
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 
+from ..peers import eager_parallel as peers
+from ..peers import torch_symm as symmetric_peers
+from ..ranks import Ranks, all_gather
+from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import GEMM_ALONE
 from ..timing import copies_needed
-from . import peers, symmetric_peers
 from .layer_run import Calls, LayerRun
-from .processes import Ranks, all_gather
-from .report import TORCH
 
 _ROTATED_ROWS = 1024  # up to which what a call reads is its weight
 

@@ -17,10 +17,10 @@ from torch import Tensor
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, ring_attention
 
+from ..ranks import Ranks, largest
 from ..results import Recorder, describe
 from ..runner import DTYPES, generator
 from .clock import Call, compare
-from .processes import Ranks, largest
 
 SINGLE = "single_device"
 

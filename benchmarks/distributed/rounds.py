@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..ranks import Ranks
 from ..results import Recorder
 from ..timing import RotatedGraph, Sample, Timer, calls_within, rounds_within, turns
 from .clock import meet, slowest
-from .processes import Ranks
 from .together import together
 
 GRAPH, EAGER = "graph_us", "eager_us"

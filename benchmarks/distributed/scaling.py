@@ -16,12 +16,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from ..ranks import Ranks
 from ..results import Recorder
 from ..shapes import DecodeCase
 from . import ways
 from .case_run import CaseRun
 from .clock import meet
-from .processes import Ranks
 from .rounds import EAGER, GRAPH
 
 LENGTHS = (32768, 131072, 1048576)

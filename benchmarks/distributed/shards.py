@@ -16,9 +16,9 @@ from torch import Tensor
 from torch_fdattn.testing import attention_oracle, check_close, check_lse, merge_oracle
 
 from ..exact import max_abs_err
+from ..ranks import Ranks, all_gather
 from ..runner import DTYPES, generator
 from ..shapes import DecodeCase
-from .processes import Ranks, all_gather
 
 #: In fp32 torch's own error is noise: its largest over these ways and several inputs is what counts.
 _FP32_WAYS, _FP32_COPIES = ("textbook", "grouped", "fused"), 4

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
+from ..ranks import Ranks
 from .clock import meet
-from .processes import Ranks
 
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {

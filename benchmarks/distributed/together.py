@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..ranks import Ranks
 from ..results import describe
-from .processes import Ranks
 
 Result = TypeVar("Result")
 

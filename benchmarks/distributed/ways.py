@@ -12,10 +12,10 @@ from torch import Tensor
 
 import torch_fdattn
 
+from ..peers import stock_decode as stock
+from ..ranks import Ranks
 from ..shapes import LOCAL
-from . import stock
 from .mpi import NOT_STARTED, under_mpirun
-from .processes import Ranks
 from .shards import Shard
 
 Call = Callable[[], tuple[Tensor, Tensor]]

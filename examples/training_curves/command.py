@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.report.tables import render
 from benchmarks.results import Recorder, Results, collect_meta, describe, output_path
-from benchmarks.tables import render
 
 if TYPE_CHECKING:
     from .run import Curve, Setup
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if path is not None:
         print(f"Written to {path}")
     if options.plot is not None:
-        from benchmarks.plot import plot
+        from benchmarks.report.plot import plot
 
         try:
             print(f"Written to {plot(recorder.results, Path(options.plot))}")

@@ -94,7 +94,7 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_axis_of_a_sweep_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.cases import SWEEPS, swept
-    from benchmarks.plot import inline_svg, plot, plottable
+    from benchmarks.report.plot import inline_svg, plot, plottable
 
     from .test_tables import results
 
@@ -116,7 +116,7 @@ def test_every_axis_of_a_sweep_is_plotted(tmp_path: Path) -> None:
 
 
 def test_the_plotted_series_is_the_longest() -> None:
-    from benchmarks.plot import longest_series
+    from benchmarks.report.plot import longest_series
 
     names = [
         "B8 H32/8 N1024 D128 bf16",

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, decode_report, mpi
+from benchmarks.distributed import commands, mpi
 from benchmarks.distributed.commands import normalised
-from benchmarks.plot import plot, plottable
-from benchmarks.plot_scaling import lines_of
+from benchmarks.report import sharded_decode as decode_report
+from benchmarks.report.plot import plot, plottable
+from benchmarks.report.plot_scaling import lines_of
+from benchmarks.report.tables import render
 from benchmarks.results import Results, Row, command_line
-from benchmarks.tables import render
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
 from tests.interpreting import needs_interpreter
 
@@ -103,7 +104,7 @@ def test_every_case_under_torchrun(tmp_path: Path) -> None:
 
 def run_forms() -> None:
     """What each rank of the test above does."""
-    from benchmarks.distributed import processes
+    from benchmarks import ranks as processes
 
     ranks = processes.join("cpu")
     for name, words in FORMS.items():

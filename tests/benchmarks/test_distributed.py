@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import ranks as processes
 from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, parallel_options, processes
+from benchmarks.distributed import commands, parallel_options
 from benchmarks.distributed.clock import compare
 from benchmarks.distributed.commands import NAMES, normalised
 from benchmarks.distributed.end_to_end import _Model
@@ -31,8 +32,8 @@ from benchmarks.distributed.models import (
     require_memory,
     whole_model,
 )
-from benchmarks.distributed.peers import TorchModel
-from benchmarks.distributed.report import table
+from benchmarks.peers.eager_parallel import TorchModel
+from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
 from torch_fdattn.dist.tp_layers import TPHead
 from torch_fdattn.models.transformer import MLP

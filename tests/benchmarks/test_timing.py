@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.distributed.processes import Ranks
 from benchmarks.distributed.rounds import GRAPH, Rounds
+from benchmarks.ranks import Ranks
 from benchmarks.timing import RotatedGraph, Sample, Timer, calls_within, copies_needed, interleave
 
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from benchmarks import ranks as processes
 from benchmarks.__main__ import _parser
-from benchmarks.distributed import commands, processes
+from benchmarks.distributed import commands
 from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results

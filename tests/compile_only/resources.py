@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.report.tables import failures, heading, markdown_table
 from benchmarks.results import NO_GPU, Recorder, Results, collect_meta, file_name
-from benchmarks.tables import failures, heading, markdown_table
 
 if TYPE_CHECKING:
     from .compiled import Resources

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..metrics import METRICS
 from ..results import Results
 from ..shapes import FLOORS
-from ..tables import failures, is_loss, is_ours, markdown_table, metric_cells, ours, values_of
+from .tables import failures, is_loss, is_ours, markdown_table, metric_cells, ours, values_of
 
 TORCH = "eager"
 IN_GRAPH = "_graph"  # at the end of a peer's name: the same in a CUDA graph

@@ -17,8 +17,8 @@ from torch_fdattn.dist import TPMLP, ShardedKVCache, TPAttention
 from torch_fdattn.models import Transformer
 from torch_fdattn.ops.rotary import rotate
 
-from . import symmetric_peers
-from .processes import Ranks, all_gather
+from . import torch_symm as symmetric_peers
+from ..ranks import Ranks, all_gather
 
 
 class Linears:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .mpi import HostStaged
-from .processes import Ranks, all_gather
-from .shards import Shard
+from ..distributed.mpi import HostStaged
+from ..ranks import Ranks, all_gather
+from ..distributed.shards import Shard
 
 Result = tuple[Tensor, Tensor]
 Exchange = Callable[[], object]

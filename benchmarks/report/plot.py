@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cases import SWEEPS
+from ..results import Results
+from ..shapes import PURE_READ, Shape, parse_name
 from . import plot_scaling, plot_training
-from .cases import SWEEPS
-from .results import Results
-from .shapes import PURE_READ, Shape, parse_name
 from .tables import in_order, is_ours, values_of
 
 if TYPE_CHECKING:

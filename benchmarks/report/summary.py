@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .metrics import METRICS
-from .results import RESULTS_DIR, Results
-from .shapes import FLOORS
+from ..metrics import METRICS
+from ..results import RESULTS_DIR, Results
+from ..shapes import FLOORS
 from .tables import is_loss, is_ours, markdown_table, opposite, ratio_text, ratios, values_of
 
 _SECTION = re.compile(r"(<!-- summary -->\n).*?(<!-- end of summary -->)", re.DOTALL)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..results import RESULTS_DIR, Results
-from ..tables import values_of
+from .tables import values_of
 
 _SECTION = re.compile(r"(<!-- crossovers -->\n).*?(<!-- end of crossovers -->)", re.DOTALL)
 _CASE = re.compile(r"tp_crossover (\w+) M(\d+) N(\d+) K(\d+) (\w+) x(\d+)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..metrics import METRICS
 from ..results import Results
 from ..shapes import LOCAL
-from ..tables import baseline_table, failures, heading, in_order, markdown_table, values_of
+from .tables import baseline_table, failures, heading, in_order, markdown_table, values_of
 
 #: Whom ours are compared with, the first that was measured: the best stock way.
 STOCK = ("nccl", "gloo")

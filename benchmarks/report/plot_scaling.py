@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from .metrics import METRICS
-from .results import Results
-from .shapes import Shape, parse_name
+from ..metrics import METRICS
+from ..results import Results
+from ..shapes import Shape, parse_name
 from .tables import ours, values_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .metrics import METRICS, Metric
-from .results import Results
+from ..metrics import METRICS, Metric
+from ..results import Results
 from .tables import in_order, is_ours, markdown_table, ratio_text, values_of
 
 

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ..results import RESULTS_DIR, ROOT, Results
+from . import crossovers as crossover_report
 from . import summary
-from .distributed import crossover_report
-from .distributed.report import HEAD, lines_of
-from .results import RESULTS_DIR, ROOT, Results
+from .parallel import HEAD, lines_of
 from .tables import render_summary
 
 README = ROOT / "README.md"

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from .results import Results
+from ..results import Results
 from .tables import in_order, is_ours, values_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Tables from a results file, as Markdown; html_report.py shows the same cells.
+"""Tables from a results file, as Markdown; html_page.py shows the same cells.
 
 Ratios are formed within a file only, as speed: above 1 ours is faster than that peer, whatever the
 metric's direction. The ratio to a peer that is faster than ours is bold; a tie at two digits, a floor and
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..metrics import METRICS, SPREAD_SUFFIX, TEXT_METRICS, Metric, metric_named
+from ..results import NO_GPU, Results
+from ..shapes import FLOORS, PURE_READ
 from .baselines import TOLERANCE, checks
-from .metrics import METRICS, SPREAD_SUFFIX, TEXT_METRICS, Metric, metric_named
-from .results import NO_GPU, Results
-from .shapes import FLOORS, PURE_READ
 
 Values = dict[str, dict[str, float]]  # case → impl → value
 PERCENT = "%"

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cases import ATTENTION_CASES, DECODE_CASES, DIST_DECODE_CASES
-from .metrics import Metric, metric_named
-from .results import Results
-from .shapes import MATMUL, MATMUL_CASE, PURE_READ
+from ..cases import ATTENTION_CASES, DECODE_CASES, DIST_DECODE_CASES
+from ..metrics import Metric, metric_named
+from ..results import Results
+from ..shapes import MATMUL, MATMUL_CASE, PURE_READ
 
 GPU = "H100 80GB HBM3"
 TOLERANCE = 0.08

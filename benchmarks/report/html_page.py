@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ..metrics import METRICS
+from ..results import Results
+from ..shapes import FLOORS
 from .baselines import TOLERANCE, checks
-from .metrics import METRICS
 from .plot import inline_svg, plottable
-from .results import Results
-from .shapes import FLOORS
 from .tables import (
     PERCENT,
     Cell,
