@@ -14,7 +14,8 @@ bias's gradient, must be those of the eager model within 3 %, or there is an err
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from .peers import Implementation
 from .peers.base import missing
-from .runner import DTYPES, Run, generator
+from .ranks import Ranks
+from .results import Recorder
+from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import CompileCase
 from .timing import RotatedGraph
 
@@ -59,6 +62,11 @@ class Way(Implementation):
 WAYS = (Way("eager"), Way("fdattn"), Way("inductor"))
 
 
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    measure(Run.of(options, ranks, recorder, WAYS), chosen_cases(options))
+    return True
+
+
 def measure(run: Run, cases: Sequence[CompileCase]) -> None:
     run.cases(cases, lambda case, ways: _Measurement(run, case, ways).measure())
 
@@ -67,6 +75,7 @@ class _Measurement:
     def __init__(self, run: Run, case: CompileCase, ways: Sequence[Implementation]) -> None:
         self.run, self.case, self.ways = run, case, ways
         self.device = run.timer.device
+        self.guard = functools.partial(run.guard, case.name)
         torch.manual_seed(0)
         self.fn, self.step = _USES[case.use](case, self.device)
 
@@ -74,7 +83,7 @@ class _Measurement:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
         for way in self.ways:
-            with self._guard(way.name, "first call"):
+            with self.guard(way.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
                 step = self._made(way)
@@ -106,25 +115,19 @@ class _Measurement:
         )
         samplers = {}
         for name, step in steps.items():
-            with self._guard(name, metric):
+            with self.guard(name, metric):
                 if metric == "graph_us" and self.device.type == "cuda":
                     with torch.no_grad():
                         samplers[name] = RotatedGraph(timer, [step]).sample
                 else:
                     samplers[name] = timer.sampler(step, target_us=200e3)
-        self._record(metric, samplers, scale)
+        self.run.record(self.case.name, metric, samplers, lambda us: us * scale)
         if use == "decode":
             samplers = {
                 name: lambda step=step: timer.host_us([step], HOST_CALLS)
                 for name, step in steps.items()
             }
-            self._record("host_us", samplers, 1)
-
-    def _record(self, metric: str, samplers: dict[str, Callable[[], float]], scale: float) -> None:
-        for name, sample in self.run.interleave(self.case.name, samplers, metric).items():
-            self.run.recorder.add_sample(
-                self.case.name, name, metric, sample.median * scale, sample.spread
-            )
+            self.run.record(self.case.name, "host_us", samplers)
 
     def _compile_times(self, ways: Sequence[Way]) -> None:
         from torch._inductor.utils import fresh_cache
@@ -139,12 +142,8 @@ class _Measurement:
 
             return sample
 
-        self._record(
-            "compile_ms", {way.name: sampler(way) for way in ways if way.name != "eager"}, 1
-        )
-
-    def _guard(self, name: str, step: str) -> contextlib.AbstractContextManager[None]:
-        return self.run.recorder.guard(self.case.name, name, step, self.run.timer.check_device)
+        samplers = {way.name: sampler(way) for way in ways if way.name != "eager"}
+        self.run.record(self.case.name, "compile_ms", samplers)
 
 
 def _llama(case: CompileCase, device: torch.device) -> nn.Module:

@@ -9,6 +9,7 @@ reference computes in place of a launch and every call is checked, so only the o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -17,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import triton
 
-from .decode import HOST_CALLS
 from .decode_inputs import make_inputs
+from .ranks import Ranks
 from .report.tables import failures, heading, markdown_table, spread_lines, values_of
-from .results import Results
-from .runner import Run
+from .results import Recorder, Results
+from .runner import Run, chosen_cases
 from .shapes import DecodeCase
+from .timing import HOST_CALLS
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
@@ -70,6 +72,12 @@ def _empty_kernel(q_ptr, k_ptr, v_ptr, kv_lens_ptr):
     pass
 
 
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    cases = chosen_cases(options)
+    measure(Run.of(options, ranks, recorder), cases if options.cases else cases[:1])
+    return True
+
+
 def measure(run: Run, cases: Sequence[DecodeCase]) -> None:
     threads = torch.get_num_threads()
     if run.timer.device.type == "cpu":
@@ -102,12 +110,11 @@ def _measure_case(run: Run, case: DecodeCase) -> None:
             stages[f"{STAGE}{name}"] = call
     samplers = {}
     for name, call in stages.items():
-        with run.recorder.guard(case.name, name, "first call", run.timer.check_device):
+        with run.guard(case.name, name, "first call"):
             for _ in range(3):
                 call()
             samplers[name] = functools.partial(run.timer.host_us, [call], HOST_CALLS)
-    for name, sample in run.interleave(case.name, samplers, "host_us").items():
-        run.recorder.add_sample(case.name, name, "host_us", sample.median, sample.spread)
+    run.record(case.name, "host_us", samplers)
 
 
 @functools.cache
@@ -160,7 +167,7 @@ def _watched(module_name: str, function: str) -> Iterator[list[Callable[[], obje
         setattr(module, function, original)
 
 
-def render(results: Results) -> str:
+def table(results: Results) -> str:
     """The host time of a call by parts, in Markdown."""
     on_cpu = results.meta["gpu"] == "cpu"
     parts = [heading(results, note="")]

@@ -34,6 +34,11 @@ class Ranks(NamedTuple):
         return distributed_c10d._resolve_process_group(self.group_name)
 
 
+def alone(device: torch.device) -> Ranks:
+    """One process without a group."""
+    return Ranks(0, 1, device, "")
+
+
 def under_torchrun() -> bool:
     """Whether torchrun started this process.
 

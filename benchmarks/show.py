@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .registry import BENCHMARKS, SWEEP, cases_of
 from .report.compare import compare
 from .report.tables import render
 from .results import ROOT, Results
@@ -14,6 +15,10 @@ from .results import ROOT, Results
 
 def add_commands(names) -> None:
     """Adds the parsers to argparse's subparsers `names`."""
+    command = _command(names, "list", "the cases of a benchmark", _list)
+    command.add_argument("benchmark", choices=sorted(x for x in BENCHMARKS if BENCHMARKS[x].cases))
+    command.add_argument(SWEEP.flag, **SWEEP.keywords)
+
     command = _command(names, "table", "a results file as Markdown", _table)
     command.add_argument("file")
 
@@ -52,6 +57,11 @@ def _command(
     command = names.add_parser(name, help=text)
     command.set_defaults(run=lambda options, _: run(options))
     return command
+
+
+def _list(options: argparse.Namespace) -> int:
+    cases = cases_of(options, options.benchmark)
+    return _say("".join(f"{case.name:56}{case.label}\n" for case in cases))
 
 
 def _table(options: argparse.Namespace) -> int:

@@ -17,13 +17,25 @@ import torch
 
 from ..cases import DIST_DECODE_CASES, select
 from ..ranks import Ranks
+from ..report import sharded_decode
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from . import latency, scaling, ways
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
+table = sharded_decode.table
 _DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}
+
+
+def file_name(options: argparse.Namespace) -> str:
+    return f"dist-decode-{options.case}"
+
+
+def default_path(options: argparse.Namespace) -> str:
+    """In the current folder; the two main runs have one name."""
+    kind = options.case if options.case in ("latency", "scaling") else "compare"
+    return f"{kind}_results.json"
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:

@@ -20,6 +20,7 @@ from torch_fdattn.engine import Engine
 
 from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
 from ..ranks import Ranks, largest
+from ..report import parallel
 from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
 from ..runner import DTYPES, generator
@@ -33,9 +34,11 @@ from .models import (
     sharded_model,
     whole_model,
 )
+from .parallel_options import file_name as file_name
 from .progress import progress
 from .together import StepFailed, together
 
+table = parallel.table
 STEPS = 2  # room in the cache: the step that is timed is taken back each time
 PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activations
 
@@ -58,11 +61,12 @@ class _Model:
         if strategy == "auto":
             method = "auto"
         parts = (ranks.group_name, strategy, method, way)
-        plain = ranks.size == 1 and not options.check
+        check = getattr(options, "check", False)
+        plain = ranks.size == 1 and not check
         if plain:
             self.model = whole_model(self.config, ranks.device, dtype)
             self.model.lay_side_by_side()
-        elif options.check:
+        elif check:
             from torch_fdattn.models.parallelize import parallelize
 
             whole = 2 * model_bytes(self.config, dtype, 1)  # to be split, and to compare with

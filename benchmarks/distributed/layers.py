@@ -23,11 +23,15 @@ from torch_fdattn.models.transformer import MLP, Attention
 
 from ..peers import eager_parallel as peers
 from ..ranks import Ranks
+from ..report import parallel
 from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import LOCAL
 from .layer_run import Calls, LayerRun
 from .models import attention_weights, kv_bytes, mlp_weights, random_weights
+from .parallel_options import file_name as file_name
+
+table = parallel.table
 
 
 def _ours(run: LayerRun, layer: TPLayer, call: Callable[[TPLayer], Tensor]) -> dict[str, Calls]:

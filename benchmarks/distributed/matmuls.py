@@ -21,12 +21,15 @@ from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from ..peers import eager_parallel as peers
 from ..peers import torch_symm as symmetric_peers
 from ..ranks import Ranks, all_gather
+from ..report import parallel
 from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import GEMM_ALONE
 from ..timing import copies_needed
 from .layer_run import Calls, LayerRun
+from .parallel_options import file_name as file_name
 
+table = parallel.table
 _ROTATED_ROWS = 1024  # up to which what a call reads is its weight
 
 

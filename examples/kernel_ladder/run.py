@@ -57,6 +57,7 @@ def add_command(names) -> None:
     )
     command.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU where there is one")  # fmt: skip
     command.add_argument("--json", metavar="PATH", help="file or folder for results")
+    command.add_argument("--html", metavar="PATH", help="also one HTML page with all results")
     command.add_argument("--logs", default="logs", metavar="DIR", help="default: %(default)s")
     command.add_argument(
         "--readme", action="store_true", help="only make this folder's README from the results"
@@ -108,6 +109,10 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
             raise ValueError(str(missing)) from None
         recorder.save()
         log(f"Written to {log.path}" + (f" and {path}" if path else ""))
+        if options.html is not None:
+            from benchmarks.report.html_page import write_html
+
+            log(f"Written to {write_html(recorder.results, options.html)}")
         if path is None:
             log("No results file: figures from a CPU are not results (--json PATH writes them).")
     return 0 if holds else 1

@@ -51,6 +51,7 @@ def add_command(names) -> None:
     command.add_argument("--seeds", type=int, default=1, help="so many, from --seed on (default: 1)")  # fmt: skip
     command.add_argument("--device", help="default: cuda where there is one, else cpu")
     command.add_argument("--json", metavar="PATH", help="file or folder (default: benchmarks/results)")  # fmt: skip
+    command.add_argument("--html", metavar="PATH", help="also one HTML page with all results")
     command.add_argument("--plot", metavar="PATH", help="also the curves as a plot (needs matplotlib)")  # fmt: skip
     command.set_defaults(run=_run)
 
@@ -72,6 +73,10 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     print(f"\n{verdict(found)}\nText: {len(text.training)} bytes of the standard library, {text.digest}.")  # fmt: skip
     if path is not None:
         print(f"Written to {path}")
+    if options.html is not None:
+        from benchmarks.report.html_page import write_html
+
+        print(f"Written to {write_html(recorder.results, options.html)}")
     if options.plot is not None:
         from benchmarks.report.plot import plot
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _parser, main
+from benchmarks.registry import BENCHMARKS
 from benchmarks.results import RESULTS_DIR, Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +152,14 @@ def test_wrong_commands(words: list[str], message: str, capsys: pytest.CaptureFi
         main(words)
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_benchmark_makes_a_page() -> None:
+    names = next(a for a in _parser()._actions if isinstance(a.choices, dict)).choices
+    tools = {"list", "table", "html", "compare", "plot", "readme"}
+    assert set(names) - tools == {*BENCHMARKS, "ladder", "resources", "train"}
+    for name in set(names) - tools:
+        assert "--html PATH" in names[name].format_help()
 
 
 def test_showing_results_needs_no_torch() -> None:

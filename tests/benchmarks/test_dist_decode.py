@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, mpi
-from benchmarks.distributed.commands import normalised
+from benchmarks.__main__ import _parser, main, normalised
+from benchmarks.distributed import mpi
 from benchmarks.report import sharded_decode as decode_report
 from benchmarks.report.plot import plot, plottable
 from benchmarks.report.plot_scaling import lines_of
@@ -105,14 +104,15 @@ def test_every_case_under_torchrun(tmp_path: Path) -> None:
 def run_forms() -> None:
     """What each rank of the test above does."""
     from benchmarks import ranks as processes
+    from benchmarks import runner
 
     ranks = processes.join("cpu")
     for name, words in FORMS.items():
         given = ["dist_decode", "--case", name, *ONE, *words.split(), "--json", f"{name}.json"]
         options = _parser().parse_args(normalised(given))
-        assert commands._measure(options, given, ranks) == 0, name
+        assert runner.measure(options, given, ranks) == 0, name
     sys.stdout.flush()
-    os._exit(0)  # as commands.run does
+    os._exit(0)  # as runner.run does
 
 
 @pytest.mark.parametrize(

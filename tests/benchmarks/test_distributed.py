@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from benchmarks import ranks as processes
-from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, parallel_options
+from benchmarks import runner
+from benchmarks.__main__ import _parser, main, normalised
+from benchmarks.distributed import parallel_options
 from benchmarks.distributed.clock import compare
-from benchmarks.distributed.commands import NAMES, normalised
 from benchmarks.distributed.end_to_end import _Model
 from benchmarks.distributed.models import (
     CONFIGS,
@@ -33,6 +33,7 @@ from benchmarks.distributed.models import (
     whole_model,
 )
 from benchmarks.peers.eager_parallel import TorchModel
+from benchmarks.registry import BENCHMARKS
 from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
 from torch_fdattn.dist.tp_layers import TPHead
@@ -80,7 +81,8 @@ def not_under_torchrun(monkeypatch) -> None:
 
 def test_every_system_is_run() -> None:
     # test_dist_decode.py and test_tp_ways.py have these
-    assert set(NAMES) == {*RUNS, "dist_decode", "tp_crossover"}
+    over_ranks = {name for name, benchmark in BENCHMARKS.items() if benchmark.over_ranks}
+    assert over_ranks == {*RUNS, "dist_decode", "tp_crossover"}
 
 
 #: Each starts ranks anew; the others' systems are among FORMS, too.
@@ -163,12 +165,12 @@ def run_forms() -> None:
     ranks = processes.join("cpu")
     for words in FORMS:
         options = _parser().parse_args([*normalised(words.split()), "--repeats", "1"])
-        assert commands._measure(options, words.split(), ranks) == 0, words
+        assert runner.measure(options, words.split(), ranks) == 0, words
     _check_uneven_head(ranks)
     _check_alone(ranks)
     sys.stdout.flush()
     torch.distributed.barrier()
-    os._exit(0)  # as commands.run does
+    os._exit(0)  # as runner.run does
 
 
 def _check_uneven_head(ranks: processes.Ranks) -> None:

@@ -100,7 +100,7 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stage/empty_op"] < found["stage/kernel"]
     assert all(value > 0 for value in found.values())
     assert not rows(run, "fdattn", "error")
-    text = host.render(run.recorder.results)
+    text = host.table(run.recorder.results)
     assert "| **the whole call** |" in text
     assert "the reference in place of a launch" in text
     assert "–" not in text
@@ -116,7 +116,7 @@ def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     host.measure(run, CASES[:1])
     errors = [row.value for row in rows(run, "stage/checks", "error")]
     assert errors == ["not seen: the call runs no torch_fdattn.ops.decode.op.gone"]
-    assert "| checks | – | – |" in host.render(run.recorder.results)
+    assert "| checks | – | – |" in host.table(run.recorder.results)
 
 
 def test_the_host_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,7 @@ def add_command(names) -> None:
     )  # fmt: skip
     command.add_argument("--dropout", action="store_true", help="attention's, with 0.1")
     command.add_argument("--json", metavar="PATH", help="file or folder for the rows")
+    command.add_argument("--html", metavar="PATH", help="also one HTML page with all results")
     command.set_defaults(run=_run)
 
 
@@ -74,6 +75,10 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     print(heading(recorder.results, note="") + "\n")
     print(report(cases, recorder))
     recorder.save()
+    if options.html is not None:
+        from benchmarks.report.html_page import write_html
+
+        print(f"Written to {write_html(recorder.results, options.html)}")
     return 0
 
 
