@@ -20,7 +20,7 @@ import triton
 
 from .decode_inputs import make_inputs
 from .ranks import Ranks
-from .report.tables import failures, heading, markdown_table, spread_lines, values_of
+from .report.tables import failures, heading, join, markdown_table, spread_lines, values_of
 from .results import Recorder, Results
 from .runner import Run, chosen_cases
 from .shapes import DecodeCase
@@ -183,5 +183,5 @@ def table(results: Results) -> str:
         if total is not None:
             rows.append(["**the whole call**", f"**{total:.1f}**", "100"])
         parts.append(f"### {case}\n\n" + markdown_table(["part", "µs", "%"], rows))
-    parts += [*(f"- {line}" for line in spread_lines(results)), failures(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    spreads = (f"- {line}" for line in spread_lines(results))
+    return join(*parts, *spreads, failures(results))

@@ -17,14 +17,14 @@ import torch
 
 from ..cases import DIST_DECODE_CASES, select
 from ..ranks import Ranks
-from ..report import sharded_decode
+from ..report import parallel
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from . import latency, scaling, ways
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
-table = sharded_decode.table
+table = parallel.sharded_decode_table
 _DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}
 
 

@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..results import RESULTS_DIR, Results
+from ..results import RESULTS_DIR, Results, newest
 from .tables import values_of
 
-_SECTION = re.compile(r"(<!-- crossovers -->\n).*?(<!-- end of crossovers -->)", re.DOTALL)
 _CASE = re.compile(r"tp_crossover (\w+) M(\d+) N(\d+) K(\d+) (\w+) x(\d+)")
 #: Rows that the tables show, of those measured.
 _ROWS = (1, 16, 128, 1024, 4096)
@@ -28,19 +27,8 @@ _SLOWER = 1.02
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
-    newest = {
-        path.name.split("_", 1)[1]: path for path in sorted(folder.glob("*_tp-crossover.json"))
-    }
-    return "\n".join(_machine(path, Results.load(path)) for _, path in sorted(newest.items()))
-
-
-def updated(text: str, folder: Path = RESULTS_DIR) -> str:
-    """The page's text with its section made anew."""
-    if not _SECTION.search(text):
-        raise ValueError(
-            "performance.md must have <!-- crossovers --> and <!-- end of crossovers -->, got neither"
-        )
-    return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
+    found = newest(folder, "*_tp-crossover.json")
+    return "\n".join(_machine(path, Results.load(path)) for path in found)
 
 
 def _machine(path: Path, run: Results) -> str:

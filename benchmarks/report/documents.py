@@ -8,20 +8,19 @@ python -m benchmarks readme --check    exit 1 where they are not what the files 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ..results import RESULTS_DIR, ROOT, Results
-from . import crossovers as crossover_report
-from . import summary
+from ..results import RESULTS_DIR, ROOT, Results, newest
+from . import crossovers, summary
 from .parallel import HEAD, lines_of
 from .tables import render_summary
 
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 _LINK = "../benchmarks/results"
-_SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DOTALL)
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "generate")
 #: Long tables and host times: the page links to their files alone.
@@ -44,11 +43,8 @@ _DISTRIBUTED = ("ring", "tp-", "ag-gemm", "gemm-rs", "e2e")
 
 def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
     """The newest file of each (benchmark, GPU, count): names begin with the UTC time."""
-    newest: dict[str, Path] = {}
-    for path in sorted(folder.glob("*_*_*.json")):
-        newest[path.name.split("_", 1)[1]] = path
     order = {name: index for index, name in enumerate(_ORDER)}
-    return sorted(newest.values(), key=lambda path: (order.get(_benchmark(path), 99), path.name))
+    return sorted(newest(folder), key=lambda path: (order.get(_benchmark(path), 99), path.name))
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
@@ -93,21 +89,28 @@ def _distributed_section(paths: list[Path]) -> str:
     return "\n\n".join([*parts, f"From {links}.\n"])
 
 
-def updated(text: str, folder: Path = RESULTS_DIR) -> str:
-    """The page's text with its results section made anew."""
-    if not _SECTION.search(text):
-        raise ValueError(
-            "performance.md must have <!-- results --> and <!-- end of results -->, got neither"
-        )
-    return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
+def updated(text: str, name: str, made: str) -> str:
+    """The text of a document with its section of that name made anew."""
+    marks = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    pattern = re.compile(rf"({marks[0]}).*?({marks[1]})", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the document must have {marks[0].strip()} and {marks[1]}, got neither")
+    return pattern.sub(lambda found: f"{found[1]}{made}{found[2]}", text)
 
 
 def documents() -> dict[Path, Callable[[str], str]]:
     """Each document with generated parts, and what makes its text anew."""
-    return {
-        README: summary.updated,
-        PERFORMANCE: lambda text: crossover_report.updated(updated(text)),
+    sections = {
+        README: {"summary": summary.section},
+        PERFORMANCE: {"results": section, "crossovers": crossovers.section},
     }
+
+    def make(made: dict[str, Callable[[], str]], text: str) -> str:
+        for name, of in made.items():
+            text = updated(text, name, of())
+        return text
+
+    return {path: functools.partial(make, made) for path, made in sections.items()}
 
 
 def _benchmark(path: Path) -> str:

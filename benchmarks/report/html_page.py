@@ -1,34 +1,34 @@
 """One HTML file with everything that a results file holds: no scripts, no styles or images elsewhere.
 
 First what it ran on and where ours is slower than a peer, then the plots (where matplotlib is
-installed), then a table for each metric with our losses marked, spreads, the check against the
-baselines, what has no figure and why, and the results file itself, to be copied out.
+installed), then what `tables.py` shows, our losses marked, and the results file itself, to be copied out.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 from ..metrics import METRICS
 from ..results import Results
 from ..shapes import FLOORS
-from .baselines import TOLERANCE, checks
 from .plot import inline_svg, plottable
 from .tables import (
+    ON_A_CPU,
     PERCENT,
     Cell,
-    failure_rows,
+    Table,
     is_ours,
-    metric_cells,
+    machine_of,
     ours,
     ratio_text,
     ratios,
-    spread_lines,
-    table_title,
+    sections,
     values_of,
+    versions_of,
 )
 
 _STYLE = """
@@ -56,26 +56,24 @@ def write_html(results: Results, path: str | Path) -> Path:
 
 def render_html(results: Results) -> str:
     name = str(results.meta["command"]).partition("benchmarks ")[2].partition(" ")[0] or "results"
-    body = "\n".join((
-        _heading(results, name), _losses(results), _plots(results), _metrics(results),
-        _spreads(results), _baselines(results), _failures(results), _source(results),
-    ))  # fmt: skip
+    title = f"torch_fdattn: {escape(name)}"
+    about = escape(f"{machine_of(results)}, {versions_of(results)}")
+    parts = [
+        f"<h1>{title}</h1>",
+        f"<p>{about}<br><code>{escape(str(results.meta['command']))}</code></p>",
+        f"<p><strong>{ON_A_CPU}</strong></p>" if results.meta["gpu"] == "cpu" else "",
+        _losses(results),
+        *_plots(results),
+        '<p class="note">(n×): how many times faster ours is than that one; marked where a peer is ahead of ours.</p>',
+        *(_table(x) if isinstance(x, Table) else _text(x) for x in sections(results)),
+        _source(results),
+    ]  # fmt: skip
+    body = "\n".join(part for part in parts if part)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width">\n<title>torch_fdattn: {escape(name)}</title>\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{title}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
-
-
-def _heading(results: Results, name: str) -> str:
-    meta = {key: escape(str(value)) for key, value in results.meta.items()}
-    text = (
-        f"<h1>torch_fdattn: {escape(name)}</h1>\n<p>{meta['count']} × {meta['gpu']}, torch {meta['torch']}, "
-        f"triton {meta['triton']}, commit {meta['commit']}, {meta['date']}<br><code>{meta['command']}</code></p>"
-    )
-    if results.meta["gpu"] == "cpu":
-        text += "\n<p><strong>Measured on a CPU: shows that the machinery runs, is not a result.</strong></p>"
-    return text
 
 
 def _losses(results: Results) -> str:
@@ -89,85 +87,24 @@ def _losses(results: Results) -> str:
             peers = {i: r for i, r in by_impl.items() if i not in FLOORS and not is_ours(i)}
             compared += len(peers)
             own = ours(values[case])
-            rows += [
-                [case, metric.name, metric.format(values[case][own]), peer,
-                 metric.format(values[case][peer]), ratio_text(ratio)]
-                for peer, ratio in peers.items() if own is not None and ratio < 1
-            ]  # fmt: skip
+            for peer, ratio in peers.items():
+                if own is not None and ratio < 1:
+                    here, there = (metric.format(values[case][x]) for x in (own, peer))
+                    rows.append([case, metric.name, here, peer, there, ratio_text(ratio)])
     if not compared:
         return "<h2>Where we lose</h2>\n<p>No peer has a figure beside ours.</p>"
-    text = f"<p>Ours is slower in {len(rows)} of {compared} comparisons (case, metric, peer).</p>"
-    if rows:
-        head = ["case", "metric", "ours", "peer", "its figure", "our speed over its"]
-        text += _text_table(head, rows)
-    return f"<h2>Where we lose</h2>\n{text}"
+    text = f"Ours is slower in {len(rows)} of {compared} comparisons (case, metric, peer)."
+    columns = ["case", "metric", "ours", "peer", "its figure", "our speed over its"]
+    return _table(Table("Where we lose", columns, rows, text))
 
 
-def _plots(results: Results) -> str:
+def _plots(results: Results) -> Iterator[str]:
     try:
         figures = [inline_svg(results, axis) for axis in plottable(results)]
     except RuntimeError as failure:
-        return f'<h2>Plots</h2>\n<p class="note">{escape(str(failure))}</p>'
-    if not figures:
-        return ""
-    return "<h2>Plots</h2>\n" + "\n".join(f"<figure>{figure}</figure>" for figure in figures)
-
-
-def _metrics(results: Results) -> str:
-    parts = [
-        '<p class="note">(n×): how many times faster ours is than that one; marked where a peer is '
-        "ahead of ours.</p>"
-    ]
-    for metric in METRICS.values():
-        values = values_of(results, metric.name)
-        if not values:
-            continue
-        columns, rows = metric_cells(metric, values)
-        lines = [
-            f"<tr><td>{escape(case)}</td>{''.join(_cell(cell) for cell in cells)}</tr>"
-            for case, cells in rows
-        ]
-        title = table_title(metric, columns)
-        parts.append(f"<h2>{escape(title)}</h2>\n{_table(columns, lines)}")
-    return "\n".join(parts)
-
-
-def _cell(cell: Cell) -> str:
-    kind = "lose" if cell.loses else "win" if cell.ratio is not None and cell.ratio >= 1 else ""
-    ratio = f" <small>({ratio_text(cell.ratio)})</small>" if cell.ratio is not None else ""
-    return f"<td{f' class={kind}' if kind else ''}>{escape(cell.text)}{ratio}</td>"
-
-
-def _spreads(results: Results) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in spread_lines(results))
-    return f"<h2>Spread over repeats</h2>\n<ul>{items}</ul>" if items else ""
-
-
-def _baselines(results: Results) -> str:
-    found = checks(results)
-    if not found:
-        return "" if found is None else "<p>No floor or peer of this run has a baseline.</p>"
-    slow = [check for check in found if not check.counts]
-    text = (
-        f"<h2>Baselines</h2>\n<p>{len(found) - len(slow)} of {len(found)} floors and peers are within "
-        f"{100 * TOLERANCE:.0f} % of baseline or faster"
-    )
-    if not slow:
-        return f"{text}: this run counts.</p>"
-    rows = [
-        [c.case, c.impl, c.metric.name, c.metric.format(c.value), c.metric.format(c.baseline),
-         ratio_text(c.speed)]
-        for c in slow
-    ]  # fmt: skip
-    head = ["case", "impl", "metric", "here", "baseline", "speed"]
-    return f"{text}; the cases of these do not count:</p>\n{_text_table(head, rows)}"
-
-
-def _failures(results: Results) -> str:
-    rows = failure_rows(results)
-    if not rows:
-        return ""
-    return "<h2>Without a figure</h2>\n" + _text_table(["case", "impl", "what", "why"], rows)
+        figures = []
+        yield f'<h2>Plots</h2>\n<p class="note">{escape(str(failure))}</p>'
+    yield from (f"<figure>{figure}</figure>" for figure in figures)
 
 
 def _source(results: Results) -> str:
@@ -179,16 +116,28 @@ def _source(results: Results) -> str:
     )
 
 
-def _text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"<tr>{''.join(f'<td>{escape(x)}</td>' for x in row)}</tr>" for row in rows]
-    return _table(columns, lines, kind="text")
+def _text(text: str) -> str:
+    """Paragraphs of Markdown, and lists; of its marks those that `tables.py` uses."""
+    if text.startswith("- "):
+        items = (f"<li>{escape(line[2:])}</li>" for line in text.splitlines())
+        return f"<h2>Spread over repeats</h2>\n<ul>{''.join(items)}</ul>"
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", f"<p>{escape(text)}</p>") if text else ""
 
 
-def _table(columns: Sequence[str], lines: Sequence[str], kind: str = "") -> str:
-    head = "".join(
-        f"<th>{'% of pure read' if column == PERCENT else escape(column)}</th>"
-        for column in columns
-    )
-    opening = f'<table class="{kind}">' if kind else "<table>"
-    body = "\n".join(lines)
-    return f"{opening}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+def _table(table: Table) -> str:
+    """Nothing but text is aligned as text."""
+    kind = "" if any(isinstance(x, Cell) for row in table.rows for x in row) else ' class="text"'
+    columns = ("% of pure read" if x == PERCENT else escape(x) for x in table.columns)
+    head = "".join(f"<th>{x}</th>" for x in columns)
+    rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    note = f"<p>{escape(table.note)}</p>\n" if table.note else ""
+    made = f"<table{kind}><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    return f"<h2>{escape(table.title)}</h2>\n{note}{made if table.rows else ''}"
+
+
+def _cell(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return f"<td>{escape(cell)}</td>"
+    kind = "lose" if cell.loses else "win" if cell.ratio is not None and cell.ratio >= 1 else ""
+    ratio = f" <small>({ratio_text(cell.ratio)})</small>" if cell.ratio is not None else ""
+    return f"<td{f' class={kind}' if kind else ''}>{escape(cell.text)}{ratio}</td>"

@@ -1,4 +1,4 @@
-"""The table of a run in one line a test: what, its parameters, torch's time, ours, the speed-up."""
+"""Tables of runs over ranks: in one line a test torch's time, ours, the speed-up; and of sharded decode."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ from collections.abc import Mapping
 
 from ..metrics import METRICS
 from ..results import Results
-from ..shapes import FLOORS
-from .tables import failures, is_loss, is_ours, markdown_table, metric_cells, ours, values_of
+from ..shapes import FLOORS, LOCAL
+from .tables import (
+    Table,
+    baseline_section,
+    failures,
+    heading,
+    in_order,
+    is_loss,
+    is_ours,
+    join,
+    markdown_table,
+    metric_cells,
+    ours,
+    values_of,
+)
 
 TORCH = "eager"
 IN_GRAPH = "_graph"  # at the end of a peer's name: the same in a CUDA graph
@@ -63,9 +76,46 @@ def table(results: Results) -> str:
     lines = lines_of(results, every=True)
     if not lines:
         return ""
-    parts = ["\n".join([*HEAD, *lines]), failures(results)]
+    parts: list[str | Table] = ["\n".join([*HEAD, *lines])]
     if in_graphs := values_of(results, "graph_us"):
         columns, rows = metric_cells(METRICS["graph_us"], in_graphs)
         cells = [[case, *(cell.markdown for cell in found)] for case, found in rows]
-        parts.insert(1, "µs in a CUDA graph:\n\n" + markdown_table(columns, cells))
-    return "\n\n".join(part for part in parts if part)
+        parts.append("µs in a CUDA graph:\n\n" + markdown_table(columns, cells))
+    return join(*parts, failures(results))
+
+
+#: Whom sharded decode is compared with, the first that was measured: the best stock way.
+STOCK = ("nccl", "gloo")
+_TIMES = ("graph_us", "eager_us")
+_NOTE = (
+    "In the first column of times, +local: what it adds to our decode of the shard alone, µs; "
+    "×stock: its time over that of the stock way (nccl, or gloo on a CPU)."
+)
+
+
+def sharded_decode_table(results: Results) -> str:
+    """A row for each way to compute a case, ordered ours, peers, floors, with what it adds to `local`."""
+    values = {name: values_of(results, name) for name in (*_TIMES, "max_abs_err", "scaling")}
+    measured = [name for name, found in values.items() if found]
+    times = next((values[name] for name in _TIMES if name in measured), {})
+    compared = any(name in by for by in times.values() for name in (*STOCK, LOCAL))
+    columns = ["case", "impl", *(METRICS[name].title for name in measured)]
+    columns += ["+local", "×stock"] if compared else []
+    lines = []
+    for case in dict.fromkeys(row.case for row in results.rows):
+        found = {name: values[name].get(case, {}) for name in measured}
+        for impl in in_order(impl for by in found.values() for impl in by):
+            line = [METRICS[x].format(by[impl]) if impl in by else "–" for x, by in found.items()]
+            line += _compared(impl, times.get(case, {})) if compared else []
+            lines.append([case, impl, *line])
+    made = heading(results, _NOTE if compared else ""), markdown_table(columns, lines)
+    return join(*made, baseline_section(results), failures(results))
+
+
+def _compared(impl: str, times: Mapping[str, float]) -> list[str]:
+    us, local = times.get(impl), times.get(LOCAL)
+    stock = next((times[name] for name in STOCK if name in times), None)
+    return [
+        "–" if us is None or local is None else f"{us - local:+.1f}",
+        "–" if us is None or stock is None else f"{us / stock:.2f}",
+    ]

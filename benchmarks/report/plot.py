@@ -8,6 +8,7 @@ pure read as the roofline where the file has it.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,16 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cases import SWEEPS
+from ..metrics import METRICS
 from ..results import Results
 from ..shapes import PURE_READ, Shape, parse_name
-from . import plot_scaling, plot_training
-from .tables import in_order, is_ours, values_of
+from .tables import in_order, is_ours, machine_of, ours, values_of, versions_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PREFILL = (("fwd_TFLOPs", "forward"), ("bwd_TFLOPs", "backward"))
+_RANKS = re.compile(r"ranks(\d+)")
+_STEP = re.compile(r"(.*) step (\d+)")
+_TORCH = "sdpa"  # whose losses the others' distance is taken to
+#: Of a plot over ranks: in a graph where there is a device, and wall time on a CPU.
+_TIMES = ("graph_us", "eager_us")
 PREFILL = "prefill"
 RANKS = "ranks"
 TRAINING = "training"
@@ -53,6 +59,7 @@ _COLOURS = {
 }
 
 Series = list[tuple[str, Shape]]
+Lines = dict[Shape, dict[int, float]]  # a case without its ranks → ranks → time
 
 
 def longest_series(cases: Sequence[str]) -> Series:
@@ -85,7 +92,7 @@ def plottable(results: Results) -> list[str]:
         return [PREFILL]
     if values_of(results, "train_loss"):
         return [TRAINING]
-    return [RANKS] if plot_scaling.lines_of(results)[1] else []
+    return [RANKS] if lines_of(results)[1] else []
 
 
 def plot(results: Results, path: str | Path, axis: str | None = None) -> Path:
@@ -120,25 +127,15 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
     if axis is not None and axis not in possible:
         raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
     axis = axis or possible[0]
-    if axis == PREFILL:
-        rates = [(values_of(results, name), title) for name, title in _PREFILL]
-        rates = [(values, title) for values, title in rates if values]
-        size = max(7.0, 1.1 * max(len(values) for values, _ in rates)), 3.6 * len(rates)
-        figure, grid = pyplot.subplots(
-            len(rates), 1, figsize=size, squeeze=False, layout="constrained"
-        )
-        for axes, (values, title) in zip(grid[:, 0], rates, strict=True):
-            _bars(axes, values, title)
-    elif axis == TRAINING:
-        figure = pyplot.figure(figsize=(7, 6), layout="constrained")
-        plot_training.draw(figure, results)
+    figure = pyplot.figure(figsize=(7, 4.4), layout="constrained")
+    draw = {PREFILL: _rates, TRAINING: _training, RANKS: _scaling}.get(axis)
+    if draw is not None:
+        draw(figure, results)
     else:
-        figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
-        if axis == RANKS:
-            plot_scaling.draw(axes, results)
-        else:
-            _bandwidth(axes, values_of(results, "GBps"), axis)
-    _caption(figure, results)
+        _bandwidth(figure.subplots(), values_of(results, "GBps"), axis)
+    text = f"{machine_of(results)}, {versions_of(results)}"
+    text += "; a CPU run: not a result" if results.meta["gpu"] == "cpu" else ""
+    figure.supxlabel(text, fontsize=7)
     figure.savefig(to, format=form, bbox_inches="tight", dpi=160)
     pyplot.close(figure)
 
@@ -188,6 +185,16 @@ def _common(shapes: Sequence[Shape]) -> str:
     return ", ".join(text.format(*found) for text, found in properties.items() if len(found) == 1)
 
 
+def _rates(figure: Figure, results: Results) -> None:
+    rates = [(values_of(results, name), title) for name, title in _PREFILL]
+    rates = [(values, title) for values, title in rates if values]
+    widest = max(len(values) for values, _ in rates)
+    figure.set_size_inches(max(7.0, 1.1 * widest), 3.6 * len(rates))
+    grid = figure.subplots(len(rates), 1, squeeze=False)
+    for axes, (values, title) in zip(grid[:, 0], rates, strict=True):
+        _bars(axes, values, title)
+
+
 def _bars(axes: Axes, values: dict[str, dict[str, float]], title: str) -> None:
     implementations = in_order(name for by_impl in values.values() for name in by_impl)
     width = 0.85 / len(implementations)
@@ -208,12 +215,80 @@ def _bars(axes: Axes, values: dict[str, dict[str, float]], title: str) -> None:
     axes.legend(ncols=len(implementations), fontsize=8, loc="upper center")
 
 
-def _caption(figure: Figure, results: Results) -> None:
-    meta = results.meta
-    text = (
-        f"{meta['count']} × {meta['gpu']}, torch {meta['torch']}, triton {meta['triton']}, "
-        f"commit {meta['commit']}, {meta['date']}"
+def lines_of(results: Results) -> tuple[str, Lines]:
+    """(the metric of times, our times of every case over ranks); no lines in a file of another kind."""
+    for metric in _TIMES:
+        lines: Lines = {}
+        for case, by_impl in values_of(results, metric).items():
+            own, found = ours(by_impl), _RANKS.search(case)
+            if own is None or found is None:
+                continue
+            shape = parse_name(case.replace(f" {found[0]}", ""))
+            lines.setdefault(shape, {})[int(found[1])] = by_impl[own]
+        if lines:
+            return metric, lines
+    return _TIMES[0], {}
+
+
+def _scaling(figure: Figure, results: Results) -> None:
+    """Time over ranks, a line for each context length, and the ideal."""
+    axes = figure.subplots()
+    metric, lines = lines_of(results)
+    for i, (shape, times) in enumerate(lines.items()):
+        ranks = sorted(times)
+        label = f"{shape.kv_len:,} tokens"
+        axes.plot(ranks, [times[n] for n in ranks], marker="o", color=f"C{i}", label=label)
+        ideal = [times[ranks[0]] * ranks[0] / n for n in ranks]
+        axes.plot(ranks, ideal, linestyle="--", color=f"C{i}", linewidth=1)
+    axes.plot([], [], linestyle="--", color="gray", linewidth=1, label="ideal")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    everywhere = sorted({n for times in lines.values() for n in times})
+    axes.set_xticks(everywhere, [str(n) for n in everywhere])
+    axes.minorticks_off()
+    first = next(iter(lines))
+    axes.set_xlabel("ranks that share the cache")
+    axes.set_ylabel(METRICS[metric].title)
+    axes.set_title(
+        f"Decode over a sharded cache, batch {first.batch}, {first.heads}/{first.kv_heads} heads, "
+        f"{' '.join(first.tags)}"
     )
-    if meta["gpu"] == "cpu":
-        text += "; a CPU run: not a result"
-    figure.supxlabel(text, fontsize=7)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def curves(results: Results) -> tuple[str, dict[str, dict[int, float]]]:
+    """(what was trained, loss by implementation and step); of several seeds the first."""
+    title, found = "", {}
+    for case, by_impl in values_of(results, "train_loss").items():
+        match = _STEP.fullmatch(case)
+        title = title or match[1]
+        if match[1] != title:
+            continue
+        for impl, loss in by_impl.items():
+            found.setdefault(impl, {})[int(match[2])] = loss
+    return title, {impl: found[impl] for impl in in_order(found)}
+
+
+def _training(figure: Figure, results: Results) -> None:
+    """Loss curves over steps, all ways to attend in one panel, and their distance to torch's below it."""
+    figure.set_size_inches(7, 6)
+    title, found = curves(results)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    differ = False
+    for index, (impl, losses) in enumerate(found.items()):
+        style = dict(color=f"C{index}", linewidth=2.2 if is_ours(impl) else 1.2)
+        dashes = (0, (4, 2 * index)) if index else "-"  # curves that lie on each other all show
+        above.plot(list(losses), list(losses.values()), label=impl, linestyle=dashes, **style)
+        if impl != _TORCH and _TORCH in found:
+            apart = [abs(loss - found[_TORCH][step]) or math.nan for step, loss in losses.items()]
+            below.plot(list(losses), apart, **style)
+            differ |= not all(map(math.isnan, apart))
+    above.set_ylabel("loss, nats a byte")
+    above.set_title(f"Training, {title}")
+    above.legend()
+    below.set_ylabel(f"|loss - {_TORCH}'s|")
+    below.set_xlabel("step")
+    below.set_yscale("log" if differ else "linear")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)

@@ -5,7 +5,6 @@ The tables are made from the newest results file of each benchmark. docs/perform
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from ..results import RESULTS_DIR, Results
 from ..shapes import FLOORS
 from .tables import is_loss, is_ours, markdown_table, opposite, ratio_text, ratios, values_of
 
-_SECTION = re.compile(r"(<!-- summary -->\n).*?(<!-- end of summary -->)", re.DOTALL)
 _H100 = "H100-80GB-HBM3"
 NOTE = (
     "Each row compares ours (with its strategy) with the peer that is fastest in that row. "
@@ -109,15 +107,6 @@ SUBJECTS = (
 def section(folder: Path = RESULTS_DIR) -> str:
     tables = [text for subject in SUBJECTS if (text := _table(subject, folder))]
     return "\n\n".join([NOTE, *tables] if tables else ["Not measured yet."]) + "\n"
-
-
-def updated(text: str, folder: Path = RESULTS_DIR) -> str:
-    """The README's text with its summary made anew."""
-    if not _SECTION.search(text):
-        raise ValueError(
-            "README.md must have <!-- summary --> and <!-- end of summary -->, got neither"
-        )
-    return _SECTION.sub(lambda found: f"{found[1]}{section(folder)}{found[2]}", text)
 
 
 def _table(subject: Subject, folder: Path) -> str:

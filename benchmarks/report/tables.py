@@ -8,7 +8,7 @@ another of ours never are. Decode times have the percentage of the pure read's s
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..metrics import METRICS, SPREAD_SUFFIX, TEXT_METRICS, Metric, metric_named
@@ -16,6 +16,7 @@ from ..results import NO_GPU, Results
 from ..shapes import FLOORS, PURE_READ
 from .baselines import TOLERANCE, checks
 
+ON_A_CPU = "Measured on a CPU: shows that the machinery runs, is not a result."
 Values = dict[str, dict[str, float]]  # case → impl → value
 PERCENT = "%"
 #: Ours without lengths, and the peers that know none: these are compared with the same call.
@@ -63,51 +64,74 @@ def ratios(results: Results, metric: str) -> Values:
     return found
 
 
-def render(results: Results) -> str:
-    """The whole file as Markdown."""
-    parts = [heading(results)]
+@dataclass(frozen=True)
+class Table:
+    """A table below its title; `note` stands between them."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    note: str = ""
+    level: int = 3
+
+    @property
+    def markdown(self) -> str:
+        rows = [
+            [x.markdown if isinstance(x, Cell) else x.replace("|", "\\|") for x in row]
+            for row in self.rows
+        ]
+        parts = [f"{'#' * self.level} {self.title}", self.note, markdown_table(self.columns, rows)]
+        return "\n\n".join(part for part in parts if part)
+
+
+def sections(results: Results, speeds_only: bool = False) -> Iterator[str | Table]:
+    """What there is to say of a file: every metric, spreads, the check against baselines, what has no figure."""
     for metric in METRICS.values():
         values = values_of(results, metric.name)
-        if values:
-            parts.append(_metric_table(results, metric, values))
-    spreads = "\n".join(f"- {line}" for line in spread_lines(results))
-    parts += [spreads, baseline_table(results), failures(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        if values and (metric.higher is not None or not speeds_only):
+            columns, cells = metric_cells(metric, values)
+            rows = [[case, *found] for case, found in cells]
+            level = 4 if speeds_only else 3
+            yield Table(table_title(metric, columns), columns, rows, level=level)
+    if not speeds_only:
+        yield "\n".join(f"- {line}" for line in spread_lines(results))
+    yield baseline_section(results)
+    yield failures(results)
+
+
+def render(results: Results) -> str:
+    """The whole file as Markdown."""
+    return join(heading(results), *sections(results))
 
 
 def render_summary(results: Results) -> str:
     """The speeds alone, one level of headings lower, for docs/performance.md."""
-    parts = [heading(results)]
-    for metric in METRICS.values():
-        values = values_of(results, metric.name)
-        if values and metric.higher is not None:
-            parts.append("#" + _metric_table(results, metric, values))
-    parts += [baseline_table(results), failures(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return join(heading(results), *sections(results, speeds_only=True))
+
+
+def join(*parts: str | Table) -> str:
+    texts = (part.markdown if isinstance(part, Table) else part for part in parts)
+    return "\n\n".join(text for text in texts if text) + "\n"
 
 
 def heading(results: Results, note: str = RATIO_NOTE) -> str:
     """What the run was, and how to read what follows."""
     meta = results.meta
-    where = "Compiled only" if meta["gpu"] == NO_GPU else f"{meta['count']} × {meta['gpu']}"
-    lines = [
-        f"{where}, torch {meta['torch']}, triton {meta['triton']}, "
-        f"commit {meta['commit']}, {meta['date']}",
-        "",
-        f"`{meta['command']}`",
-    ]
+    where = "Compiled only" if meta["gpu"] == NO_GPU else machine_of(results)
+    lines = [f"{where}, {versions_of(results)}", "", f"`{meta['command']}`"]
     if note and any(row.impl == FULL for row in results.rows):
         note = f"{note} {FULL_NOTE}"
     lines += ["", note] if note else []
-    if meta["gpu"] == "cpu":
-        lines += ["", "**Measured on a CPU: shows that the machinery runs, is not a result.**"]
+    lines += ["", f"**{ON_A_CPU}**"] if meta["gpu"] == "cpu" else []
     return "\n".join(lines)
 
 
-def _metric_table(results: Results, metric: Metric, values: Values) -> str:
-    columns, rows = metric_cells(metric, values)
-    lines = [[case, *(cell.markdown for cell in cells)] for case, cells in rows]
-    return f"### {table_title(metric, columns)}\n\n" + markdown_table(columns, lines)
+def machine_of(results: Results) -> str:
+    return "{count} × {gpu}".format(**results.meta)
+
+
+def versions_of(results: Results) -> str:
+    return "torch {torch}, triton {triton}, commit {commit}, {date}".format(**results.meta)
 
 
 def table_title(metric: Metric, columns: Sequence[str]) -> str:
@@ -187,7 +211,7 @@ def spread_lines(results: Results) -> list[str]:
     return lines
 
 
-def baseline_table(results: Results) -> str:
+def baseline_section(results: Results) -> str | Table:
     found = checks(results)
     if found is None:
         return "" if results.meta["gpu"] in ("cpu", NO_GPU) else "No baselines for this GPU."
@@ -201,18 +225,15 @@ def baseline_table(results: Results) -> str:
     for check in slow:
         figures = (check.metric.format(value) for value in (check.value, check.baseline))
         rows.append([check.case, check.impl, check.metric.name, *figures, ratio_text(check.speed)])
-    head = f"### {len(slow)} of {len(found)} floors and peers over {limit} slower than baseline"
-    advice = "Their cases do not count."
+    title = f"{len(slow)} of {len(found)} floors and peers over {limit} slower than baseline"
     columns = ["case", "impl", "metric", "here", "baseline", "speed"]
-    return f"{head}\n\n{advice}\n\n" + markdown_table(columns, rows)
+    return Table(title, columns, rows, "Their cases do not count.")
 
 
-def failures(results: Results) -> str:
+def failures(results: Results) -> str | Table:
     """What was asked for and has no figure, with the reasons."""
-    rows = [[text.replace("|", "\\|") for text in row] for row in failure_rows(results)]
-    if not rows:
-        return ""
-    return "### Without a figure\n\n" + markdown_table(["case", "impl", "what", "why"], rows)
+    rows = failure_rows(results)
+    return Table("Without a figure", ["case", "impl", "what", "why"], rows) if rows else ""
 
 
 def failure_rows(results: Results) -> list[list[str]]:

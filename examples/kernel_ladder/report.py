@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.metrics import metric_named
+from benchmarks.report import documents
 from benchmarks.results import RESULTS_DIR, Results
 
 from . import RUNGS
 
 README = Path(__file__).resolve().parent / "README.md"
 COPIED = "/contiguous"  # behind a rung's name: K and V copied before each call
-_SECTION = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 # Heading, kind of case, metrics of which a file has one. `graph_us` on a GPU, `eager_us` on a CPU.
 _COLUMNS = (
@@ -95,8 +94,6 @@ def heading(results: Results) -> str:
 
 def updated(text: str, folder: Path = RESULTS_DIR) -> str:
     """The README's text with its results section made anew from the newest `--kernel all` runs."""
-    if not _SECTION.search(text):
-        raise ValueError("README.md must have <!-- results --> and <!-- end of results -->")
     parts = []
     for name in ("ladder", "ladder-contiguous"):
         if files := sorted(folder.glob(f"*_{name}.json")):
@@ -104,4 +101,4 @@ def updated(text: str, folder: Path = RESULTS_DIR) -> str:
             link = f"From [`{files[-1].name}`](../../benchmarks/results/{files[-1].name})."
             parts.append(f"{heading(results)}\n\n{tables(results)}\n\n{link}\n")
     section = "\n".join(parts) or "Not measured on a GPU yet.\n"
-    return _SECTION.sub(lambda found: f"{found[1]}{section}{found[2]}", text)
+    return documents.updated(text, "results", section)

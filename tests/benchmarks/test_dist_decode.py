@@ -15,9 +15,8 @@ import pytest
 
 from benchmarks.__main__ import _parser, main, normalised
 from benchmarks.distributed import mpi
-from benchmarks.report import sharded_decode as decode_report
-from benchmarks.report.plot import plot, plottable
-from benchmarks.report.plot_scaling import lines_of
+from benchmarks.report import parallel
+from benchmarks.report.plot import lines_of, plot, plottable
 from benchmarks.report.tables import render
 from benchmarks.results import Results, Row, command_line
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
@@ -193,7 +192,7 @@ def test_the_table_compares_with_the_best_stock_way_and_with_local() -> None:
         "pure_read": 9.9,
     }
     results = Results(META, [Row(NAME, impl, "graph_us", us, "us") for impl, us in times.items()])
-    lines = decode_report.table(results).splitlines()
+    lines = parallel.sharded_decode_table(results).splitlines()
     assert f"| {NAME} | fdattn/auto | 18.5 | +5.0 | 0.54 |" in lines
     assert f"| {NAME} | fdattn/star | 40.0 | +26.5 | 1.16 |" in lines
     assert f"| {NAME} | pure_read | 9.90 | -3.6 | 0.29 |" in lines

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.report.tables import failures, heading, markdown_table
+from benchmarks.report.tables import failures, heading, join, markdown_table
 from benchmarks.results import NO_GPU, Recorder, Results, collect_meta, file_name
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def report(cases: Sequence[Case], recorder: Recorder) -> str:
                     ("shared_KiB", found.shared / 1024), ("occupancy", held.percent),
                 ):  # fmt: skip
                     recorder.add(name, case.arch, metric, value)
-    parts = [markdown_table(_COLUMNS, lines), failures(recorder.results)]
-    return "\n\n".join(part for part in parts if part)
+    return join(markdown_table(_COLUMNS, lines), failures(recorder.results)).rstrip("\n")
 
 
 def inputs_of(case: Case) -> str:
