@@ -1,4 +1,4 @@
-"""The ranks of a run: join those that torchrun started, or start them."""
+"""The ranks of a run: those that torchrun started, or that it starts; and what they do together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .results import describe
+
+Result = TypeVar("Result")
 TIMEOUT_S = 300
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: The least value of each of its numbers.
@@ -129,3 +132,56 @@ def largest(errors: Tensor) -> float:
     worst = worst.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
+
+
+def meet(ranks: Ranks) -> None:
+    """Returns when every rank is here and its device has nothing left to do."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(ranks.group)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(ranks: Ranks, times: Sequence[float]) -> list[float]:
+    """Each time's largest over the ranks."""
+    found = torch.tensor(times, dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, ranks.group)
+    return found.tolist()
+
+
+class StepFailed(RuntimeError):
+    """Some rank's failure, raised on all.
+
+    refused: it said that it has no such form. wrong: it computed something else than it should.
+    """
+
+    def __init__(self, reason: str, failure: str) -> None:
+        super().__init__(reason)
+        self.refused = failure == NotImplementedError.__name__
+        self.wrong = failure == AssertionError.__name__
+
+
+def together(ranks: Ranks, step: str, function: Callable[[], Result]) -> Result:
+    """The function's result, if it raised nothing on any rank: else the step fails on all of them, with the reason.
+
+    Without this a rank that raised would go on to the next implementation, and the others would wait for it in this
+    one. What the function does must not make ranks wait
+    for one that raised before: a collective stands alone, or behind what all ranks raise or none.
+
+    Raises:
+        StepFailed: with the first rank's exception.
+    """
+    result, failure = None, None
+    try:
+        result = function()
+    except Exception as raised:
+        failure = type(raised).__name__, describe(raised)
+    failures: list = [None] * ranks.size
+    dist.all_gather_object(failures, failure, ranks.group)
+    found = [(rank, *said) for rank, said in enumerate(failures) if said is not None]
+    if found:
+        rank, kind, text = found[0]
+        where = "" if len(found) == ranks.size else f"rank {rank}: "
+        raise StepFailed(f"{step}: {where}{text}", kind)
+    return result

@@ -11,14 +11,12 @@ from torch import Tensor
 import torch_fdattn
 
 from ..floors import best_pure_read
-from ..ranks import Ranks
+from ..ranks import Ranks, StepFailed, together
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
-from ..timing import copies_needed
+from ..timing import GRAPH, Rounds, copies_needed
 from . import ways
-from .rounds import GRAPH, Rounds
 from .shards import Answer, check_same_bits, make_shards, shard_bytes
-from .together import StepFailed, together
 
 CALLS = 2  # of one that is checked and not timed: both must give the same bits
 _FIRST_CALL_S, _LATER_CALL_S = 30.0, 1.0  # that ranks wait for each other, on GPUs

@@ -25,17 +25,16 @@ from torch_fdattn.dist.tp_linear.op import EPILOGUE_ROWS
 from torch_fdattn.models import ModelConfig
 
 from ..peers.torch_symm import NAME as SYMMETRIC
-from ..ranks import Ranks
+from ..ranks import Ranks, StepFailed, together
 from ..report.parallel import TORCH
 from ..report.tables import render, values_of
 from ..results import Recorder, Results
 from ..runner import DTYPES, generator
 from ..shapes import GEMM_ALONE
+from ..timing import EAGER, GRAPH
 from .layer_run import error_and_bound, marked, prepared
 from .matmuls import Matmul
 from .models import config_named, require_memory
-from .rounds import EAGER, GRAPH
-from .together import StepFailed, together
 
 ROWS = tuple(2**i for i in range(15))
 MODELS = ("Qwen/Qwen3-32B", "meta-llama/Meta-Llama-3-70B")

@@ -9,9 +9,12 @@ theirs in a CUDA graph.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,12 +22,12 @@ import torch.distributed as dist
 from torch_fdattn.engine import Engine
 
 from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
-from ..ranks import Ranks, largest
+from ..ranks import Ranks, StepFailed, largest, together
 from ..report import parallel
 from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
 from ..runner import DTYPES, generator
-from .clock import Call, captured, compare
+from ..timing import Call, captured, compare
 from .layer_run import marked, our_name
 from .models import (
     config_named,
@@ -35,10 +38,9 @@ from .models import (
     whole_model,
 )
 from .parallel_options import file_name as file_name
-from .progress import progress
-from .together import StepFailed, together
 
 table = parallel.table
+Item = TypeVar("Item")
 STEPS = 2  # room in the cache: the step that is timed is taken back each time
 PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activations
 
@@ -112,19 +114,17 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         case = marked(case, ranks.device)
         calls, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
         calls = {**_that_run(made, case, calls, recorder, mode == "decode"), made.ours: ours}
-        prepare = {made.ours: made.engine.reset}
+        before = {made.ours: made.engine.reset}
         if mode == "decode":
-            prepare = {made.ours: lambda: made.engine.truncate(options.seq_len)}
-        medians = compare(ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare)
+            before = {made.ours: lambda: made.engine.truncate(options.seq_len)}
+        medians = compare(ranks, recorder, case, calls, repeats=options.repeats, before=before)
         if mode == "decode" and options.eager:
             made.engine.close()  # lets go of the CUDA graph: steps run eagerly from here on
-            calls, prepare = (
+            calls, before = (
                 {f"{made.ours}-eager": ours},
-                {f"{made.ours}-eager": prepare[made.ours]},
+                {f"{made.ours}-eager": before[made.ours]},
             )
-            medians |= compare(
-                ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare
-            )
+            medians |= compare(ranks, recorder, case, calls, repeats=options.repeats, before=before)
         tokens = options.bsz * (options.seq_len if mode == "prefill" else 1)
         for impl, ms in medians.items():
             recorder.add(case, impl, "tokens_per_s", 1e3 * tokens / ms)
@@ -223,16 +223,26 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
     return True
 
 
+def _progress(items: Iterable[Item], total: int, text: str, rank: int) -> Iterable[Item]:
+    """The items, with a bar on rank 0's terminal where rich is installed."""
+    if rank or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, text, total=total, console=Console(stderr=True), transient=True)
+
+
 def _our_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
     made.engine.reset()
     steps = made.engine.generate(prompts.tolist(), count)
-    for _ in progress(steps, count, made.ours, ranks.rank):
+    for _ in _progress(steps, count, made.ours, ranks.rank):
         pass
 
 
 def _torch_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
     tokens, held = prompts.to(ranks.device), 0
-    for _ in progress(range(count), count, TORCH, ranks.rank):
+    for _ in _progress(range(count), count, TORCH, ranks.rank):
         logits = made.torch(tokens, held)
         held += tokens.shape[1]
         tokens = logits.argmax(-1, keepdim=True)

@@ -17,14 +17,12 @@ from torch import Tensor
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tp_layers import TokenRows
 
-from ..ranks import Ranks, largest
+from ..ranks import Ranks, StepFailed, largest, together
 from ..results import Recorder
 from ..runner import DTYPES, generator
+from ..timing import Rounds, compare
 from . import timeline
-from .clock import compare
 from .models import config_named, require_memory
-from .rounds import Rounds
-from .together import StepFailed, together
 
 #: Calls of one implementation; where there are several, they differ in their weights' place alone.
 Calls = Sequence[Callable[[], Tensor]]

@@ -21,7 +21,7 @@ from ..ranks import Ranks, largest
 from ..report import parallel
 from ..results import Recorder, describe
 from ..runner import DTYPES, generator
-from .clock import Call, compare
+from ..timing import Call, compare
 
 SINGLE = "single_device"
 table = parallel.table

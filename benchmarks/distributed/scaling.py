@@ -16,13 +16,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..ranks import Ranks
+from ..ranks import Ranks, meet
 from ..results import Recorder
 from ..shapes import DecodeCase
+from ..timing import EAGER, GRAPH
 from . import ways
 from .case_run import CaseRun
-from .clock import meet
-from .rounds import EAGER, GRAPH
 
 LENGTHS = (32768, 131072, 1048576)
 CPU_LENGTHS = (32, 64)

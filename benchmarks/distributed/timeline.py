@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from ..ranks import Ranks
-from .clock import meet
+from ..ranks import Ranks, meet
 
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {

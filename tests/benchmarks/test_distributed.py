@@ -21,7 +21,6 @@ from benchmarks import ranks as processes
 from benchmarks import runner
 from benchmarks.__main__ import _parser, main, normalised
 from benchmarks.distributed import parallel_options
-from benchmarks.distributed.clock import compare
 from benchmarks.distributed.end_to_end import _Model
 from benchmarks.distributed.models import (
     CONFIGS,
@@ -36,6 +35,7 @@ from benchmarks.peers.eager_parallel import TorchModel
 from benchmarks.registry import BENCHMARKS
 from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
+from benchmarks.timing import compare
 from torch_fdattn.dist.tp_layers import TPHead
 from torch_fdattn.models.transformer import MLP
 
