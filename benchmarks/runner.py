@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,7 @@ from .ranks import Ranks, alone, join, start_ranks, under_torchrun
 from .registry import Benchmark, cases_of
 from .report.tables import render
 from .results import Recorder, Results, collect_meta, describe, output_path
+from .shapes import Case
 from .timing import DeviceLost, Sample, Timer, interleave
 
 if TYPE_CHECKING:
@@ -143,11 +144,6 @@ def show(recorder: Recorder, html: str | None, table: Callable[[Results], str] =
         from .report.html_page import write_html
 
         print(f"Written to {write_html(recorder.results, html)}")
-
-
-class Case(Protocol):
-    @property
-    def name(self) -> str: ...
 
 
 @dataclass

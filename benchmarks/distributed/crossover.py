@@ -32,7 +32,7 @@ from ..results import Recorder, Results
 from ..runner import DTYPES, generator
 from ..shapes import GEMM_ALONE
 from ..timing import EAGER, GRAPH
-from .layer_run import error_and_bound, marked, prepared
+from .layer_run import checked, error_and_bound, marked, prepared
 from .matmuls import Matmul
 from .models import config_named, require_memory
 
@@ -131,20 +131,16 @@ def _measure(
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
     first = f"fdattn/{WAYS[op][0]}"
     ordered = {TORCH: others.pop(TORCH), first: ours.pop(first), **others, **ours}
-    holds, calls = True, {}
-    for name, way in ordered.items():
-        try:
-            found = together(ranks, "first call", way[0])
-            mine = name.startswith("fdattn/")
-            error, bound = error_and_bound(found, right if mine else found.double())
-            if not error <= bound < math.inf:
-                raise StepFailed(
-                    f"first call: error {error:.2e}, bound {bound:.2e}", "AssertionError"
-                )
-            calls[name] = way
-        except StepFailed as failure:
-            recorder.error(case, name, str(failure))
-            holds &= not name.startswith("fdattn/") or failure.refused
+
+    def near(name: str, found: torch.Tensor) -> bool:
+        error, bound = error_and_bound(
+            found, right if name.startswith("fdattn/") else found.double()
+        )
+        if not error <= bound < math.inf:
+            raise StepFailed(f"first call: error {error:.2e}, bound {bound:.2e}", "AssertionError")
+        return True
+
+    calls, holds = checked(case, ranks, recorder, ordered, near)
     rounds = prepared(case, ranks, recorder, calls)
     measured.add(op, shape, rows, rounds.sample(options.repeats))
     rounds.clear()

@@ -1,7 +1,7 @@
 """Decode over a KV cache that is sharded over ranks: every strategy, stock ways, floors.
 
 `correctness` calls each way several times and checks it; `compare` also times it, in a CUDA graph over
-rotated inputs, and eager; `latency` and `scaling` have files of their own. All times are the slowest
+rotated inputs, and eager; `scaling` does on ever more ranks, `latency` has a file of its own. All times are the slowest
 rank's. On a CPU, where the kernels are interpreted, there is wall time alone, and the cases say `cpu`.
 """
 
@@ -14,13 +14,15 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from ..cases import DIST_DECODE_CASES, select
-from ..ranks import Ranks
+from ..ranks import Ranks, meet
 from ..report import parallel
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
-from . import latency, scaling, ways
+from ..timing import EAGER, GRAPH
+from . import latency, ways
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
             return latency.measure(options, ranks, recorder)
         cases = chosen_cases(options, ranks.device)
         if options.case == "scaling":
-            return scaling.measure(options, ranks, recorder, cases)
+            return _scaling(options, ranks, recorder, cases)
         return _measure(options, ranks, recorder, cases)
 
 
@@ -58,7 +60,7 @@ def chosen_cases(options: argparse.Namespace, device: torch.device) -> list[Deco
     if given:
         cases = [dataclasses.replace(cases[0], **given)]
     elif options.case == "scaling" and not options.cases:
-        cases = scaling.default_cases(device)
+        cases = _scaling_cases(device)
     if cases[0].heads % cases[0].kv_heads:
         raise ValueError(
             f"--heads must be a multiple of --kv-heads {cases[0].kv_heads}, got {cases[0].heads}"
@@ -128,4 +130,67 @@ def _measure_case(
     if ranks.rank == 0:
         taken = f"{time.monotonic() - begin:.1f} s, auto is {run.auto}"
         print(f"{name}: {taken}", file=sys.stderr, flush=True)
+    return run.holds
+
+
+def _scaling(
+    options: argparse.Namespace, ranks: Ranks, recorder: Recorder, cases: list[DecodeCase]
+) -> bool:
+    """Strong scaling: one cache on 1, 2, …, W ranks, for every context length. Whether every result was right.
+
+    On k ranks the first k make a group of their own, and the others wait. On one it is our decode alone, with nothing
+    around it: that is what more ranks must be compared with. A row's case ends in `ranks<k>`; the metric `scaling` is
+    how many times faster k ranks are than one.
+    """
+    strategies = options.strategies or ["auto"]
+    groups = [_first(ranks, size) for size in range(1, ranks.size + 1)]
+    holds = True
+    for case in cases:
+        alone: dict[str, float] = {}  # by strategy
+        for size, members in enumerate(groups, 1):
+            begin = time.monotonic()
+            if members is not None:
+                holds &= _scale(case, members, recorder, strategies, options.repeats, alone)
+            meet(ranks)  # who is not among them waits here
+            recorder.save()
+            if ranks.rank == 0:
+                taken = time.monotonic() - begin
+                print(f"{case.name} on {size}: {taken:.1f} s", file=sys.stderr, flush=True)
+    return holds
+
+
+def _scaling_cases(device: torch.device) -> list[DecodeCase]:
+    """What is measured where no case or shape is given: one request at several lengths."""
+    if device.type == "cpu":
+        return [DecodeCase(1, 4, 2, length, 32, "fp32", tiny=True) for length in (32, 64)]
+    return [DecodeCase(1, 64, 8, length) for length in (32768, 131072, 1048576)]
+
+
+def _first(ranks: Ranks, size: int) -> Ranks | None:
+    """The first `size` ranks, if this one is among them; every rank takes part in making the group."""
+    if size == ranks.size:
+        return ranks
+    group = dist.new_group(list(range(size)))
+    if ranks.rank >= size:
+        return None
+    return Ranks(ranks.rank, size, ranks.device, group.group_name)
+
+
+def _scale(
+    case: DecodeCase, members: Ranks, recorder: Recorder, strategies: list[str], repeats: int,
+    alone: dict[str, float],
+) -> bool:  # fmt: skip
+    name = f"{case.name} ranks{members.size}" + (" cpu" if members.device.type == "cpu" else "")
+    run = CaseRun(case, name, members, recorder, timed=True)
+    with contextlib.ExitStack() as stack:
+        for strategy in strategies:
+            way = ways.ours(strategy, members)
+            if members.size == 1:
+                way = dataclasses.replace(ways.LOCAL_WAY, name=way.name, ours=True, whole=True)
+            run.take(way, stack)
+        medians = run.sample(repeats)
+        run.rounds.clear()
+    for impl, taken in medians.get(GRAPH, medians.get(EAGER, {})).items():
+        first = alone.setdefault(impl, taken)
+        recorder.add(name, impl, "scaling", first / taken)
     return run.holds

@@ -28,7 +28,7 @@ from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
 from ..runner import DTYPES, generator
 from ..timing import Call, captured, compare
-from .layer_run import marked, our_name
+from .layer_run import checked, marked, our_name
 from .models import (
     config_named,
     kv_bytes,
@@ -157,16 +157,19 @@ def _that_run(
     made: _Model, case: str, calls: Mapping[str, Call], recorder: Recorder, in_graphs: bool
 ) -> dict[str, Call]:
     """Those that run here, and, where asked for, replays of them: our decode step is a CUDA graph as well."""
-    ranks, found = made.ranks, {}
-    for name, call in calls.items():
-        try:
-            together(ranks, "first call", call)
-            found[name] = call
-            if in_graphs and ranks.device.type == "cuda":
+    ranks = made.ranks
+    ways, _ = checked(
+        case, ranks, recorder, {x: [call] for x, call in calls.items()}, lambda *_: True
+    )
+    found = {}
+    for name, (call,) in ways.items():
+        found[name] = call
+        if in_graphs and ranks.device.type == "cuda":
+            try:
                 graph = together(ranks, "graph", lambda call=call: captured(ranks, call))
                 found[f"{name}{IN_GRAPH}"] = graph.replay
-        except StepFailed as failure:
-            recorder.error(case, name, str(failure))
+            except StepFailed as failure:
+                recorder.error(case, name, str(failure))
     return found
 
 
