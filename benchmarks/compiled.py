@@ -100,8 +100,7 @@ class _Measurement:
         self._compile_times([way for way in self.ways if way.name in steps])
 
     def _made(self, way: Way) -> Step:
-        fn = way.apply(self.fn)
-        return lambda: self.step(fn)
+        return functools.partial(self.step, way.apply(self.fn))
 
     def _result(self, step: Step) -> Tensor:
         found = step().float()
@@ -110,9 +109,8 @@ class _Measurement:
 
     def _times(self, steps: dict[str, Step]) -> None:
         timer, use = self.run.timer, self.case.use
-        metric, scale = {"train": ("step_ms", 1e-3), "prefill": ("fwd_us", 1)}.get(
-            use, ("graph_us", 1)
-        )
+        metric = {"train": "step_ms", "prefill": "fwd_us", "decode": "graph_us"}[use]
+        scale = 1e-3 if use == "train" else 1.0
         samplers = {}
         for name, step in steps.items():
             with self.guard(name, metric):

@@ -9,6 +9,7 @@ theirs in a CUDA graph.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 import sys
@@ -103,54 +104,39 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     made = _Model(options, ranks, options.bsz, capacity, strategy)
     prompts = made.prompts(options.bsz, options.seq_len)
     holds = not options.check or _check(made, prompts, options, recorder)
-    words = (
-        f"bsz{options.bsz}",
-        f"N{options.seq_len}",
-        options.model,
-        f"L{made.config.num_layers}",
-    )
+    words = f"bsz{options.bsz}", f"N{options.seq_len}", options.model, f"L{made.config.num_layers}"
     for mode in [options.mode] if options.mode else ["prefill", "decode"]:
+        decode = mode == "decode"
         case = " ".join(("e2e", *words, options.dtype, f"x{ranks.size}", mode))
         case = marked(case, ranks.device)
-        calls, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
-        calls = {**_that_run(made, case, calls, recorder, mode == "decode"), made.ours: ours}
-        before = {made.ours: made.engine.reset}
-        if mode == "decode":
-            before = {made.ours: lambda: made.engine.truncate(options.seq_len)}
-        medians = compare(ranks, recorder, case, calls, repeats=options.repeats, before=before)
-        if mode == "decode" and options.eager:
+        others, ours, back = _calls(made, prompts, decode)
+        calls = {**_that_run(made, case, others, recorder, decode), made.ours: ours}
+        timed = functools.partial(compare, ranks, recorder, case, repeats=options.repeats)
+        medians = timed(calls=calls, before={made.ours: back})
+        if decode and options.eager:
             made.engine.close()  # lets go of the CUDA graph: steps run eagerly from here on
-            calls, before = (
-                {f"{made.ours}-eager": ours},
-                {f"{made.ours}-eager": before[made.ours]},
-            )
-            medians |= compare(ranks, recorder, case, calls, repeats=options.repeats, before=before)
-        tokens = options.bsz * (options.seq_len if mode == "prefill" else 1)
+            name = f"{made.ours}-eager"
+            medians |= timed(calls={name: ours}, before={name: back})
+        tokens = options.bsz * (1 if decode else options.seq_len)
         for impl, ms in medians.items():
             recorder.add(case, impl, "tokens_per_s", 1e3 * tokens / ms)
     made.engine.close()
     return holds
 
 
-def _prefill(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
-    """(others' calls, ours)."""
-    tokens, lists = prompts.to(made.ranks.device), prompts.tolist()
-    others = {
-        name: lambda by=by: made.torch(tokens, 0, by)
-        for name, by in made.peers(tokens.numel()).items()
-    }
-    return others, lambda: made.engine.prefill(lists)
-
-
-def _decode(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
-    made.engine.reset()
-    made.engine.prefill(prompts.tolist())
-    tokens, held = prompts[:, :1].to(made.ranks.device), prompts.shape[1]
-    others = {
-        name: lambda by=by: made.torch(tokens, held, by)
-        for name, by in made.peers(tokens.numel()).items()
-    }
-    return others, lambda: made.engine.step(tokens)
+def _calls(made: _Model, prompts: torch.Tensor, decode: bool) -> tuple[dict[str, Call], Call, Call]:
+    """(others' calls, ours, what takes ours back): the prompts, or the step behind them."""
+    tokens, held, lists = prompts.to(made.ranks.device), 0, prompts.tolist()
+    engine = made.engine
+    ours, back = functools.partial(engine.prefill, lists), engine.reset
+    if decode:
+        engine.reset()
+        engine.prefill(lists)
+        tokens, held = tokens[:, :1].contiguous(), prompts.shape[1]
+        ours = functools.partial(engine.step, tokens)
+        back = functools.partial(engine.truncate, held)
+    peers = made.peers(tokens.numel()).items()
+    return {x: functools.partial(made.torch, tokens, held, by) for x, by in peers}, ours, back
 
 
 def _that_run(

@@ -17,7 +17,7 @@ from torch_fdattn.dist import TPMLP, ShardedKVCache, TPAttention
 from torch_fdattn.models import Transformer
 from torch_fdattn.ops.rotary import rotate
 
-from . import torch_symm as symmetric_peers
+from . import torch_symm
 from ..ranks import Ranks, all_gather
 
 
@@ -63,16 +63,16 @@ class FusedLinears(Linears):
         return whole.view(*shape, -1)
 
     def columns(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        return symmetric_peers.gather(x, [linear.weight for linear in linears], self._group_name)
+        return torch_symm.gather(x, [linear.weight for linear in linears], self._group_name)
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        return symmetric_peers.scatter(x.flatten(0, -2), linear.weight, self._group_name)
+        return torch_symm.scatter(x.flatten(0, -2), linear.weight, self._group_name)
 
 
 class SymmetricLinears(Linears):
     """torch's all-reduces over symmetric memory."""
 
-    def __init__(self, all_reduce: symmetric_peers.AllReduce, method: str) -> None:
+    def __init__(self, all_reduce: torch_symm.AllReduce, method: str) -> None:
         self._all_reduce, self._method = all_reduce, method
 
     def row(self, x: Tensor, linear: nn.Linear) -> Tensor:
@@ -89,11 +89,11 @@ def fused(
     """torch's own over symmetric memory by name, with a form for so many tokens; none on CPUs and on one rank."""
     if ranks.device.type != "cuda" or ranks.size == 1:
         return {}
-    name = symmetric_peers.NAME
+    name = torch_symm.NAME
     if not replicated:
         return {} if tokens % ranks.size else {name: FusedLinears(ranks)}
-    made = symmetric_peers.AllReduce(tokens, hidden, dtype, ranks.device, ranks.group_name)
-    return {f"{name}/{by}": SymmetricLinears(made, by) for by in symmetric_peers.METHODS}
+    made = torch_symm.AllReduce(tokens, hidden, dtype, ranks.device, ranks.group_name)
+    return {f"{name}/{by}": SymmetricLinears(made, by) for by in torch_symm.METHODS}
 
 
 def mlp(layer: TPMLP, x: Tensor, by: Linears = EAGER) -> Tensor:

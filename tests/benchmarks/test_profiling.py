@@ -111,7 +111,8 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(host._INSIDE_CPU, "checks", ("torch_fdattn.ops.decode.op", "gone", 0))
+    gone = ("torch_fdattn.ops.decode.op", "gone", 0), "checks", ()
+    monkeypatch.setitem(host.STAGES["cpu"], "checks", gone)
     run = run_with()
     host.measure(run, CASES[:1])
     errors = [row.value for row in rows(run, "stage/checks", "error")]
