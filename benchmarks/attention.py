@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         raise ValueError(f"--passes must be of {', '.join(PASSES)}, got {options.passes!r}")
     sizes, unasked = _tile_sizes(options), options.vs == PEERS["attention"]
     if options.features:
-        ours, *others = features.chosen(FEATURE_PEERS if unasked else options.vs)
+        ours, *others = peers.chosen(FEATURE_PEERS if unasked else options.vs, peers.FEATURED)
     else:  # a sweep over tiles compares ours with ours, unless peers are named
         ours, *others = peers.chosen("none" if sizes and unasked else options.vs)
     tiled = swept(ours, sizes)
@@ -163,9 +163,12 @@ class _Measurement:
                 call, grad = make(impl, attention)
                 with self._timed(impl, grad):
                     sample = self.run.timer.sampler(call)
-                session = functools.partial(self._timed, impl, grad)
-                samplers[impl.name] = functools.partial(_within, session, sample)
+                samplers[impl.name] = functools.partial(self._sampled, impl, grad, sample)
         return samplers
+
+    def _sampled(self, impl: Implementation, grad: bool, sample: Callable[[], float]) -> float:
+        with self._timed(impl, grad):
+            return sample()
 
     def _forward_call(
         self, impl: Implementation, attention: Attention
@@ -205,8 +208,3 @@ class _Measurement:
         else:
             rate = lambda us: flops / us / 1e6  # noqa: E731
             self.run.record(self.case.name, f"{way}_TFLOPs", samplers, rate)
-
-
-def _within(session: Callable[[], contextlib.AbstractContextManager], sample: Callable[[], float]) -> float:  # fmt: skip
-    with session():
-        return sample()

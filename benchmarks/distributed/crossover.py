@@ -81,10 +81,8 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     configs = [config_named(name) for name in options.models or (MODELS if on_gpu else ["tiny-qwen3"])]  # fmt: skip
     path = Path(options.table) if options.table else TABLE if on_gpu else None
     path = path if ranks.rank == 0 else None
-    holds, measured = (
-        True,
-        Measured(ranks.size, options.dtype, recorder, auto.Device.of(ranks.device)),
-    )
+    measured = Measured(ranks.size, options.dtype, recorder, auto.Device.of(ranks.device))
+    holds = True
     for config in configs:
         for shape in shapes(config, ranks.size):
             for op in shape.ops:
