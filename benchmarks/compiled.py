@@ -38,7 +38,7 @@ HOST_CALLS = 5
 Step = Callable[[], Tensor]
 
 
-class Way(Implementation):
+class Backend(Implementation):
     """A backend of torch.compile, or the eager model."""
 
     options: dict[str, object] | None = None  # the backend's
@@ -59,11 +59,11 @@ class Way(Implementation):
 
 
 #: The eager model first: the others are compared with what it gives.
-WAYS = (Way("eager"), Way("fdattn"), Way("inductor"))
+BACKENDS = (Backend("eager"), Backend("fdattn"), Backend("inductor"))
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
-    measure(Run.of(options, ranks, recorder, WAYS), chosen_cases(options))
+    measure(Run.of(options, ranks, recorder, BACKENDS), chosen_cases(options))
     return True
 
 
@@ -73,7 +73,7 @@ def measure(run: Run, cases: Sequence[CompileCase]) -> None:
 
 class _Measurement:
     def __init__(self, run: Run, case: CompileCase, ways: Sequence[Implementation]) -> None:
-        self.run, self.case, self.ways = run, case, ways
+        self.run, self.case, self.backends = run, case, ways
         self.device = run.timer.device
         self.guard = functools.partial(run.guard, case.name)
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ class _Measurement:
     def measure(self) -> None:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
-        for way in self.ways:
+        for way in self.backends:
             with self.guard(way.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
@@ -96,10 +96,10 @@ class _Measurement:
                 if not error < TOLERANCE:
                     raise ValueError(f"differs from the eager model by {error:.3g} of its norm")
                 steps[way.name] = step
-        self._times({way.name: steps[way.name] for way in self.ways if way.name in steps})
-        self._compile_times([way for way in self.ways if way.name in steps])
+        self._times({way.name: steps[way.name] for way in self.backends if way.name in steps})
+        self._compile_times([way for way in self.backends if way.name in steps])
 
-    def _made(self, way: Way) -> Step:
+    def _made(self, way: Backend) -> Step:
         return functools.partial(self.step, way.apply(self.fn))
 
     def _result(self, step: Step) -> Tensor:
@@ -127,10 +127,10 @@ class _Measurement:
             }
             self.run.record(self.case.name, "host_us", samplers)
 
-    def _compile_times(self, ways: Sequence[Way]) -> None:
+    def _compile_times(self, ways: Sequence[Backend]) -> None:
         from torch._inductor.utils import fresh_cache
 
-        def sampler(way: Way) -> Callable[[], float]:
+        def sampler(way: Backend) -> Callable[[], float]:
             def sample() -> float:
                 torch._dynamo.reset()
                 with fresh_cache():

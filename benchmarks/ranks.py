@@ -134,7 +134,7 @@ def largest(errors: Tensor) -> float:
     return worst.item()
 
 
-def meet(ranks: Ranks) -> None:
+def barrier(ranks: Ranks) -> None:
     """Returns when every rank is here and its device has nothing left to do."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()

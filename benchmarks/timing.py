@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ranks import Ranks, meet, slowest, together
+from .ranks import Ranks, barrier, slowest, together
 from .results import Recorder
 
 Call = Callable[[], object]
@@ -230,10 +230,10 @@ class RotatedGraph:
 def captured(ranks: Ranks, call: Call) -> torch.cuda.CUDAGraph:
     """The call, which all ranks have made before, as a graph."""
     stream = torch.cuda.Stream()
-    meet(ranks)
+    barrier(ranks)
     with torch.cuda.stream(stream):  # workspaces of this stream are made outside the capture
         call()
-    meet(ranks)  # nothing of anybody else's is under way in the capture
+    barrier(ranks)  # nothing of anybody else's is under way in the capture
     graph = torch.cuda.CUDAGraph()
     # Of this thread only: NCCL's watchdog may query events in its own meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -275,7 +275,7 @@ class Rounds:
         count = calls_within(estimate, _EAGER_US, 1, _EAGER_CALLS)
         if in_graph and on_gpu:
             rounds = rounds_within(estimate, _GRAPH_US, len(calls))
-            meet(ranks)  # nothing of another implementation is under way in the capture
+            barrier(ranks)  # nothing of another implementation is under way in the capture
             graph = together(ranks, "graph", lambda: RotatedGraph(timer, calls, rounds=rounds))
             self.add(name, GRAPH, graph.next)
             last = graph.last
@@ -296,7 +296,7 @@ class Rounds:
             for _ in range(count):
                 if before is not None:
                     before()
-                meet(self._ranks)
+                barrier(self._ranks)
                 # Who waits is at the next barrier already. 0 is never the largest: all get rank 0's time.
                 waits = alone and self._ranks.rank > 0
                 times.append(0.0 if waits else self._one_ms(call))
@@ -338,7 +338,7 @@ class Rounds:
         return medians
 
     def _slowest(self, sampler: Callable[[], float]) -> float:
-        meet(self._ranks)
+        barrier(self._ranks)
         return slowest(self._ranks, [sampler()])[0]
 
     def clear(self) -> None:

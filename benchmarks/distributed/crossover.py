@@ -40,13 +40,13 @@ ROWS = tuple(2**i for i in range(15))
 MODELS = ("Qwen/Qwen3-32B", "meta-llama/Meta-Llama-3-70B")
 TABLE = Path(auto.__file__).with_name("crossovers.json")
 #: Ours by op; what runs where nothing is measured first.
-WAYS = {
+VARIANTS = {
     GATHER: ("collective", "copy_engine", "fused", "low_latency"),
     SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
     ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue"),
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
-MOST_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+MAX_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
 #: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
 EVEN = ("fused",)
 
@@ -121,13 +121,13 @@ def _measure(
     uneven = len(set(shares)) > 1
     ours = {
         f"fdattn/{way}": matmul.ours(way)
-        for way in WAYS[op]
-        if rows <= MOST_ROWS.get(way, rows)
+        for way in VARIANTS[op]
+        if rows <= MAX_ROWS.get(way, rows)
         and (device.type == "cuda" or "shot" not in way)
         and not (uneven and op != ALL_REDUCE and way in EVEN)
     }
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
-    first = f"fdattn/{WAYS[op][0]}"
+    first = f"fdattn/{VARIANTS[op][0]}"
     ordered = {TORCH: others.pop(TORCH), first: ours.pop(first), **others, **ours}
 
     def near(name: str, found: torch.Tensor) -> bool:
@@ -204,7 +204,7 @@ def choice(op: str, times: Mapping[str, float]) -> str:
     Not that one either where eager torch is faster than all of ours: eagerly our call of the collective has torch's
     kernels, but takes the host longer.
     """
-    return min(WAYS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
+    return min(VARIANTS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
 
 
 def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:

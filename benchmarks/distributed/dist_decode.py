@@ -1,6 +1,6 @@
 """Decode over a KV cache that is sharded over ranks: every strategy, stock ways, floors.
 
-`correctness` calls each way several times and checks it; `compare` also times it, in a CUDA graph over
+`correctness` calls each variant several times and checks it; `compare` also times it, in a CUDA graph over
 rotated inputs, and eager; `scaling` does on ever more ranks, `latency` has a file of its own. All times are the slowest
 rank's. On a CPU, where the kernels are interpreted, there is wall time alone, and the cases say `cpu`.
 """
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ..cases import DIST_DECODE_CASES, select
-from ..ranks import Ranks, meet
+from ..ranks import Ranks, barrier
 from ..report import parallel
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from ..timing import EAGER, GRAPH
-from . import latency, ways
+from . import latency, variants
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
@@ -77,22 +77,22 @@ def chosen_cases(options: argparse.Namespace, device: torch.device) -> list[Deco
 
 def _check_strategies(names: list[str] | None) -> None:
     for name in names or ():
-        if name not in ways.strategies():
+        if name not in variants.strategies():
             raise ValueError(
-                f"--strategies must be of {', '.join(ways.strategies())}, got {name!r}"
+                f"--strategies must be of {', '.join(variants.strategies())}, got {name!r}"
             )
 
 
-def _chosen_ways(options: argparse.Namespace, ranks: Ranks) -> list[ways.Way]:
+def _chosen_variants(options: argparse.Namespace, ranks: Ranks) -> list[variants.Variant]:
     strategies = options.strategies or [
         name
-        for name in ways.strategies()
-        if name != ways.HIERARCHICAL or options.case == "correctness"
+        for name in variants.strategies()
+        if name != variants.HIERARCHICAL or options.case == "correctness"
     ]
-    peers = [*options.vs, *([ways.NCCL_SYMMETRIC] if options.nccl_symmetric else [])]
+    peers = [*options.vs, *([variants.NCCL_SYMMETRIC] if options.nccl_symmetric else [])]
     return [
-        *(ways.ours(name, ranks) for name in strategies),
-        *(ways.peer(name, ranks) for name in dict.fromkeys(peers)),
+        *(variants.ours(name, ranks) for name in strategies),
+        *(variants.peer(name, ranks) for name in dict.fromkeys(peers)),
     ]
 
 
@@ -100,11 +100,11 @@ def _measure(
     options: argparse.Namespace, ranks: Ranks, recorder: Recorder, cases: list[DecodeCase]
 ) -> bool:
     holds = True
-    chosen = _chosen_ways(options, ranks)
+    chosen = _chosen_variants(options, ranks)
     on_cpu = ranks.device.type == "cpu"
     named = {f"{case.name} cpu" if on_cpu else case.name: case for case in cases}
-    beside = [ways.LOCAL, *([] if on_cpu else [PURE_READ])] if options.case == "compare" else []
-    recorder.expect(named, [*(way.name for way in chosen), *beside])
+    beside = [variants.LOCAL, *([] if on_cpu else [PURE_READ])] if options.case == "compare" else []
+    recorder.expect(named, [*(variant.name for variant in chosen), *beside])
     recorder.save()
     for name, case in named.items():
         holds &= _measure_case(options, name, case, chosen, ranks, recorder)
@@ -114,15 +114,15 @@ def _measure(
 
 
 def _measure_case(
-    options: argparse.Namespace, name: str, case: DecodeCase, chosen: list[ways.Way], ranks: Ranks,
+    options: argparse.Namespace, name: str, case: DecodeCase, chosen: list[variants.Variant], ranks: Ranks,
     recorder: Recorder,
 ) -> bool:  # fmt: skip
     begin = time.monotonic()
     timed = options.case == "compare"
     run = CaseRun(case, name, ranks, recorder, timed)
     with contextlib.ExitStack() as stack:
-        for way in [*chosen, *([ways.LOCAL_WAY] if timed else [])]:
-            run.take(way, stack)
+        for variant in [*chosen, *([variants.LOCAL_VARIANT] if timed else [])]:
+            run.take(variant, stack)
         if timed:
             run.take_floor()
             run.sample(options.repeats)
@@ -151,7 +151,7 @@ def _scaling(
             begin = time.monotonic()
             if members is not None:
                 holds &= _scale(case, members, recorder, strategies, options.repeats, alone)
-            meet(ranks)  # who is not among them waits here
+            barrier(ranks)  # who is not among them waits here
             recorder.save()
             if ranks.rank == 0:
                 taken = time.monotonic() - begin
@@ -184,10 +184,12 @@ def _scale(
     run = CaseRun(case, name, members, recorder, timed=True)
     with contextlib.ExitStack() as stack:
         for strategy in strategies:
-            way = ways.ours(strategy, members)
+            variant = variants.ours(strategy, members)
             if members.size == 1:
-                way = dataclasses.replace(ways.LOCAL_WAY, name=way.name, ours=True, whole=True)
-            run.take(way, stack)
+                variant = dataclasses.replace(
+                    variants.LOCAL_VARIANT, name=variant.name, ours=True, all_keys=True
+                )
+            run.take(variant, stack)
         medians = run.sample(repeats)
         run.rounds.clear()
     for impl, taken in medians.get(GRAPH, medians.get(EAGER, {})).items():

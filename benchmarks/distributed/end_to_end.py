@@ -36,7 +36,7 @@ from .models import (
     model_bytes,
     require_memory,
     sharded_model,
-    whole_model,
+    unsharded_model,
 )
 from .parallel_options import file_name as file_name
 
@@ -67,14 +67,14 @@ class _Model:
         check = getattr(options, "check", False)
         plain = ranks.size == 1 and not check
         if plain:
-            self.model = whole_model(self.config, ranks.device, dtype)
+            self.model = unsharded_model(self.config, ranks.device, dtype)
             self.model.lay_side_by_side()
         elif check:
             from torch_fdattn.models.parallelize import parallelize
 
             whole = 2 * model_bytes(self.config, dtype, 1)  # to be split, and to compare with
             require_memory(f"the whole {options.model}", whole, ranks.device, ranks.size)
-            self.model = parallelize(whole_model(self.config, ranks.device, dtype), *parts)
+            self.model = parallelize(unsharded_model(self.config, ranks.device, dtype), *parts)
         else:
             self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
         self.engine = Engine(
@@ -163,7 +163,7 @@ def _check(
     made: _Model, prompts: torch.Tensor, options: argparse.Namespace, recorder: Recorder
 ) -> bool:
     """Logits of the prompts and of one step more against the whole model on one process."""
-    whole = whole_model(made.config, made.ranks.device, DTYPES[options.dtype])
+    whole = unsharded_model(made.config, made.ranks.device, DTYPES[options.dtype])
     tokens = torch.cat([prompts, prompts[:, :1]], 1).to(made.ranks.device)
     with torch.inference_mode():
         right = torch.stack([whole(tokens[:, :-1], last_only=True), whole(tokens, last_only=True)])

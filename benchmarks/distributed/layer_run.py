@@ -34,14 +34,14 @@ class LayerRun:
 
     Attributes:
         strategy: "ag_rs" or "all_reduce".
-        ways: of ours, the name of each and its keywords among `strategy` and `method`.
+        variants: of ours, the name of each and its keywords among `strategy` and `method`.
     """
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> None:
         self.options, self.ranks, self.recorder = options, ranks, recorder
         self.config, self.dtype = config_named(options.model), DTYPES[options.dtype]
         self.strategy = "all_reduce" if options.use_allreduce else "ag_rs"
-        self.ways = dict(
+        self.variants = dict(
             (our_name("all_reduce", method), dict(method=method))
             if options.use_allreduce
             else (our_name("ag_rs", method), dict(strategy=method))

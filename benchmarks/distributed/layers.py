@@ -37,7 +37,7 @@ table = parallel.table
 def _ours(run: LayerRun, layer: TPLayer, call: Callable[[TPLayer], Tensor]) -> dict[str, Calls]:
     """The layer, with the same weights, by each of the ways."""
     found: dict[str, Calls] = {}
-    for name, how in run.ways.items():
+    for name, how in run.variants.items():
         one = copy.copy(layer)
         one.linear_strategy = how.get("strategy", "auto")
         one.allreduce_method = how.get("method", "auto")

@@ -128,10 +128,10 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
         return F.linear(x, own_weight)
 
     if run.strategy == "all_reduce":  # nothing to gather: the same call on both sides
-        return run.finish(case, {next(iter(run.ways)): [right]}, {TORCH: [right]}, right)
+        return run.finish(case, {next(iter(run.variants)): [right]}, {TORCH: [right]}, right)
     own = x.split(rows)[ranks.rank].contiguous()
     made = Matmul(GATHER, own, own_weight, rows, ranks)
-    ours = {name: made.ours(how["strategy"]) for name, how in run.ways.items()}
+    ours = {name: made.ours(how["strategy"]) for name, how in run.variants.items()}
     return run.finish(case, ours, made.others(), right)
 
 
@@ -150,6 +150,6 @@ def gemm_rs(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     rows = split_evenly(options.M, ranks.size)
     op = ALL_REDUCE if run.strategy == "all_reduce" else SCATTER
     made = Matmul(op, own, own_weight, rows, ranks)
-    ours = {name: made.ours(*how.values()) for name, how in run.ways.items()}
+    ours = {name: made.ours(*how.values()) for name, how in run.variants.items()}
     case = run.case(f"M{options.M}")
     return run.finish(case, ours, made.others(), lambda: run.own(F.linear(x, weight)))

@@ -29,7 +29,7 @@ from benchmarks.distributed.models import (
     layer_bytes,
     model_bytes,
     require_memory,
-    whole_model,
+    unsharded_model,
 )
 from benchmarks.peers.eager_parallel import TorchModel
 from benchmarks.registry import BENCHMARKS
@@ -304,7 +304,7 @@ def test_underscores_and_hyphens_are_the_same() -> None:
 def test_bytes_of_a_model_are_its_parameters() -> None:
     for name in ("tiny-qwen3", "smollm2"):
         config = config_named(name)
-        model = whole_model(config, torch.device("cpu"), torch.bfloat16)
+        model = unsharded_model(config, torch.device("cpu"), torch.bfloat16)
         norms = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("norm.weight"))
         assert sum(p.nbytes for p in model.parameters()) - norms == model_bytes(
             config, torch.bfloat16, 1

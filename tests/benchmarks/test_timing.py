@@ -149,7 +149,7 @@ def test_turns_come_in_orders_of_their_own() -> None:
         return sample
 
     with (
-        mock.patch("benchmarks.timing.meet"),
+        mock.patch("benchmarks.timing.barrier"),
         mock.patch("benchmarks.timing.slowest", lambda _, times: list(times)),
     ):
         for name in "abcd":

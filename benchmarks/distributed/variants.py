@@ -1,4 +1,4 @@
-"""The ways to decode over a sharded cache that are measured beside each other."""
+"""The variants of decode over a sharded cache that are compared."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PEERS = (NCCL, NCCL_SYMMETRIC, MPI)
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """`calls` of (shards, ranks, stack), one call for each shard; `stack` undoes what they connected.
 
-    whole: whether the result is that of all ranks' keys; ours: then all ranks must hold the same bits.
+    all_keys: whether the result is that of all ranks' keys; ours: then all ranks must hold the same bits.
     graph: whether a CUDA graph can hold its calls.
     """
 
     name: str
     calls: Callable[[Sequence[Shard], Ranks, contextlib.ExitStack], list[Call]]
     ours: bool = False
-    whole: bool = True
+    all_keys: bool = True
     graph: bool = True
 
 
@@ -46,7 +46,7 @@ def strategies() -> tuple[str, ...]:
     return tuple(sorted(STRATEGIES, key=lambda name: name == "auto"))
 
 
-def ours(strategy: str, ranks: Ranks) -> Way:
+def ours(strategy: str, ranks: Ranks) -> Variant:
     options: dict = {}
     if strategy == HIERARCHICAL:
         options["hierarchy"] = _hierarchy(ranks)
@@ -57,7 +57,7 @@ def ours(strategy: str, ranks: Ranks) -> Way:
         )
         return [functools.partial(decode, x.q, x.k, x.v, x.kv_lens) for x in shards]
 
-    return Way(f"fdattn/{strategy}", calls, ours=True)
+    return Variant(f"fdattn/{strategy}", calls, ours=True)
 
 
 def _local(shards: Sequence[Shard], _: Ranks, __: contextlib.ExitStack) -> list[Call]:
@@ -65,10 +65,10 @@ def _local(shards: Sequence[Shard], _: Ranks, __: contextlib.ExitStack) -> list[
 
 
 #: Our own decode of the shard alone: what the exchange and the merge are added to.
-LOCAL_WAY = Way(LOCAL, _local, whole=False)
+LOCAL_VARIANT = Variant(LOCAL, _local, all_keys=False)
 
 
-def peer(name: str, ranks: Ranks) -> Way:
+def peer(name: str, ranks: Ranks) -> Variant:
     if name == NCCL and ranks.device.type == "cpu":
         name = GLOO
     by = {NCCL_SYMMETRIC: "symmetric", MPI: "host"}.get(name, "collective")
@@ -76,12 +76,12 @@ def peer(name: str, ranks: Ranks) -> Way:
     def calls(shards: Sequence[Shard], ranks: Ranks, stack: contextlib.ExitStack) -> list[Call]:
         return stock.calls(shards, ranks, by, stack)
 
-    return Way(name, calls, graph=name != MPI)
+    return Variant(name, calls, graph=name != MPI)
 
 
-def missing(way: Way) -> str | None:
+def missing(variant: Variant) -> str | None:
     """Why this run cannot measure it, or None."""
-    return NOT_STARTED if way.name == MPI and not under_mpirun() else None
+    return NOT_STARTED if variant.name == MPI and not under_mpirun() else None
 
 
 @functools.cache
