@@ -68,14 +68,13 @@ def _measure_case(run: Run, case: DecodeCase, implementations: Sequence[Implemen
             recorder.add(case.name, impl.name, "max_abs_err", error)
             timer.eager_us(calls, 3)
             count = calls_within(timer.eager_us(calls, 3), 50e3, 3, HOST_CALLS)
-            steps: dict[str, Callable[[], float]] = {
-                "eager": functools.partial(timer.eager_us, calls, count),
-                "host": functools.partial(timer.host_us, calls, count),
-            }
-            if on_gpu:
-                steps["graph"] = RotatedGraph(timer, calls).sample
-            for step, sample in steps.items():
-                samplers[step][impl.name] = functools.partial(_timed, case, impl, step, sample)
+            timed = functools.partial(_timed, case, impl)
+            for step, clock in (("eager", timer.eager_us), ("host", timer.host_us)):
+                sample = functools.partial(clock, calls, count)
+                samplers[step][impl.name] = functools.partial(timed, step, sample)
+            if on_gpu:  # a call that no graph can hold keeps its other times
+                graph = RotatedGraph(timer, calls)
+                samplers["graph"][impl.name] = functools.partial(timed, "graph", graph.sample)
 
     for name, sample in run.record(case.name, "graph_us", samplers["graph"]).items():
         recorder.add(case.name, name, "GBps", case.kv_bytes / sample.median / 1e3)
