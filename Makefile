@@ -86,7 +86,7 @@ sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="
 mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each: MUTANTS="--shard 1/4 --resume", or words of their names.
 	$(PYTHON) -m tests.mutants $(MUTANTS)
 
-# The ladder (benchmarks/kernel_ladder) in the model at LLAMA_CHAT_MODEL_PATH or LLAMA_MODEL_PATH, else SmolLM2:
+# The ladder (examples/kernel_ladder) in the model at LLAMA_CHAT_MODEL_PATH or LLAMA_MODEL_PATH, else SmolLM2:
 #     make bench-fdm LLAMA_MODEL_PATH=/models/llama LADDER="--prompt-tokens 512 --contiguous"
 ref: bench-reference  ## The ladder's foot: plain PyTorch attention.
 

@@ -1,29 +1,68 @@
 """Prefill and training attention: forward and backward TFLOP/s, and errors against fp64.
 
-FLOPs by the usual convention (cases.py); times alone where a case has a feature (features.py). Forward runs without gradients, except for peers that
-would compile a second time for it. Backward is timed alone: `torch.autograd.grad` on one saved
-graph. Both by event timing behind a flushed L2. Errors are of the last sequence's last KV head
-(exact.py).
+FLOPs by the usual convention (shapes.py); times alone where a case has a feature (features.py). Forward runs
+without gradients, except for peers that would compile a second time for it. Backward is timed alone:
+`torch.autograd.grad` on one saved graph. Both by event timing behind a flushed L2. Errors are of the last
+sequence's last KV head (exact.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from . import features
+from . import features, peers
 from .exact import Exact, HeadSlice, exact_attention, max_abs_err
 from .floors import record_matmul
 from .peers import Attention, Implementation
-from .runner import DTYPES, Run, generator
+from .peers.tiled import swept
+from .ranks import Ranks
+from .registry import FEATURE_PEERS, PEERS, TILE_SIZES, words
+from .results import Recorder
+from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import AttentionCase
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 PASSES = ("forward", "backward")
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    from torch_fdattn.environment import interpreting
+
+    passes = words(options.passes)
+    if not set(passes) <= set(PASSES):
+        raise ValueError(f"--passes must be of {', '.join(PASSES)}, got {options.passes!r}")
+    sizes, unasked = _tile_sizes(options), options.vs == PEERS["attention"]
+    if options.features:
+        ours, *others = peers.chosen(FEATURE_PEERS if unasked else options.vs, peers.FEATURED)
+    else:  # a sweep over tiles compares ours with ours, unless peers are named
+        ours, *others = peers.chosen("none" if sizes and unasked else options.vs)
+    tiled = swept(ours, sizes)
+    if tiled and options.device == "cpu" and not interpreting(os.environ):
+        raise ValueError(
+            "tile sizes need kernels: a GPU or TRITON_INTERPRET=1, got --device cpu alone"
+        )
+    implementations = (ours, *tiled, *others)
+    measure(Run.of(options, ranks, recorder, implementations), chosen_cases(options), passes)
+    return True
+
+
+def _tile_sizes(options: argparse.Namespace) -> dict[str, list[int]]:
+    """The sizes of a sweep over tiles, empty where none is asked for."""
+    return {name: x for name in TILE_SIZES if (x := getattr(options, name)) is not None}
+
+
+def file_name(options: argparse.Namespace) -> str:
+    """The documents show the newest file of each name: no other run takes the baselines' place."""
+    name = "attention-features" if options.features else "attention"
+    return f"{name}-tiles" if _tile_sizes(options) else name
 
 
 def measure(run: Run, cases: Sequence[AttentionCase], passes: Sequence[str]) -> None:
@@ -39,6 +78,7 @@ class _Measurement:
     def __init__(self, run: Run, case: AttentionCase, passes: Sequence[str]) -> None:
         self.run, self.case, self.passes = run, case, passes
         self.recorder, self.device = run.recorder, run.timer.device
+        self.guard = functools.partial(run.guard, case.name)
         self.backward = "backward" in passes
         made = generator(self.device, 0)
         q_shape = (case.batch, case.heads, case.seq_len, case.head_dim)
@@ -56,21 +96,21 @@ class _Measurement:
     def measure(self, implementations: Sequence[Implementation]) -> None:
         prepared: list[tuple[Implementation, Attention]] = []
         for impl in implementations:
-            with self._guard(impl, "first call"), impl.session():
+            with self.guard(impl.name, "first call"), impl.session():
                 call = impl.attention(self.case, self.device)
-                with self._forward_grad(impl):
+                with torch.set_grad_enabled(self.backward and impl.forward_with_grad):
                     out = call(*self.inputs(impl))
                 if self.exact is not None:
                     pairs = [(self.slice.queries(out), self.exact.out)]
                     self._record_error(impl, "max_abs_err", pairs)
                 self._record_peak(impl, call)
                 prepared.append((impl, call))
-        if "forward" in self.passes:
-            samplers = self._samplers("forward", prepared, self._forward_call)
-            self._speeds("fwd", self.case.forward_flops, samplers)
-        if self.backward:
-            samplers = self._samplers("backward", prepared, self._backward_call)
-            self._speeds("bwd", self.case.backward_flops, samplers)
+        for step, make, flops in (
+            ("forward", self._forward_call, self.case.forward_flops),
+            ("backward", self._backward_call, self.case.backward_flops),
+        ):
+            if step in self.passes:
+                self._speeds(step, flops, self._samplers(step, prepared, make))
 
     def _record_peak(self, impl: Implementation, attention: Attention) -> None:
         """What a call, with its backward where that is measured, allocates at most besides its inputs."""
@@ -90,11 +130,8 @@ class _Measurement:
     def inputs(self, impl: Implementation) -> Inputs:
         """Leaves in the memory order that the implementation is meant for."""
         if impl.memory not in self._inputs:
-            turned = [
-                x.detach().transpose(1, 2).contiguous().transpose(1, 2)
-                for x in self._inputs["BHSD"]
-            ]
-            self._inputs[impl.memory] = self._leaves(turned)
+            turned = (x.detach().transpose(1, 2).contiguous() for x in self._inputs["BHSD"])
+            self._inputs[impl.memory] = self._leaves([x.transpose(1, 2) for x in turned])
         return self._inputs[impl.memory]
 
     def _leaves(self, tensors: Sequence[Tensor]) -> Inputs:
@@ -102,20 +139,11 @@ class _Measurement:
         return q, k, v
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor) -> Exact:
-        part = self.slice
+        part, options = self.slice, dict(causal=self.case.causal)
+        if self.extras is not None:
+            options = features.exact_options(self.case, self.extras, part.group)
         dout = part.queries(self.dout) if self.backward else None
-        q, k, v = part.queries(q), part.keys(k), part.keys(v)
-        if self.extras is None:
-            return exact_attention(q, k, v, dout, causal=self.case.causal)
-        return exact_attention(
-            q, k, v, dout, **features.exact_options(self.case, self.extras, part.group)
-        )
-
-    def _guard(self, impl: Implementation, step: str) -> contextlib.AbstractContextManager[None]:
-        return self.recorder.guard(self.case.name, impl.name, step, self.run.timer.check_device)
-
-    def _forward_grad(self, impl: Implementation) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self.backward and impl.forward_with_grad)
+        return exact_attention(part.queries(q), part.keys(k), part.keys(v), dout, **options)
 
     @contextlib.contextmanager
     def _timed(self, impl: Implementation, grad: bool) -> Iterator[None]:
@@ -131,21 +159,16 @@ class _Measurement:
         """Samplers by implementation; `make` gives the call to time and its gradient mode."""
         samplers = {}
         for impl, attention in prepared:
-            with self._guard(impl, step):
+            with self.guard(impl.name, step):
                 call, grad = make(impl, attention)
                 with self._timed(impl, grad):
                     sample = self.run.timer.sampler(call)
-                samplers[impl.name] = self._in_session(impl, grad, sample)
+                samplers[impl.name] = functools.partial(self._sampled, impl, grad, sample)
         return samplers
 
-    def _in_session(
-        self, impl: Implementation, grad: bool, sample: Callable[[], float]
-    ) -> Callable[[], float]:
-        def sampled() -> float:
-            with self._timed(impl, grad):
-                return sample()
-
-        return sampled
+    def _sampled(self, impl: Implementation, grad: bool, sample: Callable[[], float]) -> float:
+        with self._timed(impl, grad):
+            return sample()
 
     def _forward_call(
         self, impl: Implementation, attention: Attention
@@ -162,21 +185,14 @@ class _Measurement:
         inputs = self.inputs(impl)
         with self._timed(impl, True):
             out = attention(*inputs)
-
-            def call() -> tuple[Tensor, ...]:
-                wanted = (*inputs, *self.trained)
-                return torch.autograd.grad(out, wanted, self.dout, retain_graph=True)
-
+            leaves = (*inputs, *self.trained)
+            call = functools.partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
             dq, dk, dv, *_ = call()
-        if self.exact is None:
-            return call, True
-        exact, part = self.exact, self.slice
-        pairs = [
-            (part.queries(dq), exact.dq),
-            (part.keys(dk), exact.dk),
-            (part.keys(dv), exact.dv),
-        ]
-        self._record_error(impl, "grad_max_abs_err", pairs)
+        if self.exact is not None:
+            exact, part = self.exact, self.slice
+            found = (part.queries(dq), part.keys(dk), part.keys(dv))
+            pairs = zip(found, (exact.dq, exact.dk, exact.dv), strict=True)
+            self._record_error(impl, "grad_max_abs_err", list(pairs))
         return call, True
 
     def _record_error(
@@ -185,8 +201,10 @@ class _Measurement:
         error = max(max_abs_err(value.detach(), exact) for value, exact in pairs)
         self.recorder.add(self.case.name, impl.name, metric, error)
 
-    def _speeds(self, way: str, flops: float, samplers: dict[str, Callable[[], float]]) -> None:
-        metric = f"{way}_us" if self.case.feature else f"{way}_TFLOPs"
-        for name, sample in self.run.interleave(self.case.name, samplers, metric).items():
-            value = sample.median if self.case.feature else flops / sample.median / 1e6
-            self.recorder.add_sample(self.case.name, name, metric, value, sample.spread)
+    def _speeds(self, step: str, flops: float, samplers: dict[str, Callable[[], float]]) -> None:
+        way = {"forward": "fwd", "backward": "bwd"}[step]
+        if self.case.feature:
+            self.run.record(self.case.name, f"{way}_us", samplers)
+        else:
+            rate = lambda us: flops / us / 1e6  # noqa: E731
+            self.run.record(self.case.name, f"{way}_TFLOPs", samplers, rate)

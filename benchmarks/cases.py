@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from .shapes import AttentionCase, CompileCase, DecodeCase, GenerateCase
+from .shapes import AttentionCase, Case, CompileCase, DecodeCase, GenerateCase
 
 
 def _smollm2(prompt_tokens: int, new_tokens: int, dtype: str, tiny: bool = False) -> GenerateCase:
@@ -42,16 +42,8 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
 
 #: Each feature of attention at 8k, beside plain causal attention; a window also at 32k. See features.py.
 FEATURES = (
-    "plain",
-    "bias",
-    "bias-grad",
-    "alibi",
-    "softcap",
-    "window1024",
-    "sinks",
-    "dropout",
-    "varlen",
-)
+    "plain", "bias", "bias-grad", "alibi", "softcap", "window1024", "sinks", "dropout", "varlen",
+)  # fmt: skip
 FEATURE_CASES: tuple[AttentionCase, ...] = (
     *(AttentionCase(f"8k {x}", 1, 16, 16, 8192, 128, True, feature=x) for x in FEATURES),
     *(
@@ -177,16 +169,7 @@ def swept(axes: str) -> tuple[DecodeCase, ...]:
     return tuple(dict.fromkeys(case for axis in chosen for case in SWEEPS[axis]))
 
 
-class _Selectable(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def tiny(self) -> bool: ...
-
-
-AnyCase = TypeVar("AnyCase", bound=_Selectable)
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 def select(cases: Sequence[AnyCase], wanted: str | None, *, tiny_only: bool) -> list[AnyCase]:
@@ -201,14 +184,17 @@ def select(cases: Sequence[AnyCase], wanted: str | None, *, tiny_only: bool) -> 
     parts = [word for word in words if not word.startswith("not ")]
     if tiny_only and not parts:
         parts = ["tiny"]
-    chosen = []
-    for case in cases:
-        texts = (case.name, case.label)
-        hit = any(part in text for part in parts for text in texts) if parts else True
-        hit = hit and not any(part in text for part in unwanted for text in texts)
-        asked_tiny = any("tiny" in part for part in parts)
-        if hit and (not case.tiny or asked_tiny) and (case.tiny or not tiny_only):
-            chosen.append(case)
+    tiny = any("tiny" in part for part in parts)
+
+    def is_chosen(case: AnyCase) -> bool:
+        def has(parts: Sequence[str]) -> bool:
+            return any(part in text for part in parts for text in (case.name, case.label))
+
+        if case.tiny:
+            return tiny and has(parts) and not has(unwanted)
+        return not tiny_only and (not parts or has(parts)) and not has(unwanted)
+
+    chosen = [case for case in cases if is_chosen(case)]
     if not chosen:
         labels = ", ".join(case.label for case in cases if case.tiny or not tiny_only)
         raise ValueError(f"--cases must match one of [{labels}], got {wanted!r}")

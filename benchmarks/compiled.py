@@ -14,7 +14,8 @@ bias's gradient, must be those of the eager model within 3 %, or there is an err
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 
 from .peers import Implementation
 from .peers.base import missing
-from .runner import DTYPES, Run, generator
+from .ranks import Ranks
+from .results import Recorder
+from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import CompileCase
 from .timing import RotatedGraph
 
@@ -35,7 +38,7 @@ HOST_CALLS = 5
 Step = Callable[[], Tensor]
 
 
-class Way(Implementation):
+class Backend(Implementation):
     """A backend of torch.compile, or the eager model."""
 
     options: dict[str, object] | None = None  # the backend's
@@ -56,7 +59,12 @@ class Way(Implementation):
 
 
 #: The eager model first: the others are compared with what it gives.
-WAYS = (Way("eager"), Way("fdattn"), Way("inductor"))
+BACKENDS = (Backend("eager"), Backend("fdattn"), Backend("inductor"))
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    measure(Run.of(options, ranks, recorder, BACKENDS), chosen_cases(options))
+    return True
 
 
 def measure(run: Run, cases: Sequence[CompileCase]) -> None:
@@ -65,16 +73,17 @@ def measure(run: Run, cases: Sequence[CompileCase]) -> None:
 
 class _Measurement:
     def __init__(self, run: Run, case: CompileCase, ways: Sequence[Implementation]) -> None:
-        self.run, self.case, self.ways = run, case, ways
+        self.run, self.case, self.backends = run, case, ways
         self.device = run.timer.device
+        self.guard = functools.partial(run.guard, case.name)
         torch.manual_seed(0)
         self.fn, self.step = _USES[case.use](case, self.device)
 
     def measure(self) -> None:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
-        for way in self.ways:
-            with self._guard(way.name, "first call"):
+        for way in self.backends:
+            with self.guard(way.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
                 step = self._made(way)
@@ -87,12 +96,11 @@ class _Measurement:
                 if not error < TOLERANCE:
                     raise ValueError(f"differs from the eager model by {error:.3g} of its norm")
                 steps[way.name] = step
-        self._times({way.name: steps[way.name] for way in self.ways if way.name in steps})
-        self._compile_times([way for way in self.ways if way.name in steps])
+        self._times({way.name: steps[way.name] for way in self.backends if way.name in steps})
+        self._compile_times([way for way in self.backends if way.name in steps])
 
-    def _made(self, way: Way) -> Step:
-        fn = way.apply(self.fn)
-        return lambda: self.step(fn)
+    def _made(self, way: Backend) -> Step:
+        return functools.partial(self.step, way.apply(self.fn))
 
     def _result(self, step: Step) -> Tensor:
         found = step().float()
@@ -101,35 +109,28 @@ class _Measurement:
 
     def _times(self, steps: dict[str, Step]) -> None:
         timer, use = self.run.timer, self.case.use
-        metric, scale = {"train": ("step_ms", 1e-3), "prefill": ("fwd_us", 1)}.get(
-            use, ("graph_us", 1)
-        )
+        metric = {"train": "step_ms", "prefill": "fwd_us", "decode": "graph_us"}[use]
+        scale = 1e-3 if use == "train" else 1.0
         samplers = {}
         for name, step in steps.items():
-            with self._guard(name, metric):
+            with self.guard(name, metric):
                 if metric == "graph_us" and self.device.type == "cuda":
                     with torch.no_grad():
                         samplers[name] = RotatedGraph(timer, [step]).sample
                 else:
                     samplers[name] = timer.sampler(step, target_us=200e3)
-        self._record(metric, samplers, scale)
+        self.run.record(self.case.name, metric, samplers, lambda us: us * scale)
         if use == "decode":
             samplers = {
                 name: lambda step=step: timer.host_us([step], HOST_CALLS)
                 for name, step in steps.items()
             }
-            self._record("host_us", samplers, 1)
+            self.run.record(self.case.name, "host_us", samplers)
 
-    def _record(self, metric: str, samplers: dict[str, Callable[[], float]], scale: float) -> None:
-        for name, sample in self.run.interleave(self.case.name, samplers, metric).items():
-            self.run.recorder.add_sample(
-                self.case.name, name, metric, sample.median * scale, sample.spread
-            )
-
-    def _compile_times(self, ways: Sequence[Way]) -> None:
+    def _compile_times(self, ways: Sequence[Backend]) -> None:
         from torch._inductor.utils import fresh_cache
 
-        def sampler(way: Way) -> Callable[[], float]:
+        def sampler(way: Backend) -> Callable[[], float]:
             def sample() -> float:
                 torch._dynamo.reset()
                 with fresh_cache():
@@ -139,12 +140,8 @@ class _Measurement:
 
             return sample
 
-        self._record(
-            "compile_ms", {way.name: sampler(way) for way in ways if way.name != "eager"}, 1
-        )
-
-    def _guard(self, name: str, step: str) -> contextlib.AbstractContextManager[None]:
-        return self.run.recorder.guard(self.case.name, name, step, self.run.timer.check_device)
+        samplers = {way.name: sampler(way) for way in ways if way.name != "eager"}
+        self.run.record(self.case.name, "compile_ms", samplers)
 
 
 def _llama(case: CompileCase, device: torch.device) -> nn.Module:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ranks import Ranks
 from .results import Recorder
+from .runner import Run, chosen_cases
 from .shapes import MATMUL, MATMUL_CASE
 from .timing import RotatedGraph, Sample, Timer
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    from . import decode
+
+    run = Run.of(options, ranks, recorder)
+    if ranks.device.type == "cuda":
+        record_matmul(recorder, run.timer, options.repeats)
+    decode.measure(run, chosen_cases(options))
+    return True
 
 
 @dataclass(frozen=True)

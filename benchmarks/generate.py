@@ -7,15 +7,14 @@ with an empty cache, after a first run that compiles and is not counted.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import argparse
 
 import torch
-import torch.distributed as dist
 
-from .distributed import processes
 from .peers import OURS, Implementation
-from .runner import DTYPES, Run, generator
+from .ranks import Ranks
+from .results import Recorder
+from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import GenerateCase
 from .timing import Sample
 
@@ -31,50 +30,35 @@ class Sharded(Implementation):
         return OURS.available(device)
 
 
-def join(device: torch.device) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """This rank's device and group under torchrun; the given device and None without."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return device, None
-    ranks = processes.join(device.type)
-    return ranks.device, ranks.group
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    if ranks.size > 1 and options.budget_s is not None:
+        raise ValueError("--budget-s must not be given under torchrun: ranks' clocks differ")
+    options.device = str(ranks.device)
+    run = Run.of(options, ranks, recorder, (OURS if ranks.size == 1 else Sharded(),))
+
+    def measured(case: GenerateCase, implementations: tuple[Implementation, ...]) -> None:
+        for impl in implementations:
+            with run.guard(case.name, impl.name, "generate"):
+                for metric, sample in _generate(run, case, ranks).items():
+                    recorder.add_sample(case.name, impl.name, metric, sample.median, sample.spread)
+
+    run.cases(chosen_cases(options), measured)
+    return True
 
 
-def measure(run: Run, cases: Sequence[GenerateCase], group: dist.ProcessGroup | None) -> None:
-    """Measures `cases`; all ranks of `group` call it."""
-    run.cases(cases, lambda case, impls: _measure_case(run, case, impls, group))
-
-
-def _measure_case(
-    run: Run,
-    case: GenerateCase,
-    implementations: Sequence[Implementation],
-    group: dist.ProcessGroup | None,
-) -> None:
-    for impl in implementations:
-        with run.recorder.guard(case.name, impl.name, "generate", run.timer.check_device):
-            rates, first_tokens = _generate(run, case, group)
-            for metric, sample in (("tokens_per_s", rates), ("first_token_ms", first_tokens)):
-                run.recorder.add_sample(case.name, impl.name, metric, sample.median, sample.spread)
-
-
-def _generate(
-    run: Run, case: GenerateCase, group: dist.ProcessGroup | None
-) -> tuple[Sample, Sample]:
-    """(tokens per second after the first, milliseconds to the first)."""
+def _generate(run: Run, case: GenerateCase, ranks: Ranks) -> dict[str, Sample]:
+    """Tokens per second after the first, and milliseconds to the first."""
     from torch_fdattn.engine import Engine, Stats
     from torch_fdattn.models import load_model
 
-    device, dtype = run.timer.device, DTYPES[case.dtype]
-    model = load_model(case.model, dtype=dtype, device=device)
+    model = load_model(case.model, dtype=DTYPES[case.dtype], device=ranks.device)
     config = model.config
     shape = (config.num_heads, config.num_kv_heads, config.head_dim)
     if shape != (case.heads, case.kv_heads, case.head_dim):
         raise ValueError(f"case must have the model's heads and head_dim {shape}, got {case.name}")
+    capacity, group = case.prompt_tokens + case.new_tokens, ranks.group_name
     engine = Engine(
-        model,
-        capacity=case.prompt_tokens + case.new_tokens,
-        kv_group=None if group is None else group.group_name,
-        kv_block=KV_BLOCK,
+        model, capacity=capacity, kv_group=group if ranks.size > 1 else None, kv_block=KV_BLOCK
     )
     made = generator(torch.device("cpu"), 0)
     prompt = torch.randint(config.vocab_size, (case.prompt_tokens,), generator=made).tolist()
@@ -86,8 +70,7 @@ def _generate(
             pass
         runs.append(stats)
     engine.close()
-    counted = runs[1:]
-    return (
-        Sample(tuple(stats.tokens_per_s for stats in counted)),
-        Sample(tuple(1e3 * stats.first_token_s for stats in counted)),
-    )
+    return {
+        "tokens_per_s": Sample(tuple(stats.tokens_per_s for stats in runs[1:])),
+        "first_token_ms": Sample(tuple(1e3 * stats.first_token_s for stats in runs[1:])),
+    }

@@ -9,6 +9,7 @@ reference computes in place of a launch and every call is checked, so only the o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -17,57 +18,65 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import triton
 
-from .decode import HOST_CALLS
 from .decode_inputs import make_inputs
-from .results import Results
-from .runner import Run
+from .ranks import Ranks
+from .report.tables import failures, heading, join, markdown_table, spread_lines, values_of
+from .results import Recorder, Results
+from .runner import Run, chosen_cases
 from .shapes import DecodeCase
-from .tables import failures, heading, markdown_table, spread_lines, values_of
+from .timing import HOST_CALLS
 
 ENTRY, STAGE = "fdattn", "stage/"
 _OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
 _DIRECT = "torch_fdattn.launch.driver_launch"
-# Where the stages inside the entry are found: the function of ours that the call runs, and which run of it.
-_INSIDE_CPU = {
-    "kernel": (_OP, "decode_eagerly", 0),
-    "checks": (_OP, "check_decode", 0),
-    "allocation": (_OP, "empty_state", 0),
-    "launch": (_OP, "decode_reference", 0),
+#: What a stage is in: the function of ours that the call runs, and which run of it; the other stages have calls of
+#: their own. Then its title in the table, and the stages inside it, which are taken off there.
+Stage = tuple[tuple[str, str, int] | None, str, tuple[str, ...]]
+_COMMON: dict[str, Stage] = {
+    ENTRY: (None, "Python entry: keywords, and whether anybody must see the op", ("kernel",)),
 }
-_INSIDE_CUDA = {
-    "kernel": (_OP, "decode_eagerly", 0),
-    "launch": (_LAUNCH, "Plan.launch", 0),
-    "submission": (_DIRECT, "DriverLaunch.__call__", 0),
-    "merge": (_DIRECT, "DriverLaunch.__call__", 1),
+_BESIDE: dict[str, Stage] = {
+    "composite": (None, "beside: the same call as torch.ops.fdattn.decode", ()),
+    "empty_op": (None, "beside: an op that does nothing", ()),
 }
-# Each line of the table: its title, the stage, and the stages inside it, which are taken off.
-_ENTRY_LINE = ("Python entry: keywords, and whether anybody must see the op", ENTRY, ("kernel",))
-_BESIDE = (
-    ("beside: the same call as torch.ops.fdattn.decode", "composite", ()),
-    ("beside: an op that does nothing", "empty_op", ()),
-)
-_PARTS_CPU = (
-    _ENTRY_LINE,
-    ("key of the metadata, decisions", "kernel", ("checks", "allocation", "launch")),
-    ("checks", "checks", ()),
-    ("allocation of out and lse", "allocation", ()),
-    ("the reference in place of a launch", "launch", ()),
-    *_BESIDE,
-)
-_PARTS_CUDA = (
-    _ENTRY_LINE,
-    ("plan of the metadata, allocation of out and lse", "kernel", ("launch",)),
-    ("room for partial results, addresses", "launch", ("submission", "merge")),
-    ("first kernel: writing addresses, the driver", "submission", ()),
-    ("merge kernel: the same", "merge", ()),
-    *_BESIDE,
-    ("beside: an empty kernel through Triton's own launch", "empty_kernel", ()),
-)
+STAGES: dict[str, dict[str, Stage]] = {
+    "cpu": {
+        **_COMMON,
+        "kernel": (
+            (_OP, "decode_eagerly", 0), "key of the metadata, decisions", ("checks", "allocation", "launch"),
+        ),
+        "checks": ((_OP, "check_decode", 0), "checks", ()),
+        "allocation": ((_OP, "empty_state", 0), "allocation of out and lse", ()),
+        "launch": ((_OP, "decode_reference", 0), "the reference in place of a launch", ()),
+        **_BESIDE,
+    },
+    "cuda": {
+        **_COMMON,
+        "kernel": (
+            (_OP, "decode_eagerly", 0), "plan of the metadata, allocation of out and lse", ("launch",),
+        ),
+        "launch": (
+            (_LAUNCH, "Plan.launch", 0), "room for partial results, addresses", ("submission", "merge"),
+        ),
+        "submission": (
+            (_DIRECT, "DriverLaunch.__call__", 0), "first kernel: writing addresses, the driver", (),
+        ),
+        "merge": ((_DIRECT, "DriverLaunch.__call__", 1), "merge kernel: the same", ()),
+        **_BESIDE,
+        "empty_kernel": (None, "beside: an empty kernel through Triton's own launch", ()),
+    },
+}  # fmt: skip
 
 
 @triton.jit
 def _empty_kernel(q_ptr, k_ptr, v_ptr, kv_lens_ptr):
     pass
+
+
+def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
+    cases = chosen_cases(options)
+    measure(Run.of(options, ranks, recorder), cases if options.cases else cases[:1])
+    return True
 
 
 def measure(run: Run, cases: Sequence[DecodeCase]) -> None:
@@ -95,19 +104,19 @@ def _measure_case(run: Run, case: DecodeCase) -> None:
     }
     if x.q.is_cuda:
         stages[f"{STAGE}empty_kernel"] = functools.partial(_empty_kernel[(1,)], *arguments)
-    for name, call in _inner_stages(entry, _INSIDE_CUDA if x.q.is_cuda else _INSIDE_CPU).items():
+    inside = {name: stage[0] for name, stage in STAGES[x.q.device.type].items() if stage[0]}
+    for name, call in _inner_stages(entry, inside).items():
         if isinstance(call, str):
             run.recorder.error(case.name, f"{STAGE}{name}", call)
         else:
             stages[f"{STAGE}{name}"] = call
     samplers = {}
     for name, call in stages.items():
-        with run.recorder.guard(case.name, name, "first call", run.timer.check_device):
+        with run.guard(case.name, name, "first call"):
             for _ in range(3):
                 call()
             samplers[name] = functools.partial(run.timer.host_us, [call], HOST_CALLS)
-    for name, sample in run.interleave(case.name, samplers, "host_us").items():
-        run.recorder.add_sample(case.name, name, "host_us", sample.median, sample.spread)
+    run.record(case.name, "host_us", samplers)
 
 
 @functools.cache
@@ -160,14 +169,14 @@ def _watched(module_name: str, function: str) -> Iterator[list[Callable[[], obje
         setattr(module, function, original)
 
 
-def render(results: Results) -> str:
+def table(results: Results) -> str:
     """The host time of a call by parts, in Markdown."""
-    on_cpu = results.meta["gpu"] == "cpu"
+    stages = STAGES["cpu" if results.meta["gpu"] == "cpu" else "cuda"]
     parts = [heading(results, note="")]
     for case, by_impl in values_of(results, "host_us").items():
         total, rows = by_impl.get(ENTRY), []
         times = {impl.removeprefix(STAGE): value for impl, value in by_impl.items()}
-        for title, stage, inside in _PARTS_CPU if on_cpu else _PARTS_CUDA:
+        for stage, (_, title, inside) in stages.items():
             if total is None or not {stage, *inside} <= set(times):
                 rows.append([title, "–", "–"])
                 continue
@@ -176,5 +185,5 @@ def render(results: Results) -> str:
         if total is not None:
             rows.append(["**the whole call**", f"**{total:.1f}**", "100"])
         parts.append(f"### {case}\n\n" + markdown_table(["part", "µs", "%"], rows))
-    parts += [*(f"- {line}" for line in spread_lines(results)), failures(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    spreads = (f"- {line}" for line in spread_lines(results))
+    return join(*parts, *spreads, failures(results))

@@ -265,6 +265,12 @@ def file_name(meta: dict[str, object], name: str) -> str:
     return f"{when}_{gpu}x{meta['count']}_{name}.json"
 
 
+def newest(folder: Path = RESULTS_DIR, pattern: str = "*_*_*.json") -> list[Path]:
+    """The newest file of each (GPU, count, benchmark), by these: names begin with the UTC time."""
+    found = {path.name.split("_", 1)[1]: path for path in sorted(folder.glob(pattern))}
+    return [found[name] for name in sorted(found)]
+
+
 def output_path(asked: str | None, meta: dict[str, object], name: str) -> Path | None:
     """Where a run is written: the file or folder asked for, else `benchmarks/results`.
 

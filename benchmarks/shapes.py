@@ -46,8 +46,18 @@ def parse_name(name: str) -> Shape:
     return Shape(*map(int, match.groups()[:5]), tags=tuple(match[6].split()))
 
 
+class Case:
+    """What every case has: batch, heads, kv_heads, kv_len, head_dim, `tags`, a label, and whether it is tiny."""
+
+    @property
+    def name(self) -> str:
+        return Shape(
+            self.batch, self.heads, self.kv_heads, self.kv_len, self.head_dim, self.tags
+        ).name
+
+
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """Prefill or training attention: as many queries as keys.
 
     feature: what else is asked for (`features.py`); its cases have times in place of rates.
@@ -65,10 +75,13 @@ class AttentionCase:
     feature: str | None = None
 
     @property
-    def name(self) -> str:
-        tags = ("causal" if self.causal else "full", self.dtype)
-        tags += (self.feature,) if self.feature else ()
-        return Shape(self.batch, self.heads, self.kv_heads, self.seq_len, self.head_dim, tags).name
+    def kv_len(self) -> int:
+        return self.seq_len
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        feature = (self.feature,) if self.feature else ()
+        return ("causal" if self.causal else "full", self.dtype, *feature)
 
     @property
     def forward_flops(self) -> float:
@@ -83,7 +96,7 @@ class AttentionCase:
 
 
 @dataclass(frozen=True)
-class DecodeCase:
+class DecodeCase(Case):
     """One query token per sequence against a cache of `kv_len` tokens, or of up to that many.
 
     page: tokens a page, pages in random order; None is one contiguous cache a sequence.
@@ -103,6 +116,12 @@ class DecodeCase:
     cache: str | None = None
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        cache = (f"kv-{self.cache}",) if self.cache else ()
+        page = (f"page{self.page}",) if self.page else ()
+        return (self.dtype, *cache, *page, *((f"ragged-{self.ragged}",) if self.ragged else ()))
+
+    @property
     def label(self) -> str:
         words = [f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.kv_len}"]
         if self.tiny:
@@ -110,19 +129,7 @@ class DecodeCase:
         else:
             words += [f"D{self.head_dim}"] if self.head_dim != 128 else []
             words += [self.dtype] if self.dtype != "bf16" else []
-        return " ".join((*words, *self.tags))
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """What stands behind the dtype in the name."""
-        cache = (f"kv-{self.cache}",) if self.cache else ()
-        page = (f"page{self.page}",) if self.page else ()
-        return (*cache, *page, *((f"ragged-{self.ragged}",) if self.ragged else ()))
-
-    @property
-    def name(self) -> str:
-        tags = (self.dtype, *self.tags)
-        return Shape(self.batch, self.heads, self.kv_heads, self.kv_len, self.head_dim, tags).name
+        return " ".join((*words, *self.tags[1:]))
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
@@ -136,7 +143,7 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
-class CompileCase:
+class CompileCase(Case):
     """Layers of a model under torch.compile (`compiled.py`); use: prefill, decode or train."""
 
     use: str
@@ -149,13 +156,43 @@ class CompileCase:
     tiny: bool = False
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        return self.dtype, self.use
+
+    @property
     def label(self) -> str:
         return f"{'tiny ' if self.tiny else ''}{self.use} B{self.batch} N{self.kv_len}"
 
+
+@dataclass(frozen=True)
+class GenerateCase(Case):
+    """Greedy generation with one sequence: `new_tokens` after a prompt of `prompt_tokens`.
+
+    heads, kv_heads and head_dim are the model's, for the name; N is the cache's length at the end.
+    """
+
+    model: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    prompt_tokens: int
+    new_tokens: int
+    dtype: str = "bf16"
+    tiny: bool = False
+    batch = 1
+
     @property
-    def name(self) -> str:
-        tags = (self.dtype, self.use)
-        return Shape(self.batch, self.heads, self.kv_heads, self.kv_len, self.head_dim, tags).name
+    def kv_len(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.dtype, self.model, f"prompt{self.prompt_tokens}"
+
+    @property
+    def label(self) -> str:
+        label = f"{self.model} prompt{self.prompt_tokens} {self.dtype}"
+        return f"tiny {label}" if self.tiny else label
 
 
 @functools.cache
@@ -181,31 +218,3 @@ def sequence_lengths(batch: int, kv_len: int, ragged: str | None) -> tuple[int, 
         drawn = kv_len * torch.rand(batch, generator=made) ** 6
         return tuple(drawn.int().clamp(min=1).tolist())
     raise ValueError(f"ragged must be uniform, power, short or None, got {ragged!r}")
-
-
-@dataclass(frozen=True)
-class GenerateCase:
-    """Greedy generation with one sequence: `new_tokens` after a prompt of `prompt_tokens`.
-
-    heads, kv_heads and head_dim are the model's, for the name; N is the cache's length at the end.
-    """
-
-    model: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    prompt_tokens: int
-    new_tokens: int
-    dtype: str = "bf16"
-    tiny: bool = False
-
-    @property
-    def label(self) -> str:
-        label = f"{self.model} prompt{self.prompt_tokens} {self.dtype}"
-        return f"tiny {label}" if self.tiny else label
-
-    @property
-    def name(self) -> str:
-        length = self.prompt_tokens + self.new_tokens
-        tags = (self.dtype, self.model, f"prompt{self.prompt_tokens}")
-        return Shape(1, self.heads, self.kv_heads, length, self.head_dim, tags).name

@@ -7,13 +7,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .compare import compare
+from .registry import BENCHMARKS, SWEEP, cases_of
+from .report.compare import compare
+from .report.tables import render
 from .results import ROOT, Results
-from .tables import render
 
 
 def add_commands(names) -> None:
     """Adds the parsers to argparse's subparsers `names`."""
+    command = _command(names, "list", "the cases of a benchmark", _list)
+    command.add_argument("benchmark", choices=sorted(x for x in BENCHMARKS if BENCHMARKS[x].cases))
+    command.add_argument(SWEEP.flag, **SWEEP.keywords)
+
     command = _command(names, "table", "a results file as Markdown", _table)
     command.add_argument("file")
 
@@ -54,12 +59,17 @@ def _command(
     return command
 
 
+def _list(options: argparse.Namespace) -> int:
+    cases = cases_of(options, options.benchmark)
+    return _say("".join(f"{case.name:56}{case.label}\n" for case in cases))
+
+
 def _table(options: argparse.Namespace) -> int:
     return _say(render(Results.load(options.file)))
 
 
 def _html(options: argparse.Namespace) -> int:
-    from .html_report import write_html
+    from .report.html_page import write_html
 
     output = options.output or Path(options.file).with_suffix(".html")
     return _say(f"Written to {write_html(Results.load(options.file), output)}\n")
@@ -79,7 +89,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from .plot import plot
+    from .report.plot import plot
 
     output = options.output or Path(options.file).with_suffix(".svg")
     try:
@@ -90,7 +100,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    from . import readme
+    from .report import documents as readme
 
     stale = False
     for path, updated in readme.documents().items():

@@ -20,6 +20,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -38,8 +39,7 @@ from .timing import Timer
 KERNELS = ("forward", "dkdv", "dq")
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One kernel on one case: `launch(config)` runs it into `outputs`."""
 
     flops: float
@@ -49,8 +49,7 @@ class Problem:
     overhead_us: float = 0.0  # of what `launch` runs besides the kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     config: TileConfig
     us: float
     rate: float  # TFLOP/s of this kernel alone
@@ -101,19 +100,9 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
         yield Problem(flops, default, launch_backward, outputs, overhead)
 
 
-class _NoKernel:
-    """Stands in for a Triton kernel; launching it does nothing."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-@contextlib.contextmanager
-def _left_out(module: object, *kernels: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in kernels:
-            stack.enter_context(mock.patch.object(module, name, _NoKernel()))
-        yield
+def _left_out(module: object, *kernels: str) -> contextlib.AbstractContextManager:
+    """Launching these kernels does nothing meanwhile."""
+    return mock.patch.multiple(module, **{name: mock.MagicMock() for name in kernels})
 
 
 def compile_all(

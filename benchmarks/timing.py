@@ -15,17 +15,23 @@ clock meets all of them alike. Clocks are arguments: tests pass a fake one.
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .ranks import Ranks, barrier, slowest, together
+from .results import Recorder
+
 Call = Callable[[], object]
 FLUSH_BYTES = 512 * 2**20  # about 180 µs of writing on an H100: hides the host time of one call
+HOST_CALLS = 40  # of a host timing: few enough never to fill the launch queue
 ROTATION_FACTOR = 4  # input copies hold at least this many times the L2
 
 
@@ -58,19 +64,22 @@ def turns(names: Iterable[str], count: int) -> Iterator[list[str]]:
 
 
 def interleave(
-    samplers: Mapping[str, Callable[[], float]], repeats: int
-) -> tuple[dict[str, Sample], dict[str, Exception]]:
-    """`repeats` rounds over all samplers; one that raises is left out, its exception returned."""
+    samplers: Mapping[str, Callable[[], float]], repeats: int, unused: int = 0,
+    catch: type[Exception] | tuple[()] = Exception,
+) -> tuple[dict[str, Sample], dict[str, Exception]]:  # fmt: skip
+    """`repeats` rounds over all samplers, behind `unused` ones; one that raises what is to be caught is left out, its
+    exception returned."""
     values: dict[str, list[float]] = {name: [] for name in samplers}
     failures: dict[str, Exception] = {}
-    for order in turns(samplers, repeats):
+    for order in turns(samplers, unused + repeats):
         for name in order:
             if name not in failures:
                 try:
                     values[name].append(samplers[name]())
-                except Exception as failure:
+                except catch as failure:
                     failures[name] = failure
-    samples = {name: Sample(tuple(values[name])) for name in samplers if name not in failures}
+    good = (name for name in samplers if name not in failures)
+    samples = {name: Sample(tuple(values[name][unused:])) for name in good}
     return samples, failures
 
 
@@ -216,3 +225,137 @@ class RotatedGraph:
             events.append((start, end))
         self._timer.synchronize()
         return [1e3 * start.elapsed_time(end) / self._count for start, end in events]
+
+
+def captured(ranks: Ranks, call: Call) -> torch.cuda.CUDAGraph:
+    """The call, which all ranks have made before, as a graph."""
+    stream = torch.cuda.Stream()
+    barrier(ranks)
+    with torch.cuda.stream(stream):  # workspaces of this stream are made outside the capture
+        call()
+    barrier(ranks)  # nothing of anybody else's is under way in the capture
+    graph = torch.cuda.CUDAGraph()
+    # Of this thread only: NCCL's watchdog may query events in its own meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
+GRAPH, EAGER, LATENCY = "graph_us", "eager_us", "latency_ms"
+_GRAPH_US, _EAGER_US, _LATENCY_MS = 5e3, 20e3, 100.0  # of measuring, a turn
+_EAGER_CALLS, _WARM_UPS = 40, 2
+#: Turns a repeat, and those before that are for nothing. Graphs take turns of one replay, so that all meet the same clocks.
+_TURNS = {GRAPH: (4, 1), EAGER: (1, 1), LATENCY: (1, 0)}
+
+
+class Rounds:
+    """Times what is compared in one case in turns, on all ranks at once: each figure is the slowest rank's.
+
+    In CUDA graphs and eager calls (`prepare`), and one call at a time from a barrier on (`prepare_latency`).
+    `timer` is this rank's alone.
+    """
+
+    def __init__(self, case: str, ranks: Ranks, recorder: Recorder) -> None:
+        self.timer = Timer(ranks.device)
+        self._case, self._ranks, self._recorder = case, ranks, recorder
+        self._samplers: dict[str, dict[str, Callable[[], float]]] = {x: {} for x in _TURNS}
+
+    def prepare(self, name: str, calls: Sequence[Callable[[], object]], in_graph: bool) -> object:
+        """Adds the samplers of calls that ran before; the result of the last one in the graph, or None.
+
+        Raises:
+            StepFailed: on all ranks, where it fails on one.
+        """
+        timer, ranks, last = self.timer, self._ranks, None
+        on_gpu = ranks.device.type == "cuda"
+        # The first of these may still allocate or compile for an input that was not called yet.
+        for _ in range(2 if on_gpu else 1):
+            taken = together(ranks, "eager", lambda: timer.eager_us(calls, len(calls)))
+        estimate = slowest(ranks, [taken])[0]  # the same on all ranks, and so what follows from it
+        count = calls_within(estimate, _EAGER_US, 1, _EAGER_CALLS)
+        if in_graph and on_gpu:
+            rounds = rounds_within(estimate, _GRAPH_US, len(calls))
+            barrier(ranks)  # nothing of another implementation is under way in the capture
+            graph = together(ranks, "graph", lambda: RotatedGraph(timer, calls, rounds=rounds))
+            self.add(name, GRAPH, graph.next)
+            last = graph.last
+        self.add(name, EAGER, functools.partial(timer.eager_us, calls, count))
+        return last
+
+    def prepare_latency(
+        self, name: str, call: Call, before: Call | None = None, alone: bool = False
+    ) -> None:
+        """Adds the sampler of single calls; `before`, not timed, is made before each: it takes back what the last did.
+
+        alone: it communicates nothing, and rank 0 makes it while the others wait. On a CPU they would take each other's
+        cores and memory.
+        """
+
+        def each_ms(count: int) -> list[float]:
+            times = []
+            for _ in range(count):
+                if before is not None:
+                    before()
+                barrier(self._ranks)
+                # Who waits is at the next barrier already. 0 is never the largest: all get rank 0's time.
+                waits = alone and self._ranks.rank > 0
+                times.append(0.0 if waits else self._one_ms(call))
+            return slowest(self._ranks, times)
+
+        each_ms(_WARM_UPS)
+        estimate = min(each_ms(2))  # the same on all ranks
+        count = calls_within(estimate, _LATENCY_MS, 3, 50)
+        self.add(name, LATENCY, lambda: statistics.median(each_ms(count)))
+
+    def _one_ms(self, call: Call) -> float:
+        if self._ranks.device.type == "cpu":
+            return self.timer.host_us([call], 1) / 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def add(self, name: str, metric: str, sampler: Callable[[], float]) -> None:
+        self._samplers[metric][name] = sampler
+
+    def drop(self, name: str) -> None:
+        for samplers in self._samplers.values():
+            samplers.pop(name, None)
+
+    def sample(self, repeats: int) -> dict[str, dict[str, float]]:
+        """Records `repeats` rounds over all samplers; the medians by metric and name."""
+        medians: dict[str, dict[str, float]] = {}
+        for metric, samplers in self._samplers.items():
+            together = {x: functools.partial(self._slowest, call) for x, call in samplers.items()}
+            count, unused = _TURNS[metric]
+            # A rank that went on behind a failure would wait for the others for ever.
+            found, _ = interleave(together, repeats * count, unused, catch=())
+            for name, sample in found.items():
+                self._recorder.add_sample(self._case, name, metric, sample.median, sample.spread)
+                medians.setdefault(metric, {})[name] = sample.median
+        return medians
+
+    def _slowest(self, sampler: Callable[[], float]) -> float:
+        barrier(self._ranks)
+        return slowest(self._ranks, [sampler()])[0]
+
+    def clear(self) -> None:
+        """Gives memory back; graphs hold theirs in reference cycles, and must go before their buffers."""
+        for samplers in self._samplers.values():
+            samplers.clear()
+        if self._ranks.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def compare(
+    ranks: Ranks, recorder: Recorder, case: str, calls: Mapping[str, Call], *, repeats: int,
+    before: Mapping[str, Call] | None = None, alone: Collection[str] = (),
+) -> dict[str, float]:  # fmt: skip
+    """The latencies of single calls; the medians by name."""
+    rounds = Rounds(case, ranks, recorder)
+    for name, call in calls.items():
+        rounds.prepare_latency(name, call, (before or {}).get(name), name in alone)
+    return rounds.sample(repeats).get(LATENCY, {})

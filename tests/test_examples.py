@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[a-z]*.py"))
 #: Seen rarely with torch 2.13 and gloo: a process aborts behind its last line, cause not known (gloo's threads?). torchrun's
 #: report then says this.
 TEARDOWN = "(SIGABRT)"

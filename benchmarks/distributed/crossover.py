@@ -24,30 +24,29 @@ from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tp_linear.op import EPILOGUE_ROWS
 from torch_fdattn.models import ModelConfig
 
+from ..peers.torch_symm import NAME as SYMMETRIC
+from ..ranks import Ranks, StepFailed, together
+from ..report.parallel import TORCH
+from ..report.tables import render, values_of
 from ..results import Recorder, Results
 from ..runner import DTYPES, generator
 from ..shapes import GEMM_ALONE
-from ..tables import render, values_of
-from .layer_run import error_and_bound, marked, prepared
+from ..timing import EAGER, GRAPH
+from .layer_run import checked, error_and_bound, marked, prepared
 from .matmuls import Matmul
 from .models import config_named, require_memory
-from .processes import Ranks
-from .report import TORCH
-from .rounds import EAGER, GRAPH
-from .symmetric_peers import NAME as SYMMETRIC
-from .together import StepFailed, together
 
 ROWS = tuple(2**i for i in range(15))
 MODELS = ("Qwen/Qwen3-32B", "meta-llama/Meta-Llama-3-70B")
 TABLE = Path(auto.__file__).with_name("crossovers.json")
 #: Ours by op; what runs where nothing is measured first.
-WAYS = {
+VARIANTS = {
     GATHER: ("collective", "copy_engine", "fused", "low_latency"),
     SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
     ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue"),
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
-MOST_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+MAX_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
 #: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
 EVEN = ("fused",)
 
@@ -82,10 +81,8 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     configs = [config_named(name) for name in options.models or (MODELS if on_gpu else ["tiny-qwen3"])]  # fmt: skip
     path = Path(options.table) if options.table else TABLE if on_gpu else None
     path = path if ranks.rank == 0 else None
-    holds, measured = (
-        True,
-        Measured(ranks.size, options.dtype, recorder, auto.Device.of(ranks.device)),
-    )
+    measured = Measured(ranks.size, options.dtype, recorder, auto.Device.of(ranks.device))
+    holds = True
     for config in configs:
         for shape in shapes(config, ranks.size):
             for op in shape.ops:
@@ -124,28 +121,24 @@ def _measure(
     uneven = len(set(shares)) > 1
     ours = {
         f"fdattn/{way}": matmul.ours(way)
-        for way in WAYS[op]
-        if rows <= MOST_ROWS.get(way, rows)
+        for way in VARIANTS[op]
+        if rows <= MAX_ROWS.get(way, rows)
         and (device.type == "cuda" or "shot" not in way)
         and not (uneven and op != ALL_REDUCE and way in EVEN)
     }
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
-    first = f"fdattn/{WAYS[op][0]}"
+    first = f"fdattn/{VARIANTS[op][0]}"
     ordered = {TORCH: others.pop(TORCH), first: ours.pop(first), **others, **ours}
-    holds, calls = True, {}
-    for name, way in ordered.items():
-        try:
-            found = together(ranks, "first call", way[0])
-            mine = name.startswith("fdattn/")
-            error, bound = error_and_bound(found, right if mine else found.double())
-            if not error <= bound < math.inf:
-                raise StepFailed(
-                    f"first call: error {error:.2e}, bound {bound:.2e}", "AssertionError"
-                )
-            calls[name] = way
-        except StepFailed as failure:
-            recorder.error(case, name, str(failure))
-            holds &= not name.startswith("fdattn/") or failure.refused
+
+    def near(name: str, found: torch.Tensor) -> bool:
+        error, bound = error_and_bound(
+            found, right if name.startswith("fdattn/") else found.double()
+        )
+        if not error <= bound < math.inf:
+            raise StepFailed(f"first call: error {error:.2e}, bound {bound:.2e}", "AssertionError")
+        return True
+
+    calls, holds = checked(case, ranks, recorder, ordered, near)
     rounds = prepared(case, ranks, recorder, calls)
     measured.add(op, shape, rows, rounds.sample(options.repeats))
     rounds.clear()
@@ -211,7 +204,7 @@ def choice(op: str, times: Mapping[str, float]) -> str:
     Not that one either where eager torch is faster than all of ours: eagerly our call of the collective has torch's
     kernels, but takes the host longer.
     """
-    return min(WAYS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
+    return min(VARIANTS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
 
 
 def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:

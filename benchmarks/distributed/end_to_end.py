@@ -1,7 +1,7 @@
 """Whole models with random weights: one prefill, one decode step, or a whole generation.
 
 Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
-same weights and the same cache memory (peers.py), one all-reduce after each layer; `torch_symm` the same
+same weights and the same cache memory (peers/eager_parallel.py), one all-reduce after each layer; `torch_symm` the same
 by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of
 theirs in a CUDA graph.
 """
@@ -9,33 +9,39 @@ theirs in a CUDA graph.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torch_fdattn.engine import Engine
 
+from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
+from ..ranks import Ranks, StepFailed, largest, together
+from ..report import parallel
+from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
 from ..runner import DTYPES, generator
-from .clock import Call, captured, compare
-from .layer_run import marked, our_name
+from ..timing import Call, captured, compare
+from .layer_run import checked, marked, our_name
 from .models import (
     config_named,
     kv_bytes,
     model_bytes,
     require_memory,
     sharded_model,
-    whole_model,
+    unsharded_model,
 )
-from .peers import EAGER, Linears, TorchModel, fused
-from .processes import Ranks, largest
-from .progress import progress
-from .report import IN_GRAPH, TORCH
-from .together import StepFailed, together
+from .parallel_options import file_name as file_name
 
+table = parallel.table
+Item = TypeVar("Item")
 STEPS = 2  # room in the cache: the step that is timed is taken back each time
 PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activations
 
@@ -58,15 +64,16 @@ class _Model:
         if strategy == "auto":
             method = "auto"
         parts = (ranks.group_name, strategy, method, way)
-        plain = ranks.size == 1 and not options.check
+        check = getattr(options, "check", False)
+        plain = ranks.size == 1 and not check
         if plain:
-            self.model = whole_model(self.config, ranks.device, dtype)
-        elif options.check:
+            self.model = unsharded_model(self.config, ranks.device, dtype)
+        elif check:
             from torch_fdattn.models.parallelize import parallelize
 
             whole = 2 * model_bytes(self.config, dtype, 1)  # to be split, and to compare with
             require_memory(f"the whole {options.model}", whole, ranks.device, ranks.size)
-            self.model = parallelize(whole_model(self.config, ranks.device, dtype), *parts)
+            self.model = parallelize(unsharded_model(self.config, ranks.device, dtype), *parts)
         else:
             self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
         self.engine = Engine(
@@ -96,72 +103,58 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     made = _Model(options, ranks, options.bsz, capacity, strategy)
     prompts = made.prompts(options.bsz, options.seq_len)
     holds = not options.check or _check(made, prompts, options, recorder)
-    words = (
-        f"bsz{options.bsz}",
-        f"N{options.seq_len}",
-        options.model,
-        f"L{made.config.num_layers}",
-    )
+    words = f"bsz{options.bsz}", f"N{options.seq_len}", options.model, f"L{made.config.num_layers}"
     for mode in [options.mode] if options.mode else ["prefill", "decode"]:
+        decode = mode == "decode"
         case = " ".join(("e2e", *words, options.dtype, f"x{ranks.size}", mode))
         case = marked(case, ranks.device)
-        calls, ours = _prefill(made, prompts) if mode == "prefill" else _decode(made, prompts)
-        calls = {**_that_run(made, case, calls, recorder, mode == "decode"), made.ours: ours}
-        prepare = {made.ours: made.engine.reset}
-        if mode == "decode":
-            prepare = {made.ours: lambda: made.engine.truncate(options.seq_len)}
-        medians = compare(ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare)
-        if mode == "decode" and options.eager:
+        others, ours, back = _calls(made, prompts, decode)
+        calls = {**_that_run(made, case, others, recorder, decode), made.ours: ours}
+        timed = functools.partial(compare, ranks, recorder, case, repeats=options.repeats)
+        medians = timed(calls=calls, before={made.ours: back})
+        if decode and options.eager:
             made.engine.close()  # lets go of the CUDA graph: steps run eagerly from here on
-            calls, prepare = (
-                {f"{made.ours}-eager": ours},
-                {f"{made.ours}-eager": prepare[made.ours]},
-            )
-            medians |= compare(
-                ranks, recorder, case, calls, repeats=options.repeats, prepare=prepare
-            )
-        tokens = options.bsz * (options.seq_len if mode == "prefill" else 1)
+            name = f"{made.ours}-eager"
+            medians |= timed(calls={name: ours}, before={name: back})
+        tokens = options.bsz * (1 if decode else options.seq_len)
         for impl, ms in medians.items():
             recorder.add(case, impl, "tokens_per_s", 1e3 * tokens / ms)
     made.engine.close()
     return holds
 
 
-def _prefill(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
-    """(others' calls, ours)."""
-    tokens, lists = prompts.to(made.ranks.device), prompts.tolist()
-    others = {
-        name: lambda by=by: made.torch(tokens, 0, by)
-        for name, by in made.peers(tokens.numel()).items()
-    }
-    return others, lambda: made.engine.prefill(lists)
-
-
-def _decode(made: _Model, prompts: torch.Tensor) -> tuple[dict[str, Call], Call]:
-    made.engine.reset()
-    made.engine.prefill(prompts.tolist())
-    tokens, held = prompts[:, :1].to(made.ranks.device), prompts.shape[1]
-    others = {
-        name: lambda by=by: made.torch(tokens, held, by)
-        for name, by in made.peers(tokens.numel()).items()
-    }
-    return others, lambda: made.engine.step(tokens)
+def _calls(made: _Model, prompts: torch.Tensor, decode: bool) -> tuple[dict[str, Call], Call, Call]:
+    """(others' calls, ours, what takes ours back): the prompts, or the step behind them."""
+    tokens, held, lists = prompts.to(made.ranks.device), 0, prompts.tolist()
+    engine = made.engine
+    ours, back = functools.partial(engine.prefill, lists), engine.reset
+    if decode:
+        engine.reset()
+        engine.prefill(lists)
+        tokens, held = tokens[:, :1].contiguous(), prompts.shape[1]
+        ours = functools.partial(engine.step, tokens)
+        back = functools.partial(engine.truncate, held)
+    peers = made.peers(tokens.numel()).items()
+    return {x: functools.partial(made.torch, tokens, held, by) for x, by in peers}, ours, back
 
 
 def _that_run(
     made: _Model, case: str, calls: Mapping[str, Call], recorder: Recorder, in_graphs: bool
 ) -> dict[str, Call]:
     """Those that run here, and, where asked for, replays of them: our decode step is a CUDA graph as well."""
-    ranks, found = made.ranks, {}
-    for name, call in calls.items():
-        try:
-            together(ranks, "first call", call)
-            found[name] = call
-            if in_graphs and ranks.device.type == "cuda":
+    ranks = made.ranks
+    ways, _ = checked(
+        case, ranks, recorder, {x: [call] for x, call in calls.items()}, lambda *_: True
+    )
+    found = {}
+    for name, (call,) in ways.items():
+        found[name] = call
+        if in_graphs and ranks.device.type == "cuda":
+            try:
                 graph = together(ranks, "graph", lambda call=call: captured(ranks, call))
                 found[f"{name}{IN_GRAPH}"] = graph.replay
-        except StepFailed as failure:
-            recorder.error(case, name, str(failure))
+            except StepFailed as failure:
+                recorder.error(case, name, str(failure))
     return found
 
 
@@ -169,7 +162,7 @@ def _check(
     made: _Model, prompts: torch.Tensor, options: argparse.Namespace, recorder: Recorder
 ) -> bool:
     """Logits of the prompts and of one step more against the whole model on one process."""
-    whole = whole_model(made.config, made.ranks.device, DTYPES[options.dtype])
+    whole = unsharded_model(made.config, made.ranks.device, DTYPES[options.dtype])
     tokens = torch.cat([prompts, prompts[:, :1]], 1).to(made.ranks.device)
     with torch.inference_mode():
         right = torch.stack([whole(tokens[:, :-1], last_only=True), whole(tokens, last_only=True)])
@@ -218,16 +211,26 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
     return True
 
 
+def _progress(items: Iterable[Item], total: int, text: str, rank: int) -> Iterable[Item]:
+    """The items, with a bar on rank 0's terminal where rich is installed."""
+    if rank or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, text, total=total, console=Console(stderr=True), transient=True)
+
+
 def _our_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
     made.engine.reset()
     steps = made.engine.generate(prompts.tolist(), count)
-    for _ in progress(steps, count, made.ours, ranks.rank):
+    for _ in _progress(steps, count, made.ours, ranks.rank):
         pass
 
 
 def _torch_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
     tokens, held = prompts.to(ranks.device), 0
-    for _ in progress(range(count), count, TORCH, ranks.rank):
+    for _ in _progress(range(count), count, TORCH, ranks.rank):
         logits = made.torch(tokens, held)
         held += tokens.shape[1]
         tokens = logits.argmax(-1, keepdim=True)

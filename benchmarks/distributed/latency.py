@@ -14,12 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks, StepFailed, all_gather, together
 from ..results import Recorder
 from ..runner import generator
-from .processes import Ranks, all_gather
-from .rounds import Rounds
+from ..timing import Rounds
 from .shards import gathered
-from .together import StepFailed, together
 
 SIZES = tuple(4 ** (1 + i) for i in range(10))  # 4 B to 1 MiB
 CPU_SIZES = (4, 1024, 65536)

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tp_layers import TokenRows
 
+from ..ranks import Ranks, StepFailed, largest, together
+from ..report.tables import is_ours
 from ..results import Recorder
 from ..runner import DTYPES, generator
+from ..timing import Rounds, compare
 from . import timeline
-from .clock import compare
 from .models import config_named, require_memory
-from .processes import Ranks, largest
-from .rounds import Rounds
-from .together import StepFailed, together
 
 #: Calls of one implementation; where there are several, they differ in their weights' place alone.
 Calls = Sequence[Callable[[], Tensor]]
@@ -35,14 +34,14 @@ class LayerRun:
 
     Attributes:
         strategy: "ag_rs" or "all_reduce".
-        ways: of ours, the name of each and its keywords among `strategy` and `method`.
+        variants: of ours, the name of each and its keywords among `strategy` and `method`.
     """
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> None:
         self.options, self.ranks, self.recorder = options, ranks, recorder
         self.config, self.dtype = config_named(options.model), DTYPES[options.dtype]
         self.strategy = "all_reduce" if options.use_allreduce else "ag_rs"
-        self.ways = dict(
+        self.variants = dict(
             (our_name("all_reduce", method), dict(method=method))
             if options.use_allreduce
             else (our_name("ag_rs", method), dict(strategy=method))
@@ -106,17 +105,11 @@ class LayerRun:
         has no such form.
         """
         exact = right().double() if self.options.check else None
-        holds, calls = True, {}
-        for name, way in {**others, **ours}.items():
-            try:
-                found = together(self.ranks, "first call", way[0])
-            except StepFailed as failure:
-                self.recorder.error(case, name, str(failure))
-                holds &= name not in ours or failure.refused
-                continue
-            calls[name] = way
-            if exact is not None and name in ours:
-                holds &= self._check(case, name, found, exact)
+
+        def right_here(name: str, found: Tensor) -> bool:
+            return exact is None or name not in ours or self._check(case, name, found, exact)
+
+        calls, holds = checked(case, self.ranks, self.recorder, {**others, **ours}, right_here)
         compare(
             self.ranks, self.recorder, case, {name: way[0] for name, way in calls.items()},
             repeats=self.options.repeats,
@@ -139,6 +132,26 @@ class LayerRun:
             verdict = "ok" if holds else "WRONG"
             print(f"check: largest error {error:.2e}, bound {bound:.2e}: {verdict} ({name})")
         return holds
+
+
+def checked(
+    case: str, ranks: Ranks, recorder: Recorder, ways: Mapping[str, Calls],
+    right: Callable[[str, Tensor], bool],
+) -> tuple[dict[str, Calls], bool]:  # fmt: skip
+    """Those whose first call works on all ranks, and whether ours are `right`: a refusal is no failure of ours.
+
+    Who cannot run here, or raises StepFailed in `right`, is an `error` row with the reason.
+    """
+    calls, holds = {}, True
+    for name, way in ways.items():
+        try:
+            found = together(ranks, "first call", way[0])
+            holds &= right(name, found)
+            calls[name] = way
+        except StepFailed as failure:
+            recorder.error(case, name, str(failure))
+            holds &= not is_ours(name) or failure.refused
+    return calls, holds
 
 
 def our_name(form: str, way: str) -> str:

@@ -1,6 +1,6 @@
 """Tensor-parallel layers alone: MLP and attention.
 
-`eager` is PyTorch with NCCL in the common all-reduce form on replicated activations (peers.py), `torch_symm` the same
+`eager` is PyTorch with NCCL in the common all-reduce form on replicated activations (peers/eager_parallel.py), `torch_symm` the same
 layer by torch's fused symmetric-memory ops, `local` the layer without its communication. `--check` compares with one
 process that holds all weights.
 """
@@ -21,13 +21,17 @@ from torch_fdattn.dist.tp_layers import TPLayer
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import MLP, Attention
 
+from ..peers import eager_parallel as peers
+from ..ranks import Ranks
+from ..report import parallel
+from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import LOCAL
-from . import peers
 from .layer_run import Calls, LayerRun
 from .models import attention_weights, kv_bytes, mlp_weights, random_weights
-from .processes import Ranks
-from .report import TORCH
+from .parallel_options import file_name as file_name
+
+table = parallel.table
 
 
 def _ours(
@@ -36,7 +40,7 @@ def _ours(
     """The layer's inference form, over the same weights, by each of the ways."""
     found: dict[str, Calls] = {}
     fused = layer.for_inference()
-    for name, how in run.ways.items():
+    for name, how in run.variants.items():
         one = copy.copy(fused)
         one.linear_strategy = how.get("strategy", "auto")
         one.allreduce_method = how.get("method", "auto")

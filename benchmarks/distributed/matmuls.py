@@ -18,14 +18,18 @@ from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduc
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
 
+from ..peers import eager_parallel as peers
+from ..peers import torch_symm
+from ..ranks import Ranks, all_gather
+from ..report import parallel
+from ..report.parallel import TORCH
 from ..results import Recorder
 from ..shapes import GEMM_ALONE
 from ..timing import copies_needed
-from . import peers, symmetric_peers
 from .layer_run import Calls, LayerRun
-from .processes import Ranks, all_gather
-from .report import TORCH
+from .parallel_options import file_name as file_name
 
+table = parallel.table
 _ROTATED_ROWS = 1024  # up to which what a call reads is its weight
 
 
@@ -46,8 +50,8 @@ class Matmul:
             copies = copies_needed(weight.nbytes, l2)
         self.weights = [weight, *(weight.clone() for _ in range(copies - 1))]
 
-    def _each(self, function, **options) -> Calls:
-        return [functools.partial(function, weight, **options) for weight in self.weights]
+    def _each(self, function) -> Calls:
+        return [functools.partial(function, weight) for weight in self.weights]
 
     def ours(self, way: str) -> Calls:
         """By a strategy, or a method of all-reduce."""
@@ -65,23 +69,18 @@ class Matmul:
     def others(self) -> dict[str, Calls]:
         """Eager torch, torch's fused ops where there are GPUs, and the product alone."""
         found = {TORCH: self._each(getattr(self, f"_{self.op}"))}
-        symmetric = symmetric_peers
-        if self.x.is_cuda and self.ranks.size > 1:
-            group, even = self.ranks.group_name, len(set(self.rows)) == 1
-            if self.op == ALL_REDUCE:
-                reduce = symmetric.AllReduce(
-                    len(self.x), len(self.weights[0]), self.x.dtype, self.x.device, group
-                )
-                for method in symmetric.METHODS:
-                    found[f"{symmetric.NAME}/{method}"] = self._each(
-                        lambda w, method: reduce(self.x, w, method), method=method
-                    )
-            elif even and self.op == GATHER:
-                found[symmetric.NAME] = self._each(
-                    lambda w: symmetric.gather(self.x, [w], group)[0]
-                )
-            elif even:
-                found[symmetric.NAME] = self._each(lambda w: symmetric.scatter(self.x, w, group))
+        x, group, even = self.x, self.ranks.group_name, len(set(self.rows)) == 1
+        if not x.is_cuda or self.ranks.size == 1:
+            pass
+        elif self.op == ALL_REDUCE:
+            reduce = torch_symm.AllReduce(len(x), len(self.weights[0]), x.dtype, x.device, group)
+            for method in torch_symm.METHODS:
+                by = functools.partial(reduce, x, method=method)
+                found[f"{torch_symm.NAME}/{method}"] = self._each(by)
+        elif even and self.op == GATHER:
+            found[torch_symm.NAME] = self._each(lambda w: torch_symm.gather(x, [w], group)[0])
+        elif even:
+            found[torch_symm.NAME] = self._each(lambda w: torch_symm.scatter(x, w, group))
         whole = self.x
         if self.op == GATHER:
             whole = self.x.new_zeros(sum(self.rows), self.x.shape[1]).normal_()
@@ -129,10 +128,10 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
         return F.linear(x, own_weight)
 
     if run.strategy == "all_reduce":  # nothing to gather: the same call on both sides
-        return run.finish(case, {next(iter(run.ways)): [right]}, {TORCH: [right]}, right)
+        return run.finish(case, {next(iter(run.variants)): [right]}, {TORCH: [right]}, right)
     own = x.split(rows)[ranks.rank].contiguous()
     made = Matmul(GATHER, own, own_weight, rows, ranks)
-    ours = {name: made.ours(how["strategy"]) for name, how in run.ways.items()}
+    ours = {name: made.ours(how["strategy"]) for name, how in run.variants.items()}
     return run.finish(case, ours, made.others(), right)
 
 
@@ -151,6 +150,6 @@ def gemm_rs(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     rows = split_evenly(options.M, ranks.size)
     op = ALL_REDUCE if run.strategy == "all_reduce" else SCATTER
     made = Matmul(op, own, own_weight, rows, ranks)
-    ours = {name: made.ours(*how.values()) for name, how in run.ways.items()}
+    ours = {name: made.ours(*how.values()) for name, how in run.variants.items()}
     case = run.case(f"M{options.M}")
     return run.finish(case, ours, made.others(), lambda: run.own(F.linear(x, weight)))

@@ -117,7 +117,7 @@ def random_weights(module: nn.Module, device: torch.device, dtype: torch.dtype, 
             parameter.normal_(0, 0.02, generator=generator)
 
 
-def whole_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+def unsharded_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The model on one process, with random weights that are the same on every rank."""
     with torch.device("meta"):
         model = Transformer(config)

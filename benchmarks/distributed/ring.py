@@ -17,12 +17,18 @@ from torch import Tensor
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, ring_attention
 
+from ..ranks import Ranks, largest
+from ..report import parallel
 from ..results import Recorder, describe
 from ..runner import DTYPES, generator
-from .clock import Call, compare
-from .processes import Ranks, largest
+from ..timing import Call, compare
 
 SINGLE = "single_device"
+table = parallel.table
+
+
+def file_name(options: argparse.Namespace) -> str:
+    return f"ring-{options.seq}"
 
 
 def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:

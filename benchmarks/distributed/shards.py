@@ -16,13 +16,13 @@ from torch import Tensor
 from torch_fdattn.testing import attention_oracle, check_close, check_lse, merge_oracle
 
 from ..exact import max_abs_err
+from ..ranks import Ranks, all_gather
 from ..runner import DTYPES, generator
 from ..shapes import DecodeCase
-from .processes import Ranks, all_gather
 
-#: In fp32 torch's own error is noise: its largest over these ways and several inputs is what counts.
-_FP32_WAYS, _FP32_COPIES = ("textbook", "grouped", "fused"), 4
-_WAYS = ("grouped",)
+#: In fp32 torch's own error is noise: its largest over these forms of the formula and several inputs is what counts.
+_FP32_ORACLES, _FP32_COPIES = ("textbook", "grouped", "fused"), 4
+_ORACLES = ("grouped",)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Answer:
         for shard in reversed(
             shards[: _FP32_COPIES if fp32 else 1]
         ):  # the first one's answer stays
-            out, lse = _attend(shard, torch.float64, _WAYS[0])
+            out, lse = _attend(shard, torch.float64, _ORACLES[0])
             self._out, self._lse = _merged(out, lse, ranks)
-            for way in _FP32_WAYS if fp32 else _WAYS:
+            for way in _FP32_ORACLES if fp32 else _ORACLES:
                 # Merged with the exact lse: one at half precision would be off by whole percents.
                 out, _ = _attend(shard, self._dtype, way)
                 whole, _ = _merged(out.float(), lse, ranks)

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from .clock import meet
-from .processes import Ranks
+from ..ranks import Ranks, barrier
 
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {
@@ -58,13 +57,13 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
     on_gpu = ranks.device.type == "cuda"
     activities = torch.profiler.ProfilerActivity
     call()
-    meet(ranks)
+    barrier(ranks)
     with torch.profiler.profile(
         activities=[activities.CUDA if on_gpu else activities.CPU]
     ) as profile:
         if on_gpu:
             call()  # the first launches under a profiler take milliseconds each
-            meet(ranks)
+            barrier(ranks)
             torch.cuda._sleep(_QUEUEING_CYCLES)
             together = torch.zeros(1, device=ranks.device)
             dist.all_reduce(together, group=ranks.group)  # all wake at once
@@ -72,7 +71,7 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
         call()
         if on_gpu:
             torch.cuda.synchronize()
-    meet(ranks)
+    barrier(ranks)
     return spans(profile.events(), on_gpu)
 
 

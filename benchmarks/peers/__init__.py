@@ -10,8 +10,12 @@ Peers are called the way their users are told to call them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch.nn.attention import SDPBackend
 
+from ..registry import words
 from .base import Attention, DecodeCall, Implementation, first
 from .eager import Eager
 from .fdattn import BatchInvariant, Fdattn, FullCache
@@ -21,7 +25,7 @@ from .flashinfer import FlashInfer
 from .flex import Flex
 from .sdpa import Sdpa
 
-__all__ = ["OURS", "PEERS", "Attention", "DecodeCall", "Implementation", "chosen", "first"]
+__all__ = ["FEATURED", "OURS", "PEERS", "Attention", "DecodeCall", "Implementation", "chosen", "first"]
 
 OURS = Fdattn()
 PEERS: dict[str, Implementation] = {
@@ -40,14 +44,19 @@ PEERS: dict[str, Implementation] = {
 }
 
 
-def chosen(names: str) -> tuple[Implementation, ...]:
-    """Ours and the comma-separated peers; `all` and `none` are understood."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if wanted == ["all"]:
-        wanted = list(PEERS)
-    elif wanted == ["none"]:
-        wanted = []
-    unknown = [name for name in wanted if name not in PEERS]
+#: Those that are asked for the features of attention (`features.py`).
+FEATURED: dict[str, Implementation] = {
+    peer.name: peer for peer in (PEERS["flex"], Sdpa("sdpa"), Sdpa("sdpa-mask", masks=True))
+}
+
+
+def chosen(
+    names: str, peers: Mapping[str, Implementation] = MappingProxyType(PEERS)
+) -> tuple[Implementation, ...]:
+    """Ours and the comma-separated ones of `peers`; `all` and `none` are understood."""
+    wanted = words(names)
+    wanted = {"all": list(peers), "none": []}.get(names.strip(), wanted)
+    unknown = [name for name in wanted if name not in peers]
     if unknown:
-        raise ValueError(f"--vs must name peers of {sorted(PEERS)}, got {', '.join(unknown)}")
-    return (OURS, *(PEERS[name] for name in dict.fromkeys(wanted)))
+        raise ValueError(f"--vs must name peers of {sorted(peers)}, got {', '.join(unknown)}")
+    return (OURS, *(peers[name] for name in dict.fromkeys(wanted)))

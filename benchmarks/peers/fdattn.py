@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from .. import features
 from ..decode_inputs import DecodeInputs
 from ..shapes import AttentionCase, DecodeCase
 from .base import Attention, DecodeCall, Implementation
@@ -28,7 +29,19 @@ class Fdattn(Implementation):
     def attention(self, case: AttentionCase, device: torch.device) -> Attention:
         from torch_fdattn import attention
 
-        return lambda q, k, v: attention(q, k, v, causal=case.causal)[0]
+        extras = features.extras_of(case, device)
+        if extras.cu_seqlens is not None:
+            return functools.partial(_packed, extras.cu_seqlens)
+        options: dict[str, object] = {"causal": case.causal}
+        if case.feature == "softcap":
+            options["softcap"] = features.SOFTCAP
+        elif case.feature == "dropout":
+            options["dropout_p"] = features.DROPOUT
+        elif extras.window is not None:
+            options["window"] = (extras.window - 1, 0)
+        named = dict(attn_mask=extras.bias, alibi_slopes=extras.slopes, sinks=extras.sinks)
+        options |= {name: x for name, x in named.items() if x is not None}
+        return lambda q, k, v: attention(q, k, v, **options)[0]
 
     def decode(self, case: DecodeCase, copies: Sequence[DecodeInputs]) -> list[DecodeCall]:
         if case.page is not None:
@@ -62,6 +75,16 @@ class BatchInvariant(Fdattn):
 
     def attention(self, case: AttentionCase, device: torch.device) -> Attention:
         raise NotImplementedError(f"{self.name} is {super().name} where there is no cache")
+
+
+def _packed(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """varlen_attention of (1, H, S, D) tensors, taken as (S, H, D) by their strides."""
+    from torch_fdattn import varlen_attention
+
+    # squeeze, not x[0], whose gradient would be copied into zeros.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+    out, _ = varlen_attention(q, k, v, cu_seqlens, causal=True)
+    return out.transpose(0, 1)[None]
 
 
 def _contiguous(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..decode_inputs import DecodeInputs
 from ..runner import DTYPES
 from ..shapes import DecodeCase
+from ..timing import RotatedGraph, Timer
 from .base import DecodeCall, Implementation, missing
 
 #: A run with head dim 96 (0.7.2, H100) ended in an illegal memory access while this peer was measured.
@@ -103,25 +104,6 @@ def _single(copies: Sequence[DecodeInputs]) -> list[DecodeCall]:
 
 
 def _faster(one: list[DecodeCall], other: list[DecodeCall]) -> list[DecodeCall]:
-    """The calls that take less time on the device."""
-    return min((one, other), key=_device_ms)
-
-
-def _device_ms(calls: list[DecodeCall]) -> float:
-    """Of one graph over all copies, so that the host's time does not decide."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
+    """The calls that take less time on the device: of one graph over all copies, so that the host's does not decide."""
+    timer = Timer(torch.device("cuda", torch.cuda.current_device()))
+    return min((one, other), key=lambda calls: RotatedGraph(timer, calls, rounds=1).sample(3))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .. import features
 from ..decode_inputs import DecodeInputs
 from ..shapes import AttentionCase, DecodeCase
 from .base import Attention, DecodeCall, Implementation
@@ -36,16 +37,40 @@ class Flex(Implementation):
     def attention(self, case: AttentionCase, device: torch.device) -> Attention:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        def causal(b: Tensor, h: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-            return q_index >= kv_index
+        if case.feature == "dropout":
+            raise NotImplementedError("flex has no dropout")
+        extras, length = features.extras_of(case, device), case.seq_len
+        _, bias, slopes, sinks, window, cu_seqlens = extras
+        document = extras.documents(length) if cu_seqlens is not None else None
+
+        def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if bias is not None:
+                return score + bias[0, h, q, k]
+            if slopes is not None:
+                return score - slopes[h] * (q - k)
+            return features.SOFTCAP * torch.tanh(score / features.SOFTCAP)
+
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if document is not None:
+                return (q >= k) & (document[q] == document[k])
+            return (q >= k) if window is None else (q >= k) & (q - k < window)
 
         mask = None
         if case.causal:
-            # Not compiled: at 16k the whole mask is 256 MiB of bool for a moment, compiling takes
-            # longer.
-            mask = create_block_mask(causal, None, None, case.seq_len, case.seq_len, device=device)
-        flex, gqa = self._compiled(), case.heads != case.kv_heads
-        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+            # Not compiled: at 16k the whole mask is 256 MiB of bool for a moment, compiling takes longer.
+            mask = create_block_mask(seen, None, None, length, length, device=device)
+        modifies = bias is not None or slopes is not None or case.feature == "softcap"
+        options = dict(block_mask=mask, enable_gqa=case.heads != case.kv_heads)
+        options |= dict(score_mod=modified) if modifies else {}
+        flex = self._compiled()
+        if sinks is None:
+            return lambda q, k, v: flex(q, k, v, **options)
+
+        def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = flex(q, k, v, return_lse=True, **options)
+            return out * torch.sigmoid(lse - sinks[:, None]).to(out.dtype)[..., None]
+
+        return with_sinks
 
     def decode(self, case: DecodeCase, copies: Sequence[DecodeInputs]) -> list[DecodeCall]:
         from torch.nn.attention.flex_attention import create_block_mask

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from benchmarks.baselines import BASELINES
 from benchmarks.cases import (
     ATTENTION_CASES,
     DECODE_CASES,
     GENERATE_CASES,
     select,
 )
+from benchmarks.report.baselines import BASELINES
 from benchmarks.shapes import MATMUL_CASE, AttentionCase, DecodeCase, Shape, parse_name
 
 ALL = (*ATTENTION_CASES, *DECODE_CASES, *GENERATE_CASES)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import _parser, main
+from benchmarks.registry import BENCHMARKS
 from benchmarks.results import RESULTS_DIR, Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_axis_of_a_sweep_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.cases import SWEEPS, swept
-    from benchmarks.plot import inline_svg, plot, plottable
+    from benchmarks.report.plot import inline_svg, plot, plottable
 
     from .test_tables import results
 
@@ -116,7 +117,7 @@ def test_every_axis_of_a_sweep_is_plotted(tmp_path: Path) -> None:
 
 
 def test_the_plotted_series_is_the_longest() -> None:
-    from benchmarks.plot import longest_series
+    from benchmarks.report.plot import longest_series
 
     names = [
         "B8 H32/8 N1024 D128 bf16",
@@ -151,6 +152,14 @@ def test_wrong_commands(words: list[str], message: str, capsys: pytest.CaptureFi
         main(words)
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_benchmark_makes_a_page() -> None:
+    names = next(a for a in _parser()._actions if isinstance(a.choices, dict)).choices
+    tools = {"list", "table", "html", "compare", "plot", "readme"}
+    assert set(names) - tools == {*BENCHMARKS, "ladder", "resources", "train"}
+    for name in set(names) - tools:
+        assert "--html PATH" in names[name].format_help()
 
 
 def test_showing_results_needs_no_torch() -> None:

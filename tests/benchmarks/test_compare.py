@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.compare import compare
+from benchmarks.report.compare import compare
 from benchmarks.results import Recorder, Results
 
 from .test_tables import DECODE, PREFILL, results

@@ -34,9 +34,9 @@ def test_every_use(case, monkeypatch) -> None:
     from torch._dynamo.utils import counters
 
     # Inductor's own time is not what is tested here.
-    monkeypatch.setattr(compiled.Way, "options", {"lower": "aot_eager"})
+    monkeypatch.setattr(compiled.Backend, "options", {"lower": "aot_eager"})
     counters.clear()
-    found = figures(case, compiled.WAYS[:2])
+    found = figures(case, compiled.BACKENDS[:2])
     assert "error" not in found["eager"] | found["fdattn"], found
     assert set(found["fdattn"]) >= METRICS[case.use]
     assert counters["fdattn"]["rewritten"] >= compiled.LAYERS
@@ -44,13 +44,13 @@ def test_every_use(case, monkeypatch) -> None:
 
 
 def test_a_wrong_model_gives_no_figures(monkeypatch) -> None:
-    made = compiled.Way.apply
+    made = compiled.Backend.apply
     monkeypatch.setattr(
-        compiled.Way,
+        compiled.Backend,
         "apply",
         lambda way, fn: fn if way.name == "eager" else lambda *inputs: made(way, fn)(*inputs) * 1.1,
     )
-    monkeypatch.setattr(compiled.Way, "options", {"lower": "eager"})
-    found = figures(TINY[0], compiled.WAYS[:2])
+    monkeypatch.setattr(compiled.Backend, "options", {"lower": "eager"})
+    found = figures(TINY[0], compiled.BACKENDS[:2])
     assert "differs from the eager model by 0.1" in found["fdattn"]["error"]
     assert "fwd_us" not in found["fdattn"]

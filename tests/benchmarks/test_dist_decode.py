@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, decode_report, mpi
-from benchmarks.distributed.commands import normalised
-from benchmarks.plot import plot, plottable
-from benchmarks.plot_scaling import lines_of
+from benchmarks.__main__ import _parser, main, normalised
+from benchmarks.distributed import mpi
+from benchmarks.report import parallel
+from benchmarks.report.plot import lines_of, plot, plottable
+from benchmarks.report.tables import render
 from benchmarks.results import Results, Row, command_line
-from benchmarks.tables import render
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
 from tests.interpreting import needs_interpreter
 
@@ -103,15 +102,16 @@ def test_every_case_under_torchrun(tmp_path: Path) -> None:
 
 def run_forms() -> None:
     """What each rank of the test above does."""
-    from benchmarks.distributed import processes
+    from benchmarks import ranks as processes
+    from benchmarks import runner
 
     ranks = processes.join("cpu")
     for name, words in FORMS.items():
         given = ["dist_decode", "--case", name, *ONE, *words.split(), "--json", f"{name}.json"]
         options = _parser().parse_args(normalised(given))
-        assert commands._measure(options, given, ranks) == 0, name
+        assert runner.measure(options, given, ranks) == 0, name
     sys.stdout.flush()
-    os._exit(0)  # as commands.run does
+    os._exit(0)  # as runner.run does
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_the_table_compares_with_the_best_stock_way_and_with_local() -> None:
         "pure_read": 9.9,
     }
     results = Results(META, [Row(NAME, impl, "graph_us", us, "us") for impl, us in times.items()])
-    lines = decode_report.table(results).splitlines()
+    lines = parallel.sharded_decode_table(results).splitlines()
     assert f"| {NAME} | fdattn/auto | 18.5 | +5.0 | 0.54 |" in lines
     assert f"| {NAME} | fdattn/star | 40.0 | +26.5 | 1.16 |" in lines
     assert f"| {NAME} | pure_read | 9.90 | -3.6 | 0.29 |" in lines

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.__main__ import _parser, main
-from benchmarks.distributed import commands, parallel_options, processes
-from benchmarks.distributed.clock import compare
-from benchmarks.distributed.commands import NAMES, normalised
+from benchmarks import ranks as processes
+from benchmarks import runner
+from benchmarks.__main__ import _parser, main, normalised
+from benchmarks.distributed import parallel_options
 from benchmarks.distributed.end_to_end import _Model
 from benchmarks.distributed.models import (
     CONFIGS,
@@ -29,11 +29,13 @@ from benchmarks.distributed.models import (
     layer_bytes,
     model_bytes,
     require_memory,
-    whole_model,
+    unsharded_model,
 )
-from benchmarks.distributed.peers import TorchModel
-from benchmarks.distributed.report import table
+from benchmarks.peers.eager_parallel import TorchModel
+from benchmarks.registry import BENCHMARKS
+from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
+from benchmarks.timing import compare
 from torch_fdattn.dist.tp_layers import TPHead
 from torch_fdattn.models.transformer import MLP
 
@@ -79,7 +81,8 @@ def not_under_torchrun(monkeypatch) -> None:
 
 def test_every_system_is_run() -> None:
     # test_dist_decode.py and test_tp_ways.py have these
-    assert set(NAMES) == {*RUNS, "dist_decode", "tp_crossover"}
+    over_ranks = {name for name, benchmark in BENCHMARKS.items() if benchmark.over_ranks}
+    assert over_ranks == {*RUNS, "dist_decode", "tp_crossover"}
 
 
 #: Each starts ranks anew; the others' systems are among FORMS, too.
@@ -162,12 +165,12 @@ def run_forms() -> None:
     ranks = processes.join("cpu")
     for words in FORMS:
         options = _parser().parse_args([*normalised(words.split()), "--repeats", "1"])
-        assert commands._measure(options, words.split(), ranks) == 0, words
+        assert runner.measure(options, words.split(), ranks) == 0, words
     _check_uneven_head(ranks)
     _check_alone(ranks)
     sys.stdout.flush()
     torch.distributed.barrier()
-    os._exit(0)  # as commands.run does
+    os._exit(0)  # as runner.run does
 
 
 def _check_uneven_head(ranks: processes.Ranks) -> None:
@@ -302,7 +305,7 @@ def test_underscores_and_hyphens_are_the_same() -> None:
 def test_bytes_of_a_model_are_its_parameters() -> None:
     for name in ("tiny-qwen3", "smollm2"):
         config = config_named(name)
-        model = whole_model(config, torch.device("cpu"), torch.bfloat16)
+        model = unsharded_model(config, torch.device("cpu"), torch.bfloat16)
         norms = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("norm.weight"))
         assert sum(p.nbytes for p in model.parameters()) - norms == model_bytes(
             config, torch.bfloat16, 1

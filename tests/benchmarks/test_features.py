@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import attention, features
+from benchmarks import attention, features, peers
 from benchmarks.cases import FEATURE_CASES, select
 from benchmarks.results import Recorder, Results
 from benchmarks.runner import Budget, Run
@@ -22,7 +22,11 @@ WITHOUT = {("softcap", "sdpa"): "no softcap"} | {
 def test_every_feature(case) -> None:
     recorder = Recorder(Results(META | {"gpu": "cpu"}), None)
     run = Run(
-        Timer(torch.device("cpu")), recorder, features.chosen("sdpa,sdpa-mask"), 1, Budget(None)
+        Timer(torch.device("cpu")),
+        recorder,
+        peers.chosen("sdpa,sdpa-mask", peers.FEATURED),
+        1,
+        Budget(None),
     )
     attention.measure(run, [case], attention.PASSES)
     for impl in ("fdattn", "sdpa", "sdpa-mask"):
@@ -47,4 +51,4 @@ def test_wrong_peers_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"--vs must name peers of \['flex', 'sdpa', 'sdpa-mask'\], got fa2"
     ):
-        features.chosen("fa2")
+        peers.chosen("fa2", peers.FEATURED)

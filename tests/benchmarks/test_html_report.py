@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from benchmarks.html_report import render_html
+from benchmarks.report.html_page import render_html
 from benchmarks.results import Recorder, Results
 
 from .test_tables import DECODE, by_hand, results

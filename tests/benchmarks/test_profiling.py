@@ -100,7 +100,7 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stage/empty_op"] < found["stage/kernel"]
     assert all(value > 0 for value in found.values())
     assert not rows(run, "fdattn", "error")
-    text = host.render(run.recorder.results)
+    text = host.table(run.recorder.results)
     assert "| **the whole call** |" in text
     assert "the reference in place of a launch" in text
     assert "–" not in text
@@ -111,12 +111,13 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(host._INSIDE_CPU, "checks", ("torch_fdattn.ops.decode.op", "gone", 0))
+    gone = ("torch_fdattn.ops.decode.op", "gone", 0), "checks", ()
+    monkeypatch.setitem(host.STAGES["cpu"], "checks", gone)
     run = run_with()
     host.measure(run, CASES[:1])
     errors = [row.value for row in rows(run, "stage/checks", "error")]
     assert errors == ["not seen: the call runs no torch_fdattn.ops.decode.op.gone"]
-    assert "| checks | – | – |" in host.render(run.recorder.results)
+    assert "| checks | – | – |" in host.table(run.recorder.results)
 
 
 def test_the_host_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import summary
-from benchmarks.readme import README, documents, newest_files, section
+from benchmarks.report import summary
+from benchmarks.report.documents import README, documents, newest_files, section
 from benchmarks.results import RESULTS_DIR, Results, Row
 
 from .test_tables import by_hand

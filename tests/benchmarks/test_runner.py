@@ -10,9 +10,9 @@ import torch
 from benchmarks import attention, decode
 from benchmarks.cases import ATTENTION_CASES, DECODE_CASES, select
 from benchmarks.peers import OURS, PEERS, Implementation, chosen
+from benchmarks.report.tables import render
 from benchmarks.results import Recorder, Results, Row
 from benchmarks.runner import Budget, Run
-from benchmarks.tables import render
 from benchmarks.timing import Timer
 
 from .test_results import META

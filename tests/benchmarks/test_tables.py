@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from benchmarks.baselines import checks
 from benchmarks.metrics import METRICS, metric_named
+from benchmarks.report.baselines import checks
+from benchmarks.report.tables import ours, ratios, render
 from benchmarks.results import Recorder, Results
-from benchmarks.tables import ours, ratios, render
 
 from .test_results import META
 

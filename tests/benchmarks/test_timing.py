@@ -9,9 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.distributed.processes import Ranks
-from benchmarks.distributed.rounds import GRAPH, Rounds
-from benchmarks.timing import RotatedGraph, Sample, Timer, calls_within, copies_needed, interleave
+from benchmarks.ranks import Ranks
+from benchmarks.timing import (
+    GRAPH,
+    RotatedGraph,
+    Rounds,
+    Sample,
+    Timer,
+    calls_within,
+    copies_needed,
+    interleave,
+)
 
 CPU = torch.device("cpu")
 
@@ -141,8 +149,8 @@ def test_turns_come_in_orders_of_their_own() -> None:
         return sample
 
     with (
-        mock.patch("benchmarks.distributed.rounds.meet"),
-        mock.patch("benchmarks.distributed.rounds.slowest", lambda _, times: list(times)),
+        mock.patch("benchmarks.timing.barrier"),
+        mock.patch("benchmarks.timing.slowest", lambda _, times: list(times)),
     ):
         for name in "abcd":
             rounds.add(name, GRAPH, sampler(name))

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from benchmarks import ranks as processes
+from benchmarks import runner
 from benchmarks.__main__ import _parser
-from benchmarks.distributed import commands, processes
 from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
@@ -315,10 +316,10 @@ def run_forms(kind: str, folder: str) -> None:
     ranks = processes.join("cpu")
     for form in FORMS[kind]:
         words = form.format(folder=folder).split()
-        assert commands._measure(_parser().parse_args(words), words, ranks) == 0, words
+        assert runner.measure(_parser().parse_args(words), words, ranks) == 0, words
     sys.stdout.flush()
     torch.distributed.barrier()
-    os._exit(0)  # as commands.run does
+    os._exit(0)  # as runner.run does
 
 
 if __name__ == "__main__":

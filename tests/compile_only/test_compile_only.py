@@ -14,9 +14,9 @@ import triton
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from benchmarks.resources.compiled import resources
-from benchmarks.resources.launches import DTYPES, Case
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import resources
+from tests.compile_only.launches import DTYPES, Case
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.attention.configs import TileConfig, backward_config, forward_config
 from torch_fdattn.ops.decode.launch import decode_config
 

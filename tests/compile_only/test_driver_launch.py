@@ -15,9 +15,9 @@ import triton
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from benchmarks.resources.compiled import compile_launch
-from benchmarks.resources.launches import Case, record
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import compile_launch
+from tests.compile_only.launches import Case, record
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.launch import driver_launch
 from torch_fdattn.launch.driver import copy_async
 from torch_fdattn.launch.driver_launch import _WIDTHS, DriverLaunch

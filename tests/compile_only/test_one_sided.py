@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.resources.compiled import compile_launch, resources_of
-from benchmarks.resources.launches import recorded
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import compile_launch, resources_of
+from tests.compile_only.launches import recorded
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.dist import lamport, one_sided_gather
 from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
 from torch_fdattn.dist.symmetric_memory import PeerMemory

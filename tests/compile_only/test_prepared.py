@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from benchmarks.resources.compiled import compile_launch
-from benchmarks.resources.launches import Launch
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import compile_launch
+from tests.compile_only.launches import Launch
+from tests.compile_only.targets import ARCHS
 from torch_fdattn import checks
 from torch_fdattn.launch import driver_launch, launches, prepared, tensor_map
 from torch_fdattn.launch.driver_launch import flat

@@ -11,8 +11,8 @@ from triton.runtime.jit import create_function_from_signature
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from benchmarks.resources.launches import recorded
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.launches import recorded
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import backward_config, forward_config
 from torch_fdattn.ops.attention.forward import launch_forward

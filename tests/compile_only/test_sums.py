@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from benchmarks.resources.compiled import compile_launch
-from benchmarks.resources.launches import Case, record
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import compile_launch
+from tests.compile_only.launches import Case, record
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.library import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="compiles kernels, which the interpreter replaces")  # fmt: skip

@@ -13,9 +13,9 @@ import pytest
 import torch
 import triton
 
-from benchmarks.resources.compiled import compile_launch, resources_of
-from benchmarks.resources.launches import recorded
-from benchmarks.resources.targets import ARCHS
+from tests.compile_only.compiled import compile_launch, resources_of
+from tests.compile_only.launches import recorded
+from tests.compile_only.targets import ARCHS
 from torch_fdattn.dist import lamport
 from torch_fdattn.dist.symmetric_memory import PeerMemory
 from torch_fdattn.dist.tp_linear import (

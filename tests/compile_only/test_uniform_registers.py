@@ -10,10 +10,10 @@ import triton
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
-from benchmarks.resources.compiled import compile_launch
-from benchmarks.resources.launches import meta, recorded
-from benchmarks.resources.targets import ARCHS
-from benchmarks.resources.uniform_registers import disassembled, read_before_written
+from tests.compile_only.compiled import compile_launch
+from tests.compile_only.launches import meta, recorded
+from tests.compile_only.targets import ARCHS
+from tests.compile_only.uniform_registers import disassembled, read_before_written
 from torch_fdattn.ops.attention import forward
 from torch_fdattn.ops.decode import launch
 from torch_fdattn.ops.launch import padded

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 def copy_tree(folder: Path) -> None:
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("torch_fdattn", "tests", "benchmarks", "docs"):
+    for name in ("torch_fdattn", "tests", "benchmarks", "docs", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / name)

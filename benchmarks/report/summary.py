@@ -1,0 +1,153 @@
+"""The summary tables of README.md: one table for each subject, ours beside the fastest peer of each case.
+
+The tables are made from the newest results file of each benchmark. docs/performance.md has every figure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..metrics import METRICS
+from ..results import RESULTS_DIR, Results
+from ..shapes import FLOORS
+from .tables import is_loss, is_ours, markdown_table, opposite, ratio_text, ratios, values_of
+
+_H100 = "H100-80GB-HBM3"
+NOTE = (
+    "Each row compares ours (with its strategy) with the peer that is fastest in that row. "
+    "**Bold**: ours is slower. Behind each table: GPU, commit, date. cuDNN and FlashAttention-2 take "
+    "no lengths in decode and are compared with ours without lengths (`full`)."
+)
+
+
+class Rows(NamedTuple):
+    """Rows of one table: cases of one results file (all of them where none is named) in one metric."""
+
+    file: str  # the end of the file's name: GPU, count and benchmark
+    metric: str
+    label: str  # written before the case
+    cases: tuple[str, ...] = ()
+
+
+class Subject(NamedTuple):
+    title: str
+    rows: tuple[Rows, ...]
+
+
+_PREFILL = (
+    "B4 H16/16 N4096 D128 causal bf16",
+    "B1 H16/16 N16384 D128 causal bf16",
+    "B2 H32/8 N8192 D128 causal bf16",
+    "B1 H32/32 N16384 D64 causal bf16",
+    "B1 H8/8 N16384 D256 causal bf16",
+)
+_DECODE = (
+    "B1 H32/8 N1024 D128 bf16",
+    "B1 H32/8 N32768 D128 bf16",
+    "B64 H32/8 N4096 D128 bf16",
+    "B64 H32/8 N4096 D128 bf16 page16",
+    "B64 H32/8 N32768 D128 bf16 page16 ragged-power",
+)
+SUBJECTS = (
+    Subject(
+        "Attention, TFLOP/s",
+        (
+            Rows(f"{_H100}x1_attention", "fwd_TFLOPs", "forward", _PREFILL),
+            Rows(f"{_H100}x1_attention", "bwd_TFLOPs", "backward", _PREFILL),
+        ),
+    ),
+    Subject(
+        "Decode, µs",
+        (
+            Rows(f"{_H100}x1_decode", "graph_us", "graph", _DECODE),
+            Rows(f"{_H100}x1_decode", "eager_us", "eager", _DECODE[:1]),
+        ),
+    ),
+    Subject(
+        "Sharded decode, µs in a CUDA graph",
+        (Rows(f"{_H100}x4_dist-decode-compare", "graph_us", ""),),
+    ),
+    Subject(
+        'torch.compile(backend="fdattn"): layers of transformers models',
+        (
+            Rows(f"{_H100}x1_compile-prefill-decode", "fwd_us", "forward, µs:"),
+            Rows(f"{_H100}x1_compile-prefill-decode", "graph_us", "graph, µs:"),
+            Rows(f"{_H100}x1_compile-train", "step_ms", "step, ms:"),
+        ),
+    ),
+    Subject(
+        "Models, ms a pass or step",
+        (
+            Rows(f"{_H100}x1_e2e-plain-qwen3-8b-bsz1", "latency_ms", ""),
+            Rows(f"{_H100}x4_e2e-ag-rs-prefill-bsz32", "latency_ms", ""),
+            Rows(f"{_H100}x4_e2e-all-reduce-auto-decode-bsz128", "latency_ms", ""),
+        ),
+    ),
+    Subject(
+        "Tensor-parallel layers, ms, eager",
+        (
+            Rows(f"{_H100}x4_tp-mlp-ag-rs-copy-engine", "latency_ms", ""),
+            Rows(f"{_H100}x2_tp-mlp-ag-rs", "latency_ms", ""),
+            Rows(f"{_H100}x2_tp-mlp-all-reduce", "latency_ms", ""),
+            Rows(f"{_H100}x2_tp-attn-ag-rs-prefill-bsz32", "latency_ms", ""),
+            Rows(f"{_H100}x2_tp-attn-all-reduce-auto-decode-bsz128", "latency_ms", ""),
+        ),
+    ),
+    Subject(
+        "Ring attention, ms",
+        (
+            Rows("H200x4_ring-16384", "latency_ms", ""),
+            Rows("H200x4_ring-131072", "latency_ms", ""),
+        ),
+    ),
+)
+
+
+def section(folder: Path = RESULTS_DIR) -> str:
+    tables = [text for subject in SUBJECTS if (text := _table(subject, folder))]
+    return "\n\n".join([NOTE, *tables] if tables else ["Not measured yet."]) + "\n"
+
+
+def _table(subject: Subject, folder: Path) -> str:
+    lines, sources = [], {}
+    for rows in subject.rows:
+        if not (files := sorted(folder.glob(f"*_{rows.file}.json"))):
+            continue
+        run = Results.load(files[-1])
+        found = _lines(run, rows)
+        if found:
+            lines += found
+            machine = "{count} × {gpu}, commit {commit}, {date:.10}".format(**run.meta)
+            sources.setdefault(machine, []).append(files[-1].name)
+    if not lines:
+        return ""
+    said = "; ".join(
+        f"{machine.replace('NVIDIA ', '').replace(' 80GB HBM3', '')} ("
+        + ", ".join(f"[data](benchmarks/results/{name})" for name in dict.fromkeys(names))
+        + ")"
+        for machine, names in sources.items()
+    )
+    columns = [subject.title, "ours", "fastest peer", "speed-up"]
+    return f"{markdown_table(columns, lines)}\n\n{said}"
+
+
+def _lines(run: Results, rows: Rows) -> list[list[str]]:
+    metric, lines = METRICS[rows.metric], []
+    values = values_of(run, rows.metric)
+    for case, by_peer in ratios(run, rows.metric).items():
+        peers = {x: ratio for x, ratio in by_peer.items() if x not in FLOORS and not is_ours(x)}
+        if not peers or (rows.cases and case not in rows.cases):
+            continue
+        peer = min(peers, key=peers.__getitem__)
+        own = opposite(peer, values[case])
+        ratio = ratio_text(peers[peer])
+        lines.append(
+            [
+                f"{rows.label} {case}".strip(),
+                f"{metric.format(values[case][own])} {own.partition('/')[2]}".rstrip(),
+                f"{metric.format(values[case][peer])} {peer}",
+                f"**{ratio}**" if is_loss(peers[peer]) else ratio,
+            ]
+        )
+    return lines
