@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.tiny_model import POSITION, save_tiny_model
 from torch_fdattn.cli import app
-from torch_fdattn.models import Transformer
+from torch_fdattn.models import InferenceTransformer
 from torch_fdattn.version import __version__
 
 needs_smollm2 = pytest.mark.skipif(
@@ -116,9 +116,11 @@ def test_sampling_out_of_range_is_one_line(options, tiny):
 
 
 def test_logits_that_cannot_be_drawn_from_are_one_line(tiny, monkeypatch):
-    forward = Transformer.forward
+    forward = InferenceTransformer.forward
     monkeypatch.setattr(
-        Transformer, "forward", lambda *args, **options: forward(*args, **options) * float("nan")
+        InferenceTransformer,
+        "forward",
+        lambda *args, **options: forward(*args, **options) * float("nan"),
     )
     refused("fdattn: logits must be finite", *tiny_options(tiny, "--temperature", "1"))
 
@@ -248,13 +250,13 @@ def test_ranks_that_split_the_model_may_page_the_cache(tiny):
 
 
 def test_prefill_chunk_is_respected(tiny, monkeypatch):
-    widths, forward = [], Transformer.forward
+    widths, forward = [], InferenceTransformer.forward
 
     def counted(self, tokens, *arguments, **options):
         widths.append(tokens.shape[1])
         return forward(self, tokens, *arguments, **options)
 
-    monkeypatch.setattr(Transformer, "forward", counted)
+    monkeypatch.setattr(InferenceTransformer, "forward", counted)
     assert invoke(*tiny_options(tiny, "--prefill-chunk", "3")).exit_code == 0
     assert widths == [3, 3, 2] + [1] * 7
     assert invoke(*tiny_options(tiny, "--prefill-chunk", str(10**30))).exit_code == 0

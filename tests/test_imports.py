@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -124,14 +123,13 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
         torch_fdattn.no_such  # noqa: B018
 
 
-def test_import_takes_under_300_ms_beyond_torch() -> None:
+def test_import_takes_a_part_of_torchs() -> None:
     code = (
-        "import torch, time; start = time.process_time(); import torch_fdattn;"
-        "print(time.process_time() - start)"
+        "import time; start = time.process_time(); import torch; middle = time.process_time(); import torch_fdattn;"
+        "print((time.process_time() - middle) / (middle - start))"
     )
-    # Processor time: what else runs on the machine is no concern of the import's.
-    seconds = statistics.median(float(run(code)) for _ in range(3))
-    assert seconds < 0.3
+    # Processor time, beside torch's own: neither what else runs on a machine nor how old it is decides.
+    assert min(float(run(code)) for _ in range(3)) < 0.2
 
 
 def test_works_without_triton_and_extras() -> None:

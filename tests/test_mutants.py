@@ -239,7 +239,7 @@ def test_a_copy_is_run(tmp_path: Path, monkeypatch) -> None:
     for name, text in {
         "torch_fdattn/a.py": "x = 1\n",
         "tests/test_it.py": "from torch_fdattn.a import x\ndef test_it(): assert x == 1\n",
-        "benchmarks/none": "", "docs/none": "", "pyproject.toml": "", "README.md": "",
+        "benchmarks/none": "", "docs/none": "", "examples/none": "", "pyproject.toml": "", "README.md": "",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")

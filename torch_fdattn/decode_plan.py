@@ -150,7 +150,7 @@ def plan_decode(
     Raises:
         ValueError, TypeError: as `decode`.
 
-    Example:
+    Examples:
         >>> import torch, torch_fdattn
         >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 256, 64)
         >>> lens = torch.tensor([100, 256], dtype=torch.int32)
@@ -181,7 +181,7 @@ def plan_paged_decode(
 
     Arguments and errors are `paged_decode`'s; q, the caches, the table and the lengths are like those of the calls.
 
-    Example:
+    Examples:
         >>> import torch, torch_fdattn
         >>> q, pages = torch.randn(1, 4, 1, 64), torch.randn(8, 2, 16, 64)
         >>> table = torch.tensor([[3, 5]], dtype=torch.int32)

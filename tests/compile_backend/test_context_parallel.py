@@ -114,7 +114,9 @@ def test_bad_values(group, option, error, text):
 
 
 def test_a_mesh_of_two_dimensions(group):
-    with pytest.raises(ValueError, match="must be a mesh of one dimension, got 2"):
+    with pytest.raises(
+        ValueError, match=r"must be a DeviceMesh of one dimension .*, got 2 dimensions"
+    ):
         parse(DeviceMesh("cpu", [[0, 1]]))
 
 

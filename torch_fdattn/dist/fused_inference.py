@@ -34,7 +34,7 @@ def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Returns:
         (…, N) in x's dtype.
 
-    Example:
+    Examples:
         >>> swiglu_linear(torch.ones(3, 8), torch.ones(12, 8)).shape
         torch.Size([3, 6])
     """
@@ -59,7 +59,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tens
         x, residual: (…, N).
         norm: any module of (…, N).
 
-    Example:
+    Examples:
         >>> added, normed = add_norm(torch.ones(2, 8), torch.ones(2, 8), nn.RMSNorm(8, 1e-6))
         >>> added[0, 0].item(), round(normed[0, 0].item(), 3)
         (2.0, 1.0)

@@ -177,11 +177,12 @@ class Transformer(nn.Module):
         Returns:
             An `InferenceTransformer`, with this model's forward and in evaluation mode.
 
-        Example:
-            >>> config = ModelConfig("llama", 64, 32, 48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_positions=8)
-            >>> fused = Transformer(config).for_inference()
-            >>> [tuple(x.shape) for x in fused.layers[0].self_attn.qkv_proj(torch.ones(1, 32))]
-            [(1, 32), (1, 16), (1, 16)]
+        Examples:
+            >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 1, 16, 8)
+            >>> fused = torch_fdattn.models.Transformer(config).for_inference()
+            >>> q, k, v = fused.layers[0].self_attn.qkv_proj(torch.ones(1, 32))
+            >>> q.shape
+            torch.Size([1, 32])
         """
         from torch_fdattn.models.inference import InferenceTransformer
 

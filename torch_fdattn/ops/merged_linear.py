@@ -82,7 +82,7 @@ def merge_linears(*linears: nn.Linear) -> MergedLinear:
     Raises:
         ValueError: layers that `can_merge` refuses.
 
-    Example:
+    Examples:
         >>> q, k = torch.nn.Linear(8, 4), torch.nn.Linear(8, 2)
         >>> merged = merge_linears(q, k)
         >>> [tuple(y.shape) for y in merged(torch.ones(3, 8))]

@@ -303,13 +303,13 @@ def test_head_dims_above_256(head_dim, v_dim, dtype, device):
 )  # fmt: skip
 def test_kernels_are_given_pythons_numbers(numbers, device, monkeypatch):
     """Triton's launcher refuses NumPy's."""
-    given, attend = [], attention_op._attend_into
+    given, attend = [], attention_op._attend
 
-    def noted(out, lse, q, k, v, mask, scale, scores, *dropout, **ranges):
+    def noted(call, q, k, v, mask, scale, *dtype, scores):
         given.extend((*mask[3:], scale, scores.softcap))
-        attend(out, lse, q, k, v, mask, scale, scores, *dropout, **ranges)
+        return attend(call, q, k, v, mask, scale, *dtype, scores=scores)
 
-    monkeypatch.setattr(attention_op, "_attend_into", noted)
+    monkeypatch.setattr(attention_op, "_attend", noted)
     q = torch.randn(1, 2, 5, 16, device=device)
     torch_fdattn.attention(q, q, q, window=(np.int64(3), np.int8(0)), causal=np.bool_(False),
         q_start=torch.zeros(1, dtype=torch.int32, device=device), **numbers)  # fmt: skip

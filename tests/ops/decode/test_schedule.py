@@ -182,7 +182,7 @@ def test_no_grid_is_too_wide():
     """y and z of a CUDA grid end at 65535: many heads go to x."""
     q = torch.empty(2, 70000, 1, 16, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 70000, 64, 16, dtype=torch.bfloat16, device="meta")
-    grid = Plan(q, Cache(k, k), Mask(), 1.0, q, Scores(), False)._decode._grid
+    grid = Plan(q, Cache(k, k), Mask(), 1.0, q, Scores(), False)._decode.grid
     assert grid[0] >= 70000
     assert max(grid[1:]) < 65536
 
