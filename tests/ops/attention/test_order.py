@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 import torch_fdattn
-from torch_fdattn.ops.attention import backward, configs
+from torch_fdattn.launch import prepared
+from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention import configs
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.tiles import block_coordinates
 from torch_fdattn.testing import make_tensor
@@ -50,14 +52,16 @@ def test_heads_beside():
 @pytest.mark.parametrize("queries", [0, 1])
 def test_no_more_heads_beside_each_other_than_there_are(queries, kernel_device, monkeypatch):
     """Else blocks times heads passes int32: of 512 blocks it was 0, by which a program divided its number."""
-    asked, real = [], backward.launch
+    asked, through_triton = [], Launch.through_triton
 
-    def launch(kernel, programs, *arguments, **options):
-        if "beside" in kernel.arg_names:
-            asked.append((arguments[kernel.arg_names.index("beside")], programs))
-        real(kernel, programs, *arguments, **options)
+    def noted(launch):
+        names = launch.kernel.arg_names
+        if "beside" in names:
+            asked.append((launch.arguments[names.index("beside")], launch.grid[0]))
+        return through_triton(launch)
 
-    monkeypatch.setattr(backward, "launch", launch)
+    prepared.forget()
+    monkeypatch.setattr(Launch, "through_triton", noted)
     q, k, v = (
         torch.randn(1, 2, n, 16, dtype=torch.float16, device=kernel_device, requires_grad=True)
         for n in (queries, 20, 20)
@@ -91,17 +95,18 @@ def test_the_order_changes_no_bit(kernel_device, monkeypatch):
 @pytest.mark.interpreter
 def test_nothing_comes_between_the_sweeps(kernel_device, monkeypatch):
     """dQ may start before the kernel ahead of it has ended, and waits for nothing that it writes over."""
-    order, launch, zero = [], backward.launch, torch.Tensor.zero_
+    order, through_triton, zero = [], Launch.through_triton, torch.Tensor.zero_
 
-    def launched(kernel, *arguments, **options):
-        order.append(kernel.fn.__name__)
-        launch(kernel, *arguments, **options)
+    def launched(launch):
+        order.append(launch.kernel.fn.__name__)
+        return through_triton(launch)
 
     def zeroed(x):
         order.append("zero_")
         return zero(x)
 
-    monkeypatch.setattr(backward, "launch", launched)
+    prepared.forget()
+    monkeypatch.setattr(Launch, "through_triton", launched)
     q, mask = (
         torch.randn(shape, device=kernel_device, requires_grad=True)
         for shape in ((9, 2, 16), (2, 2, 6, 6))
