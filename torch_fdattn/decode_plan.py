@@ -29,8 +29,8 @@ class DecodePlan:
         self._options = options
         call = _checked_call(inputs, options)
         self._expected = {name: _metadata(x) for name, x in inputs.items()}
-        tensors = [x for x in options.values() if isinstance(x, Tensor)]
-        plain = library.runs_directly(inputs["q"], *tensors)
+        self._held = [x for x in options.values() if isinstance(x, Tensor)]
+        plain = library.runs_directly(inputs["q"], *self._held)
         self._direct = decode_op.DirectDecode.of(call) if plain else None
 
     def __call__(
@@ -63,8 +63,14 @@ class DecodePlan:
             self._refuse("kv_lens", kv_lens)
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
-        direct = self._direct
-        if direct is None or checks.CHECK_VALUES or not _is_direct(q, k_cache, v_cache):
+        direct, written = self._direct, () if out is None else out
+        if (
+            direct is None
+            or checks.CHECK_VALUES
+            or (out is not None and (type(out) is not tuple or len(out) != 2))
+            or not _is_direct(q, k_cache, v_cache, *written, *self._held)
+            or not direct.is_current()
+        ):
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         return direct(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
 
@@ -98,11 +104,8 @@ def _checked_call(inputs: dict[str, Any], options: dict[str, Any]) -> decode_op.
     q, k, v, kv_lens = (inputs[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
     given = {"page_table": None, "attn_mask": None} | inputs | options
     names = "k_scale", "v_scale", "alibi_slopes", "sinks", "attn_mask"
-    softcap, scale, bounds = (
-        given["softcap"],
-        given["scale"],
-        (kv_lens, given["q_start"], given["kv_start"]),
-    )
+    softcap, scale = given["softcap"], given["scale"]
+    bounds = kv_lens, given["q_start"], given["kv_start"]
     needed = [(name, x) for name, x in inputs.items() if name != "kv_lens"]
     functional.expect_types(needed, bounds, scale, softcap, **{name: given[name] for name in names})
     checks.expect_int64(kv_block=given["kv_block"], kv_stride=given["kv_stride"])

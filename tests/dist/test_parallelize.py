@@ -229,7 +229,9 @@ def test_two_dimensional_mesh(group, rank_device, strategy: str) -> None:
         pytest.skip("needs 4 ranks")
     mesh = init_device_mesh(rank_device.type, (2, 2), mesh_dim_names=("tp", "kv"))
     dense = make(rank_device, 9, 3)
-    with pytest.raises(ValueError, match=r"mesh must be a DeviceMesh of one dimension .*, got 2 dimensions: tp, kv"):
+    with pytest.raises(
+        ValueError, match=r"mesh must be a DeviceMesh of one dimension .*, got 2 dimensions: tp, kv"
+    ):
         parallelize(dense, mesh, strategy)
     parallel = parallelize(copy.deepcopy(dense), mesh["tp"], strategy)
     tokens = tokens_for(rank_device)

@@ -9,6 +9,7 @@ import torch_fdattn
 from torch_fdattn import decode, paged_decode, plan_decode, plan_paged_decode
 from torch_fdattn.launch import launches
 from torch_fdattn.ops import library
+from torch_fdattn.ops.decode import op as decode_op
 
 
 def inputs(device, tokens=1, dtype=torch.float32, seed=0):
@@ -114,6 +115,24 @@ def test_gradients_go_through_the_op(device):
         call(x, k, v, lens)[0].sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.interpreter
+def test_what_the_op_has_to_see(kernel_device, monkeypatch):
+    """Gradients of what the plan holds or writes to, another precision, an out that is no pair."""
+    q, k, v, lens = inputs(kernel_device)
+    sinks = torch.randn(8, device=kernel_device, requires_grad=True)
+    with torch.no_grad():
+        plan, plain = plan_decode(q, k, v, lens, sinks=sinks), plan_decode(q, k, v, lens)
+    plan(q, k, v, lens)[0].sum().backward()
+    assert sinks.grad.abs().sum() > 0
+    out = torch.empty_like(q, requires_grad=True), torch.empty(3, 8, 1, device=kernel_device)
+    with pytest.raises(NotImplementedError, match="writes into its arguments"):
+        plain(q, k, v, lens, out=out)
+    with pytest.raises(TypeError, match="out must be a pair"):
+        plain(q, k, v, lens, out=(out[0].detach(),))
+    monkeypatch.setattr(decode_op, "dot_precision", lambda dtype: "another")
+    assert not plain._direct.is_current()
 
 
 def test_compiled_it_is_the_op(device):

@@ -177,9 +177,14 @@ class DirectDecode:
         self._plan = Plan(q, cache, mask, call.scale, out, options, call.batch_invariant)
         self._out = out.shape, out.stride(), out.dtype, out.device
         self._lse = lse.shape, lse.stride(), lse.dtype, lse.device
+        self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
         self._starts = mask.q_start, mask.kv_start
         self._scales = call.k_scale, call.v_scale
         self._scores = options.alibi_slopes, options.attn_mask, options.sinks
+
+    def is_current(self) -> bool:
+        """Whether torch's setting of tf32 is the one that it was made under."""
+        return self._precision is None or dot_precision(torch.float32) == self._precision
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None, page_table: Tensor | None,
