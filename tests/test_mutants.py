@@ -237,6 +237,8 @@ def test_no_such_fault(start, capsys) -> None:
 def test_a_copy_is_run(tmp_path: Path, monkeypatch) -> None:
     """The real thing on a project of one test, with the fault and without."""
     for name, text in {
+        # A package without this file would lose against an installed one, wherever either stands on the path.
+        "torch_fdattn/__init__.py": "",
         "torch_fdattn/a.py": "x = 1\n",
         "tests/test_it.py": "from torch_fdattn.a import x\ndef test_it(): assert x == 1\n",
         "benchmarks/none": "", "docs/none": "", "examples/none": "", "pyproject.toml": "", "README.md": "",
