@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_fdattn.dist.channel import Channel
+from torch_fdattn.dist.symm.channel import Channel
 
 #: Purposes whose data is copied to fixed addresses, for which "free" flags say that nobody reads them (`copies.py`).
 _COPIED = ("copy_engine/all_gather", "copy_engine/reduce_scatter", "fused/all_gather")

@@ -39,7 +39,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.decode import fused, one_sided  # noqa: F401  # imports triton before the forks
-from torch_fdattn.dist.tp_linear import copy_engine  # noqa: F401
+from torch_fdattn.dist.tensor_parallel import copy_engine  # noqa: F401
 
 DEVICE = os.environ.get("FDATTN_FAULT_DEVICE", "cpu")
 WORLD, LOST = int(os.environ.get("FDATTN_FAULT_RANKS", "3")), 1

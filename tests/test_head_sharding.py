@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_fdattn.dist.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 
 
 @pytest.mark.parametrize(

@@ -50,20 +50,20 @@ def kept(path: Path) -> list[str]:
 
 
 ALLOWED = {
-    "dist/channel.py": {"_channels": "memory that ranks map, which only a collective makes"},
+    "dist/symm/channel.py": {"_channels": "memory that ranks map, which only a collective makes"},
     "dist/decode/one_sided.py": {"_available": "whether a group's ranks map each other's memory: a collective finds out"},
-    "dist/faults.py": {"_kept": "pinned words that kernels may still write to"},
-    "dist/fused_inference.py": {"_row_norm": "a module that imports triton"},
+    "dist/symm/faults.py": {"_kept": "pinned words that kernels may still write to"},
+    "dist/tensor_parallel/fused_inference.py": {"_row_norm": "a module that imports triton"},
     "dist/groups.py": {
         "_ranks": "a group's rank and size, whose look-up costs more than a decode's other checks",
         "_agreed": "what a group's ranks have compared: a collective",
         "_unanimous": "what a group's ranks have found: a collective",
     },
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
-    "dist/symmetric_memory.py": {"_workspaces": "memory that ranks map, which only a collective makes"},
-    "dist/tp_linear/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
-    "dist/tp_linear/copies.py": {"_lanes": "streams and events of a device"},
-    "dist/tp_linear/one_sided.py": {"_module": "modules that import triton"},
+    "dist/symm/symmetric_memory.py": {"_workspaces": "memory that ranks map, which only a collective makes"},
+    "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
+    "dist/tensor_parallel/copies.py": {"_lanes": "streams and events of a device"},
+    "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},
     "dropins/flash_impl.py": {"fallbacks": "a count for users"},
     "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},
     "dropins/sharded_sequences.py": {"_checked": "modules whose positions were compared: a collective"},

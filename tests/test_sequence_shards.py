@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_fdattn.dist.ring_attention.plan import Call, plan
-from torch_fdattn.dist.sequence_shards import Run, SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 
 
 def test_zigzag_pairs_early_and_late_chunks():

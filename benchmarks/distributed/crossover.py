@@ -2,7 +2,7 @@
 
 For each model's four linear layers on this many ranks, each op and each number of rows, all of ours are timed beside
 eager torch with the group's own collectives, torch's fused ops and the product alone, in CUDA graphs and eager. The choice is in
-`torch_fdattn/dist/tp_linear/crossovers.json`, which `tp_linear/auto.py` reads.
+`torch_fdattn/dist/tensor_parallel/crossovers.json`, which `tensor_parallel/auto.py` reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.head_sharding import shard_heads
-from torch_fdattn.dist.tp_linear import auto
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
-from torch_fdattn.dist.tp_linear.op import EPILOGUE_ROWS
+from torch_fdattn.dist.tensor_parallel import auto
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.op import EPILOGUE_ROWS
 from torch_fdattn.models import ModelConfig
 
 from ..peers.torch_symm import NAME as SYMMETRIC

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.tp_layers import TokenRows
+from torch_fdattn.dist.tensor_parallel.layers import TokenRows
 
 from ..ranks import Ranks, StepFailed, largest, together
 from ..report.tables import is_ours

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist import TPMLP, ShardedKVCache, TPAttention
-from torch_fdattn.dist.head_sharding import shard_heads
-from torch_fdattn.dist.tp_layers import TPLayer
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.layers import TPLayer
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import MLP, Attention
 

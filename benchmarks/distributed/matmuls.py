@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 
 from ..peers import eager_parallel as peers
 from ..peers import torch_symm
@@ -37,7 +37,7 @@ class Matmul:
     """One op at one size on this rank.
 
     Args:
-        op: of `tp_linear/auto.py`.
+        op: of `tensor_parallel/auto.py`.
         x: what this rank gives to it: its rows (m_r, K) of M to a gather, all (M, K) to the others.
         weight: (N, K).
     """

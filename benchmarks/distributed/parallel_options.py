@@ -43,7 +43,7 @@ def check_method(options: argparse.Namespace, device_type: str) -> None:
         return
     import torch
 
-    from torch_fdattn.dist import symmetric_memory
+    from torch_fdattn.dist.symm import symmetric_memory
 
     from ..runner import DTYPES
 

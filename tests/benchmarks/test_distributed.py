@@ -36,7 +36,7 @@ from benchmarks.registry import BENCHMARKS
 from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
 from benchmarks.timing import compare
-from torch_fdattn.dist.tp_layers import TPHead
+from torch_fdattn.dist.tensor_parallel.layers import TPHead
 from torch_fdattn.models.transformer import MLP
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ def _check_alone(ranks: processes.Ranks) -> None:
 
 def test_a_failed_check_is_the_exit_status(tmp_path: Path, monkeypatch, not_under_torchrun) -> None:
     from benchmarks.distributed import layers
-    from torch_fdattn.dist import tp_inference
+    from torch_fdattn.dist.tensor_parallel import inference as tp_inference
 
     monkeypatch.setattr(layers.peers, "mlp", lambda layer, x: x)
     monkeypatch.setattr(tp_inference.FusedTPMLP, "forward", lambda self, x: x)

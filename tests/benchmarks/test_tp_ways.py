@@ -23,9 +23,9 @@ from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
 from tests.interpreting import needs_interpreter
-from torch_fdattn.dist import symmetric_memory
-from torch_fdattn.dist.tp_linear import auto, one_sided
-from torch_fdattn.dist.tp_linear.auto import (
+from torch_fdattn.dist.symm import symmetric_memory
+from torch_fdattn.dist.tensor_parallel import auto, one_sided
+from torch_fdattn.dist.tensor_parallel.auto import (
     ALL_REDUCE,
     GATHER,
     LAYER,
@@ -34,7 +34,7 @@ from torch_fdattn.dist.tp_linear.auto import (
     Sizes,
     lookup,
 )
-from torch_fdattn.dist.tp_linear.op import chosen, chosen_method
+from torch_fdattn.dist.tensor_parallel.op import chosen, chosen_method
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --check --repeats 1 --device cpu"

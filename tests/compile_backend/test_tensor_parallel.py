@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.compile_backend.collective_forms import FORMS, NEAR_MISSES, gather, reduce, scatter
 from torch_fdattn.compile_backend.report import MATMUL_REASONS
 from torch_fdattn.compile_backend.tensor_parallel import passes
-from torch_fdattn.dist.tp_linear import auto
+from torch_fdattn.dist.tensor_parallel import auto
 
 WORLD = 3
 

@@ -12,9 +12,9 @@ import torch
 from tests.compile_only.compiled import compile_launch, resources_of
 from tests.compile_only.launches import recorded
 from tests.compile_only.targets import ARCHS
-from torch_fdattn.dist import lamport, one_sided_gather
 from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
-from torch_fdattn.dist.symmetric_memory import PeerMemory
+from torch_fdattn.dist.symm import lamport, one_sided_gather
+from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.decode.launch import Cache, launch_decode
 from torch_fdattn.ops.library import INTERPRET

@@ -16,16 +16,13 @@ import triton
 from tests.compile_only.compiled import compile_launch, resources_of
 from tests.compile_only.launches import recorded
 from tests.compile_only.targets import ARCHS
-from torch_fdattn.dist import lamport
-from torch_fdattn.dist.symmetric_memory import PeerMemory
-from torch_fdattn.dist.tp_linear import (
+from torch_fdattn.dist.symm import lamport
+from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
+from torch_fdattn.dist.tensor_parallel import (
     copies,
     copy_engine,
-    dequantise,
     fused_gather,
     fused_scatter,
-    gated_product,
-    gemm,
     gemm_epilogue,
     lamport_two_shot,
     low_latency,
@@ -33,6 +30,7 @@ from torch_fdattn.dist.tp_linear import (
     push_values,
     row_norm,
 )
+from torch_fdattn.ops.gemm import dequantise, gated_product, gemm
 from torch_fdattn.ops.library import INTERPRET
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_fdattn.dist.tp_linear import auto
+from torch_fdattn.dist.tensor_parallel import auto
 
 
 @pytest.fixture(scope="session")

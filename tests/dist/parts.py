@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_fdattn.dist.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 
 
 def assert_near(

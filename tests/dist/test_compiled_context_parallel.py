@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fdattn
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.dist import SequenceShards, shard_batch
-from torch_fdattn.dist.sharding import ShardMap
+from torch_fdattn.dist.kv_cache.shard_map import ShardMap
 
 DIM = 16
 

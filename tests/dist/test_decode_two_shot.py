@@ -17,8 +17,8 @@ from tests.dist.test_one_sided import all_parts, check_merge
 from tests.dist.test_signals import last_channel, mend, wait
 from torch_fdattn.dist.decode import two_shot
 from torch_fdattn.dist.decode.one_sided import merge
-from torch_fdattn.dist.lamport import third_of
-from torch_fdattn.dist.signals import BROKEN, CLOCK, OVER
+from torch_fdattn.dist.symm.lamport import third_of
+from torch_fdattn.dist.symm.signals import BROKEN, CLOCK, OVER
 from torch_fdattn.ops.library import INTERPRET
 
 

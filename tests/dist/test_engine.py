@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.engine.tiny import PROMPTS, greedy, random_model
 from torch_fdattn.dist import matmul_all_reduce
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, LAYER
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, LAYER
 from torch_fdattn.engine import Engine
 from torch_fdattn.models.parallelize import parallelize
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import METHODS, STRATEGIES, check_sum, draw, of_rank
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from torch_fdattn.dist.tp_linear import float8
+from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.library import INTERPRET, launches
 
 FEATURES = 48

@@ -12,9 +12,9 @@ from tests.dist.dense_layers import HIDDEN, config, dense_mlp
 from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import STRATEGIES, check_sum, draw, of_rank
 from torch_fdattn.dist import TPMLP, all_gather_matmul
-from torch_fdattn.dist.tp_layers import TokenRows
-from torch_fdattn.dist.tp_linear import gated_product, gated_tiles
+from torch_fdattn.dist.tensor_parallel.layers import TokenRows
 from torch_fdattn.ops import swiglu
+from torch_fdattn.ops.gemm import gated_product, gated_tiles
 from torch_fdattn.ops.library import INTERPRET, launches
 
 COUNTER = "tp_linear/gated_tiles"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.dist.test_decode_strategies import PORTABLE, by
 from torch_fdattn import attention
 from torch_fdattn.dist import DistributedDecodeAttention, ShardedKVCache
-from torch_fdattn.dist.kv_scales import KV_FORMATS
+from torch_fdattn.dist.kv_cache.scales import KV_FORMATS
 
 SHAPE = dict(num_layers=2, batch=2, kv_heads=2, head_dim=16)
 

@@ -21,8 +21,8 @@ from torch_fdattn.dist import (
     matmul_all_reduce_rms_norm,
     set_timeout,
 )
-from torch_fdattn.dist.channel import _channels
-from torch_fdattn.dist.tp_linear import gemm_epilogue, lamport_two_shot, low_latency
+from torch_fdattn.dist.symm.channel import _channels
+from torch_fdattn.dist.tensor_parallel import gemm_epilogue, lamport_two_shot, low_latency
 from torch_fdattn.ops.library import INTERPRET
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fdattn.dist import one_sided_all_gather
-from torch_fdattn.dist.channel import _channels, channel
 from torch_fdattn.dist.decode import one_sided
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
+from torch_fdattn.dist.symm.channel import _channels, channel
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
 

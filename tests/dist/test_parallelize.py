@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parts import assert_near, assert_same_gradients, randomise
-from torch_fdattn.dist import TPMLP, ShardedKVCache, tp_inference
+from torch_fdattn.dist import TPMLP, ShardedKVCache
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.head_sharding import shard_heads
-from torch_fdattn.dist.tp_inference import FusedTPAttention, FusedTPMLP
-from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows
-from torch_fdattn.dist.tp_linear.auto import LAYER
+from torch_fdattn.dist.tensor_parallel import inference as tp_inference
+from torch_fdattn.dist.tensor_parallel.auto import LAYER
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.inference import FusedTPAttention, FusedTPMLP
+from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES, TokenRows
 from torch_fdattn.models import InferenceTransformer, ModelConfig, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import check_sum, draw, of_rank
 from torch_fdattn.dist import PeerTimeout, matmul_all_reduce_rms_norm, set_timeout
-from torch_fdattn.dist.channel import _channels
-from torch_fdattn.dist.tp_linear import one_sided
+from torch_fdattn.dist.symm.channel import _channels
+from torch_fdattn.dist.tensor_parallel import one_sided
 from torch_fdattn.ops.library import INTERPRET, launches
 
 EPS = 1e-5

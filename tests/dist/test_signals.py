@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from tests.dist.test_one_sided import all_parts, check_merge, set_epochs
 from torch_fdattn.dist import one_sided_all_gather, set_timeout
-from torch_fdattn.dist.channel import Channel, _channels
 from torch_fdattn.dist.decode import push, push_tiled
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
-from torch_fdattn.dist.signals import BROKEN, CLOCK, OVER
+from torch_fdattn.dist.symm.channel import Channel, _channels
+from torch_fdattn.dist.symm.signals import BROKEN, CLOCK, OVER
 from torch_fdattn.ops.library import INTERPRET
 
 

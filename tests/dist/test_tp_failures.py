@@ -21,8 +21,8 @@ from torch_fdattn.dist import (
     matmul_reduce_scatter,
     set_timeout,
 )
-from torch_fdattn.dist.tp_linear import copy_engine, fused_gather, gemm_epilogue
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.dist.tensor_parallel import copy_engine, fused_gather, gemm_epilogue
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import launches
 

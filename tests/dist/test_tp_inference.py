@@ -14,12 +14,12 @@ from tests.dist.dense_layers import HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import assert_near, rank_part
 from tests.dist.test_tp_layers import HEADS, LENGTH, angles, causal_mask, run, uneven_tokens
 from torch_fdattn.dist import TPMLP, TPAttention
-from torch_fdattn.dist.tp_inference import (
+from torch_fdattn.dist.tensor_parallel.inference import (
     FusedTPAttention,
     FusedTPMLP,
     FusedTransformersTPAttention,
 )
-from torch_fdattn.dist.tp_layers import STRATEGIES
+from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.library import INTERPRET, launches
 

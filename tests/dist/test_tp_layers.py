@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank_part
 from torch_fdattn.dist import TPMLP, TPAttention
-from torch_fdattn.dist.head_sharding import shard_heads
-from torch_fdattn.dist.tp_layers import STRATEGIES, TokenRows, TPHead
+from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
+from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES, TokenRows, TPHead
 from torch_fdattn.models.inference import FusedBlock
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.transformer import Block

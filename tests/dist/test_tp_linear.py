@@ -9,11 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.parts import assert_near
-from torch_fdattn.dist import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 ROWS = {"even": [4, 4, 4, 4], "uneven": [3, 5, 1, 2], "with_zero": [5, 0, 3, 0]}
 FEATURES = [4, 7, 3, 5]  # K_r of the row-parallel ops

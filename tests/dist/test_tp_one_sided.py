@@ -27,12 +27,12 @@ from torch_fdattn.dist import (
     matmul_reduce_scatter,
     set_timeout,
 )
-from torch_fdattn.dist.channel import _channels
 from torch_fdattn.dist.groups import same_everywhere
-from torch_fdattn.dist.tp_layers import TokenRows
-from torch_fdattn.dist.tp_linear import low_latency, push_tiles, push_values
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER
-from torch_fdattn.dist.tp_linear.copies import Copies
+from torch_fdattn.dist.symm.channel import _channels
+from torch_fdattn.dist.tensor_parallel import low_latency, push_tiles, push_values
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
+from torch_fdattn.dist.tensor_parallel.copies import Copies
+from torch_fdattn.dist.tensor_parallel.layers import TokenRows
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched

@@ -17,7 +17,7 @@ from tests.engine.test_engine import columns
 from tests.engine.test_paged_cache import needs_smollm2
 from tests.engine.tiny import POSITION, PROMPT, PROMPTS, random_model
 from torch_fdattn.dist import ShardedKVCache
-from torch_fdattn.dist.kv_scales import KV_FORMATS
+from torch_fdattn.dist.kv_cache.scales import KV_FORMATS
 from torch_fdattn.engine import Engine, PagedKVCache
 from torch_fdattn.models import Transformer, load_model, load_tokenizer, resolve
 

@@ -51,11 +51,12 @@ def modules() -> list[types.ModuleType]:
 
 def install() -> None:
     everything = modules()
-    from torch_fdattn.dist import channel as channels
     from torch_fdattn.dist import groups
-    from torch_fdattn.dist.decode import one_sided, rows
+    from torch_fdattn.dist.decode import one_sided
+    from torch_fdattn.dist.symm import channel as channels
     from torch_fdattn.launch import launches, pdl
     from torch_fdattn.ops import library
+    from torch_fdattn.ops import pdl as dependent
     from torch_fdattn.ops.attention import configs, dispatch
     from torch_fdattn.ops.decode import schedule
 
@@ -77,7 +78,7 @@ def install() -> None:
     everywhere(schedule.processors, lambda device: now.device.multiprocessors)
     everywhere(schedule.fast_memory, lambda device: now.device.fast_memory)
     early = pdl.supports_pdl
-    everywhere(rows.starts_early, lambda tensor: early(now.device.capability))
+    everywhere(dependent.starts_early, lambda tensor: early(now.device.capability))
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
         multi_processor_count=now.device.multiprocessors
     )
@@ -93,9 +94,9 @@ def install() -> None:
 
 def _channel(group_name: str, purpose: str, half_bytes: int, device: torch.device):
     """As `channel.channel` makes it; its memory is named by its purpose."""
-    from torch_fdattn.dist.channel import _LEAST_BYTES
-    from torch_fdattn.dist.signals import STATE_WORDS
-    from torch_fdattn.dist.symmetric_memory import PeerMemory
+    from torch_fdattn.dist.symm.channel import _LEAST_BYTES
+    from torch_fdattn.dist.symm.signals import STATE_WORDS
+    from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 
     half_bytes = max(_LEAST_BYTES, 1 << (half_bytes - 1).bit_length())
     memory = torch.empty(2 * half_bytes, dtype=torch.uint8, device=device)

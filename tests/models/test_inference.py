@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from tests.engine.tiny import random_model
-from torch_fdattn.dist.fused_inference import add_norm, swiglu_linear
+from torch_fdattn.dist.tensor_parallel.fused_inference import add_norm, swiglu_linear
 from torch_fdattn.models.inference import FusedAttention, FusedMLP
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops import rotary_kernel, swiglu, swiglu_kernel
@@ -111,7 +111,7 @@ class TestMergedLinears:
 
 @pytest.mark.parametrize(("bias", "better"), [(False, True), (False, False), (True, True)])
 def test_swiglu_in_the_product(kernel_device, monkeypatch, bias: bool, better: bool) -> None:
-    from torch_fdattn.dist.tp_linear import gated_product
+    from torch_fdattn.ops.gemm import gated_product
 
     monkeypatch.setattr(swiglu, "is_better_in_product", lambda *_: better)
     gate, up = (linear(24, 32, kernel_device, bias, seed) for seed in range(2))

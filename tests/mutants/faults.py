@@ -356,17 +356,17 @@ FAULTS = (
         FRAMEWORK,
     ),
     Fault(
-        "a late rank's tiles taken before they came", "torch_fdattn/dist/tp_linear/fused_scatter.py",
+        "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
         "came &= await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)",
         "came &= True", MATMULS,
     ),
     Fault(
-        "a late rank's rows taken before they came", "torch_fdattn/dist/tp_linear/fused_gather.py",
+        "a late rank's rows taken before they came", "torch_fdattn/dist/tensor_parallel/fused_gather.py",
         "            await_flag(arrived + source, source, epoch, state_ptr, fault_ptr, limit_ns)\n",
         "", MATMULS,
     ),
     Fault(
-        "the last tile's flag forgotten", "torch_fdattn/dist/tp_linear/fused_scatter.py",
+        "the last tile's flag forgotten", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
         "    if waiting >= 0:\n        _raise(",
         "    if waiting >= tiles:\n        _raise(", MATMULS,
     ),
@@ -375,7 +375,7 @@ FAULTS = (
         "is_compiling() or not runs_directly(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
     ),
     Fault(
-        "a norm of another tensor", "torch_fdattn/dist/fused_inference.py",
+        "a norm of another tensor", "torch_fdattn/dist/tensor_parallel/fused_inference.py",
         "return added, normed", "return normed, added", INFERENCE,
     ),
     Fault(
@@ -395,15 +395,15 @@ FAULTS = (
         "    if any(x.requires_grad for x in inputs) or any(", "    if any(", TP_INFERENCE,
     ),
     Fault(
-        "gate and up in each other's place", "torch_fdattn/dist/tp_linear/gated_tiles.py",
+        "gate and up in each other's place", "torch_fdattn/ops/gemm/gated_tiles.py",
         "rounded_swiglu(gate, up, DTYPE)", "rounded_swiglu(up, gate, DTYPE)", SWIGLU,
     ),
     Fault(
-        "SwiGLU before a bias is added", "torch_fdattn/dist/tp_linear/one_sided.py",
+        "SwiGLU before a bias is added", "torch_fdattn/dist/tensor_parallel/one_sided.py",
         'if strategy != "copy_engine" or any(bias is not None for bias in biases):', 'if strategy != "copy_engine":', SWIGLU,
     ),
     Fault(
-        "what the last call brought is left in memory", "torch_fdattn/dist/tp_linear/gemm_epilogue.py",
+        "what the last call brought is left in memory", "torch_fdattn/dist/tensor_parallel/gemm_epilogue.py",
         "    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
     ),
     Fault(
@@ -411,7 +411,7 @@ FAULTS = (
         "if self._mapped[i] != addresses[index]:", "if not self._mapped[i]:", PREPARED,
     ),
     Fault(
-        "an uneven rank's rows by those of the ranks behind it", "torch_fdattn/dist/tp_linear/low_latency.py",
+        "an uneven rank's rows by those of the ranks behind it", "torch_fdattn/dist/tensor_parallel/low_latency.py",
         "first = sum(rows[:rank])", "first = sum(rows[rank + 1 :])", MATMULS,
     ),
     Fault(
@@ -419,7 +419,7 @@ FAULTS = (
         "if call is None or not all(x is None or x.is_contiguous() for x in options[:3]):", "if call is None:", PREPARED,
     ),
     Fault(
-        "ranks deal blocks to a neighbour", "torch_fdattn/dist/sharding.py",
+        "ranks deal blocks to a neighbour", "torch_fdattn/dist/kv_cache/shard_map.py",
         "mine = block % self.world_size == self.rank", "mine = (block + 1) % self.world_size == self.rank", DIST,
     ),
     Fault(
@@ -431,21 +431,21 @@ FAULTS = (
         'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)', "dq = dq.clone()", DIST,
     ),
     Fault(
-        "one half for all epochs", "torch_fdattn/dist/signals.py",
+        "one half for all epochs", "torch_fdattn/dist/symm/signals.py",
         "tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes", "tl.load(addresses_ptr + rank)", ONE_SIDED,
     ),
     Fault(
-        "words of any epoch accepted", "torch_fdattn/dist/signals.py",
+        "words of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
         "(inside & (((words >> 32) & 0xFFFFFFFF) != epoch))", "(inside & (((words >> 32) & 0xFFFFFFFF) == 0))", ONE_SIDED,
     ),
     Fault(
-        "flags of any epoch accepted", "torch_fdattn/dist/signals.py",
+        "flags of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
         "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags != raised))",
         "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags == 0))",
         ONE_SIDED,
     ),
     Fault(
-        "flags that data looks like", "torch_fdattn/dist/signals.py",
+        "flags that data looks like", "torch_fdattn/dist/symm/signals.py",
         "return epoch * -7046029254386353131", "return epoch", ONE_SIDED,
     ),
     Fault(
@@ -459,11 +459,11 @@ FAULTS = (
         ONE_SIDED,
     ),
     Fault(
-        "a rank that gave up goes on sending", "torch_fdattn/dist/signals.py",
+        "a rank that gave up goes on sending", "torch_fdattn/dist/symm/signals.py",
         "return (broken == 0) | (broken == epoch)", "return (broken == 0) | (broken != 0)", ONE_SIDED,
     ),
     Fault(
-        "epochs pass through zero", "torch_fdattn/dist/signals.py",
+        "epochs pass through zero", "torch_fdattn/dist/symm/signals.py",
         "tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1)", "(epoch + 1) & 0xFFFFFFFF", ONE_SIDED,
     ),
     Fault(
@@ -509,7 +509,7 @@ FAULTS = (
         "limit = share if INTERPRET else most", "limit = 1 << 62 if INTERPRET else most", SURVIVORS,
     ),
     Fault(
-        "faults outlive their group", "torch_fdattn/dist/faults.py",
+        "faults outlive their group", "torch_fdattn/dist/symm/faults.py",
         "(word for word in _words if not word.is_left())", "_words", SURVIVORS,
     ),
 )  # fmt: skip

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.epochs import start_at
 from torch_fdattn.dist import check
-from torch_fdattn.dist.channel import _channels
-from torch_fdattn.dist.tp_linear.copies import using
+from torch_fdattn.dist.symm.channel import _channels
+from torch_fdattn.dist.tensor_parallel.copies import using
 
 HANG_S = 300
 ROUND = 40  # calls between two settings of the epochs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.soak.loop import Group
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from torch_fdattn.dist.tp_linear import low_latency
+from torch_fdattn.dist.tensor_parallel import low_latency
 
 GATHER, SCATTER, ALL_REDUCE = "gather", "scatter", "all_reduce"
 #: torch's own all-reduces, whose workspaces are of one stream, are not ours to soak.

@@ -14,7 +14,7 @@ from torch_fdattn.cli.terminal import position_bytes, stderr
 from torch_fdattn.cli.world import World
 from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.decode.op import ONE_SIDED, STRATEGIES
-from torch_fdattn.dist.kv_scales import kv_format
+from torch_fdattn.dist.kv_cache.scales import kv_format
 from torch_fdattn.engine import Engine, Sampling
 from torch_fdattn.models import Transformer, load_model
 

@@ -52,7 +52,7 @@ class ContextParallel(NamedTuple):
 
         A symbolic length becomes a number, which adds a guard: which kernels run follows from it.
         """
-        from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
+        from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
 
         length, shards = int(length), self.shards
         if not isinstance(shards, SequenceShards):
@@ -82,10 +82,10 @@ def parse(option: object) -> ContextParallel | None:
     """
     if option is None:
         return None
-    from torch_fdattn.dist.context_parallel import check_strategy
     from torch_fdattn.dist.group_names import name_of
     from torch_fdattn.dist.groups import rank_and_size
-    from torch_fdattn.dist.sequence_shards import SequenceShards
+    from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
+    from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 
     given = option if isinstance(option, dict) else {"group": option}
     if "group" not in given or not set(given) <= set(_KEYS):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
 from torch_fdattn.dist.groups import agree, rank_and_size
-from torch_fdattn.dist.sequence_shards import SequenceShards, named_shards
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
 
 
@@ -128,7 +128,7 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
         tensor([0., 1., 2., 3.])
     """
     from torch_fdattn.dist.decode.one_sided import expect_mapped
-    from torch_fdattn.dist.one_sided_gather import all_gather
+    from torch_fdattn.dist.symm.one_sided_gather import all_gather
 
     checks.expect_types((("x", x),))
     if x.requires_grad and torch.is_grad_enabled():

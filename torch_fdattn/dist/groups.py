@@ -16,8 +16,8 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
-from torch_fdattn.dist.faults import raise_faults
 from torch_fdattn.dist.group_names import NOT_INITIALISED
+from torch_fdattn.dist.symm.faults import raise_faults
 
 # Weak: a name may come again after destroy_process_group, and its group must be able to go.
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fdattn.dropins.mask_functions import without_packing
 
 if TYPE_CHECKING:
-    from torch_fdattn.dist.context_parallel import RingMode
+    from torch_fdattn.dist.ring_attention.context_parallel import RingMode
 
 _PLACE = 'attn_implementation="fdattn" inside context_parallel'
 _REMEDY = (

@@ -23,9 +23,9 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn.checks import expect_shape
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE
-from torch_fdattn.dist.faults import check
 from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
 from torch_fdattn.dist.groups import rank_and_size, same_everywhere
+from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
 from torch_fdattn.engine.prefill import MAX_TOKENS, Pass, PrefillGraphs, default_widths
@@ -63,7 +63,7 @@ class Engine:
         kv_cache: "contiguous" or "paged".
         page_size, pages: of a paged cache; see PagedKVCache.
         kv_dtype: None, or "fp8_e4m3", "fp8_e5m2", "int8". The first chunk of the first prompt sets the
-            scales; see torch_fdattn.dist.kv_scales.
+            scales; see torch_fdattn.dist.kv_cache.scales.
         fused: False: a `Transformer` runs as it is too, with its hooks and compiled modules.
 
     Attributes:

@@ -5,7 +5,7 @@ A block's kernels on one GPU, beside the cache and attention:
     q, k, v · norms and rotation · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
 
 With tensor parallelism an all-reduce of our own takes the add + norm behind it
-into its launch (`torch_fdattn.dist.tp_inference`).
+into its launch (`torch_fdattn.dist.tensor_parallel.inference`).
 
 One H100, against separate launches in the same run, in CUDA graphs: decode of 1, 8, 16, 64, 128 sequences 0.84, 0.85,
 0.86, 0.86, 0.88 for Qwen3-8B, 0.86, 0.86, 0.86, 0.87, 0.87 for Llama-3-8B, 0.74, 0.74, 0.76, 0.78, 0.83 for Qwen3-0.6B.
@@ -21,10 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torch_fdattn.dist.fused_inference import add_norm, norm_and_rotate_heads, swiglu_linear
-from torch_fdattn.dist.tp_attention import TPAttention
-from torch_fdattn.dist.tp_inference import FusedTPLayer
-from torch_fdattn.dist.tp_layers import TPMLP
+from torch_fdattn.dist.tensor_parallel.attention import TPAttention
+from torch_fdattn.dist.tensor_parallel.fused_inference import (
+    add_norm,
+    norm_and_rotate_heads,
+    swiglu_linear,
+)
+from torch_fdattn.dist.tensor_parallel.inference import FusedTPLayer
+from torch_fdattn.dist.tensor_parallel.layers import TPMLP
 from torch_fdattn.functional import attention
 from torch_fdattn.models.transformer import MLP, Attention, Block, KVCache, Transformer
 from torch_fdattn.ops.merged_linear import can_merge, frozen_copy, merge_linears, refuse_gradients

@@ -21,10 +21,16 @@ from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
 from torch_fdattn.dist.group_names import Group, name_of
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_attention import check_attention
-from torch_fdattn.dist.tp_layers import AUTO, TokenRows, TPHead, check_mlp, check_strategy
-from torch_fdattn.dist.tp_linear import auto
-from torch_fdattn.dist.tp_weights import expect_linear, sum_gradient
+from torch_fdattn.dist.tensor_parallel import auto
+from torch_fdattn.dist.tensor_parallel.attention import check_attention
+from torch_fdattn.dist.tensor_parallel.layers import (
+    AUTO,
+    TokenRows,
+    TPHead,
+    check_mlp,
+    check_strategy,
+)
+from torch_fdattn.dist.tensor_parallel.weights import expect_linear, sum_gradient
 from torch_fdattn.models.inference import InferenceTransformer
 
 
@@ -44,7 +50,7 @@ def parallelize(
         mesh: a DeviceMesh of one dimension (``mesh["tp"]`` of a larger one), a process group, its name, or None
             for the default group.
         strategy: "all_reduce" (activations replicated), "ag_rs" (activations sharded along tokens; see
-            `torch_fdattn.dist.tp_layers`), or "auto": in each forward the one that was measured to be faster for so
+            `torch_fdattn.dist.tensor_parallel.layers`), or "auto": in each forward the one that was measured to be faster for so
             many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
             are enabled, and in torch.compile.
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.

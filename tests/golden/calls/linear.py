@@ -12,17 +12,16 @@ from torch import Tensor
 
 from tests.golden.calls.common import Call, new
 from tests.golden.device import A100, RANK, WORLD
-from torch_fdattn.dist.tp_linear import (
+from torch_fdattn.dist.tensor_parallel import (
     copy_engine,
-    dequantise,
     fused_gather,
     fused_scatter,
-    gated_product,
     gemm_epilogue,
     low_latency,
     push_tiles,
     row_norm,
 )
+from torch_fdattn.ops.gemm import dequantise, gated_product
 
 _FP32 = torch.float32
 K, N = 5120, 12800

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.compile_backend.tensor_parallel.match import SIZE, Gather, Reduction
 from torch_fdattn.compile_backend.tensor_parallel.rows import Builder, erase, replay, value
-from torch_fdattn.dist.tp_linear import compiled
+from torch_fdattn.dist.tensor_parallel import compiled
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.report import Left
 from torch_fdattn.compile_backend.tensor_parallel.rows import sources, value, width
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.tp_linear.one_sided import DTYPES
+from torch_fdattn.dist.tensor_parallel.one_sided import DTYPES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
 WAIT, SIZE = _C10D.wait_tensor.default, _ATEN.sym_size.int

@@ -15,7 +15,7 @@ from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
 from torch_fdattn.compile_backend.tensor_parallel.emit import emit_gather, emit_reduction
 from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Reduction, match
 from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
-from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER, Sizes, may_choose
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER, Sizes, may_choose
 
 OPTION = "tensor_parallel"
 #: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.

@@ -17,20 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import Channel, channel
 from torch_fdattn.dist.decode.rows import (
     Rows,
     merged,
     outputs,
     own_heads,
     own_rows,
-    starts_early,
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import (
+from torch_fdattn.dist.symm.channel import Channel, channel
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.signals import (
     as_words,
     at_rank,
     leave_epoch,
@@ -44,6 +43,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.pdl import starts_early
 
 
 @triton.jit

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode.fused import exchange_rows, tile_of, words_bytes
 from torch_fdattn.dist.decode.rows import (
     Rows,
@@ -24,11 +23,11 @@ from torch_fdattn.dist.decode.rows import (
     outputs,
     own_heads,
     own_rows,
-    starts_early,
 )
-from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import at_rank, may_send, take_epoch
+from torch_fdattn.dist.symm.channel import channel
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.signals import at_rank, may_send, take_epoch
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
@@ -36,6 +35,7 @@ from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.pdl import starts_early
 
 #: Dims a program, and fp32 elements of parts that its one warp holds at once: 128 registers a thread.
 CHUNK, PART_ELEMENTS = 32, 4096

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.sharding import ShardMap
+from torch_fdattn.dist.kv_cache.shard_map import ShardMap
 from torch_fdattn.ops.decode.inputs import WholeLengths
 from torch_fdattn.ops.positions import FAR, Mask
 

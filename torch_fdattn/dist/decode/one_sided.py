@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
-from torch_fdattn.dist.faults import raise_faults
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.symm.faults import raise_faults
 from torch_fdattn.ops import library
 
 if TYPE_CHECKING:

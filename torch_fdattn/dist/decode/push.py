@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode.push_tiled import (
     flags_at,
     push_rows,
@@ -29,9 +28,10 @@ from torch_fdattn.dist.decode.rows import (
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import (
+from torch_fdattn.dist.symm.channel import channel
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.signals import (
     ARRIVALS,
     as_words,
     at_rank,

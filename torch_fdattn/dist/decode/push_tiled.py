@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import channel
 from torch_fdattn.dist.decode.rows import (
     Rows,
     merged,
@@ -23,9 +22,10 @@ from torch_fdattn.dist.decode.rows import (
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.signals import (
+from torch_fdattn.dist.symm.channel import channel
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.signals import (
     as_words,
     at_rank,
     await_flags,

@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.channel import Channel
-from torch_fdattn.launch.pdl import supports_pdl
-from torch_fdattn.ops.attention.configs import device_capability
+from torch_fdattn.dist.symm.channel import Channel
 from torch_fdattn.ops.launch import cdiv, padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
@@ -76,11 +74,6 @@ def own_heads(heads: int, channel: Channel, head_sharded: bool) -> tuple[int, in
     if not head_sharded:
         return 0, heads
     return heads // channel.world * channel.rank, heads // channel.world
-
-
-def starts_early(part: Tensor) -> bool:
-    """Whether the kernel may be launched before the one that makes `part` has ended (it waits for it)."""
-    return part.is_cuda and supports_pdl(device_capability(part.device))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.one_sided_gather import all_gather
+from torch_fdattn.dist.symm.one_sided_gather import all_gather
 from torch_fdattn.ops.library import launches
 
 

@@ -33,13 +33,12 @@ from torch_fdattn.dist.decode.rows import (
     merged,
     outputs,
     own_rows,
-    starts_early,
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.faults import timeout_ns
 from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.lamport import (
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.lamport import (
     BEFORE,
     TURN,
     as_values,
@@ -52,11 +51,12 @@ from torch_fdattn.dist.lamport import (
     slot_of,
     third_of,
 )
-from torch_fdattn.dist.signals import may_send, packed, read_epoch, report, unpacked
+from torch_fdattn.dist.symm.signals import may_send, packed, read_epoch, report, unpacked
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.pdl import starts_early
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.ring_attention.plan import Call
-from torch_fdattn.dist.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.ops.positions import Mask
 
 

@@ -16,7 +16,7 @@ from torch_fdattn import checks
 from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 

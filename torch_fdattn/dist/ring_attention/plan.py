@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch_fdattn.dist.sequence_shards import Run
+from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
 class Call(NamedTuple):

@@ -21,7 +21,7 @@ from torch_fdattn.dist.ring_attention.local import (
     zero_gradients,
 )
 from torch_fdattn.dist.ring_attention.plan import Call, plan
-from torch_fdattn.dist.sequence_shards import Run
+from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 ROOT = 0
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.layout import exchange, in_order_of, with_length
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
-from torch_fdattn.dist.sequence_shards import SequenceShards
 
 
 def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ from torch_fdattn.dist.ring_attention.local import (
     zero_gradients,
 )
 from torch_fdattn.dist.ring_attention.plan import Call, plan
-from torch_fdattn.dist.sequence_shards import Run
+from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
 def _calls(problem: Problem) -> list[Call]:

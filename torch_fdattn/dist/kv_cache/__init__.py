@@ -1,0 +1,1 @@
+"""KV caches whose positions a process group may share."""

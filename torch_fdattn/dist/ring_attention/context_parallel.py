@@ -1,0 +1,301 @@
+"""Training on a sequence split over ranks: shard a batch, attend through the ring, join the results.
+
+    shards = SequenceShards.zigzag(total, world_size)
+    tokens, positions, labels = shard_batch(group_name, shards, tokens, positions, labels)
+    with context_parallel(group_name, shards=shards):
+        loss = model(tokens, positions, labels)        # its attention calls are ring attention
+
+in the manner of `torch.distributed.tensor.experimental.context_parallel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from torch_fdattn.dist.functional import ring_attention
+from torch_fdattn.dist.group_names import Group, name_of
+from torch_fdattn.dist.groups import agree, raise_together, rank_and_size, refuse
+from torch_fdattn.dist.ring_attention.layout import exchange
+from torch_fdattn.dist.ring_attention.op import STRATEGIES
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+
+
+def shard_batch(
+    group_name: Group, shards: SequenceShards, *whole: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
+
+    Labels must already be shifted against the tokens: the next token may be another rank's.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> (part,) = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> part.shape
+        torch.Size([1, 16])
+    """
+    rank = _rank(name_of(group_name), shards)
+    return [shards.shard(x, rank, dim).contiguous() for x in whole]
+
+
+def unshard_batch(
+    group_name: Group, shards: SequenceShards, *parts: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """The whole tensors of all ranks' parts, on every rank; not differentiable.
+
+    Raises:
+        ValueError: another number of tokens than the rank has, or parts that differ otherwise between ranks.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> tokens = torch.arange(16 * world)[None]
+        >>> parts = torch_fdattn.dist.shard_batch(None, shards, tokens)
+        >>> (whole,) = torch_fdattn.dist.unshard_batch(None, shards, *parts)
+        >>> torch.equal(whole, tokens)
+        True
+    """
+    group_name = name_of(group_name)
+    rank = _rank(group_name, shards)
+    whole = []
+    for part in parts:
+        if part.shape[dim] != shards.lengths[rank]:
+            raise ValueError(
+                f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
+                f"got {part.shape[dim]}"
+            )
+        rows = part.detach().movedim(dim, 0)
+        same = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
+        agree(group_name, part, same | {"parts' shape beside dim": tuple(rows.shape[1:])})
+        shapes = [[length, *rows.shape[1:]] for length in shards.lengths]
+        received = exchange([rows] * shards.world_size, shapes, group_name)
+        whole.append(shards.join(received, dim=0).movedim(0, dim))
+    return whole
+
+
+@contextlib.contextmanager
+def context_parallel(
+    group_name: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
+    seq_dims: Sequence[int] = (), strategy: str = "ring",
+) -> Iterator[None]:  # fmt: skip
+    """Inside it, attention calls are ring attention over the group.
+
+    Args:
+        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        shards: which positions each rank holds.
+        buffers: whole tensors that are this rank's shards inside, in place, and whole again afterwards
+            (what they held, not what was written to the shards).
+        seq_dims: the dim of each buffer that is the sequence.
+        strategy: as `ring_attention`, "query_split" excepted.
+
+    `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
+    With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
+    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.varlen_attention, decode and paged_decode: silently they would attend to
+    this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
+    With activation checkpointing the backward belongs inside too, because it calls attention again.
+
+    The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
+    what it counts by itself, or computes from its input's length, is of one rank's part. For models of transformers
+    `attn_implementation="fdattn"` (`torch_fdattn.dropins.transformers.register()`) holds what it can of that.
+
+    Examples:
+        >>> world = torch.distributed.get_world_size()
+        >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
+        >>> q, k, v = torch.randn(3, 1, 4, 16, 16)  # of this rank's tokens
+        >>> with torch_fdattn.dist.context_parallel(None, shards=shards):
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> out.shape
+        torch.Size([1, 4, 16, 16])
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
+        )
+    group_name = name_of(group_name)
+    parts = [
+        shard_batch(group_name, shards, x, dim=dim)[0]
+        for x, dim in zip(buffers, seq_dims, strict=True)
+    ]
+    whole = [x.data for x in buffers]
+    try:
+        for x, part in zip(buffers, parts, strict=True):
+            x.data = part
+        with RingMode(group_name, shards, strategy):
+            yield
+    finally:
+        for x, data in zip(buffers, whole, strict=True):
+            x.data = data
+
+
+#: Attention that reaches no call which the mode could take over (nn.MultiheadAttention and its layers).
+_LOCAL_ATTENTION = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+    *(
+        overload
+        for name in ("varlen_attention", "decode", "paged_decode", "decode_out", "paged_decode_out")
+        for op in [getattr(torch.ops.fdattn, name)]
+        for overload in (op, op.default)
+    ),
+)
+
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@contextlib.contextmanager
+def _engine_in(mode: RingMode) -> Iterator[None]:
+    """A backward runs in the mode, as the call of it stood there: activation checkpoints call attention again in it.
+
+    Modes are off while one handles a call, and the engine runs with the modes of its caller; nothing but its call
+    stands between.
+    """
+    run, thread, under_way = torch.autograd._engine_run_backward, threading.get_ident(), [True]
+
+    def run_in_mode(*args, **kwargs):
+        if under_way and threading.get_ident() == thread:
+            with mode:
+                return run(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_in_mode
+    try:
+        yield
+    finally:
+        under_way.clear()
+        torch.autograd._engine_run_backward = run
+
+
+def check_strategy(strategy: str, where: str) -> None:
+    """Raises ValueError for one that `ring_attention` does not have, or that takes whole keys."""
+    usable = tuple(name for name in STRATEGIES if name != "query_split")
+    if strategy not in usable:
+        raise ValueError(
+            f"strategy must shard keys too inside {where}: one of {usable}, got {strategy!r}"
+        )
+
+
+class RingMode(TorchFunctionMode):
+    """Sends attention calls to ring attention; everything else goes its way."""
+
+    def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
+        super().__init__()
+        self._rank = _rank(group_name, shards)
+        check_strategy(strategy, "context_parallel")
+        self._group_name, self._shards = group_name, shards
+        self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks."""
+        return self._shards.total
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """int64 (this rank's tokens,), on the CPU."""
+        return self._shards.positions(self._rank)
+
+    def raise_together(
+        self, device: torch.device, kind: type[Exception], said: str | None, remedy: str
+    ) -> None:
+        """`groups.raise_together` of the ranks that share the sequence."""
+        raise_together(self._group_name, device, kind, said, remedy)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._sdpa(*args, **kwargs)
+        if func in (torch.ops.fdattn.attention, torch.ops.fdattn.attention.default):
+            return self._attention(*args, **kwargs)
+        if func in _LOCAL_ATTENTION:
+            name = getattr(func, "__name__", str(func))
+            raise NotImplementedError(
+                f"{name} inside context_parallel would attend to this rank's tokens only: call "
+                "F.scaled_dot_product_attention or torch_fdattn.attention"
+            )
+        if func in _BACKWARDS:
+            with _engine_in(self):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _sdpa(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+        enable_gqa=False,
+    ):  # fmt: skip
+        self._refuse(
+            "scaled_dot_product_attention", query, attn_mask=attn_mask, dropout_p=dropout_p
+        )
+        window = None
+        if _TRANSFORMERS_SDPA in sys.modules:
+            window = _window_of_transformers(sys._getframe(2))
+        if window is not None and window < self.total:
+            refuse(
+                self._group_name, query,
+                'attn_implementation="sdpa" inside context_parallel loses a sliding window that is longer than a '
+                f"rank's part, got {window} of {self.total} tokens: use attn_implementation=\"fdattn\" "
+                "(torch_fdattn.dropins.transformers.register())",
+            )  # fmt: skip
+        del enable_gqa  # groups follow from the head counts
+        return ring_attention(query, key, value, causal=is_causal, scale=scale, **self._options)[0]
+
+    def _attention(
+        self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
+        window_right=-1, kv_block=0, kv_stride=0, scale=None, **options,
+    ):  # fmt: skip
+        self._refuse("attention", q, kv_lens=kv_lens, q_start=q_start, kv_start=kv_start,
+                     kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
+        window = (window_left, window_right)
+        return ring_attention(q, k, v, causal=causal, window=window, scale=scale, **self._options)
+
+    def _refuse(self, name: str, q: Tensor, **options: object) -> None:
+        given = [
+            x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
+        ]
+        if given:
+            refuse(
+                self._group_name, q,
+                f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}",
+            )  # fmt: skip
+
+
+_TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention"
+
+
+def _window_of_transformers(caller: types.FrameType) -> int | None:
+    """The sliding window of a layer of transformers' that calls SDPA by its own name "sdpa".
+
+    transformers makes no mask for it where this rank's keys are fewer, and SDPA is told nothing of it: only the
+    caller's arguments have it.
+    """
+    if caller.f_globals.get("__name__") != _TRANSFORMERS_SDPA:
+        return None
+    return caller.f_locals.get("kwargs", {}).get("sliding_window")
+
+
+def active() -> RingMode | None:
+    """The innermost `context_parallel` that is under way in this thread, if one is."""
+    modes = [x for x in _get_current_function_mode_stack() if isinstance(x, RingMode)]
+    return modes[-1] if modes else None
+
+
+def _rank(group_name: str, shards: SequenceShards) -> int:
+    rank, world_size = rank_and_size(group_name)
+    if shards.world_size != world_size:
+        raise ValueError(
+            f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
+        )
+    return rank

@@ -1,0 +1,197 @@
+"""The Lamport exchange: words in other ranks' memory that tell themselves that they came.
+
+Every rank writes what others need into their memory, with neither flag nor fence behind it, for which a tile waits
+2 µs: memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as minus zero. (The
+Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, there with minus zero for what did not come.) So a
+word is there when it is not zero, each for itself.
+
+Memory is made zero again by who has read it. Calls take three buffers in turn: one call writes into the first, zeroes
+what the call before used, and knows that the third, which the next call uses, is zero on every rank that has sent
+anything in this call: it zeroed that in the call before. The turn, and how many words the last call used, are on the
+device, so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1
+ranks, the next rank's first.
+
+state, beside what `signals.py` has there: turn, words of the call before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_fdattn.dist.symm.channel import Channel, channel
+from torch_fdattn.dist.symm.signals import LOOKS, TICKETS, keep_time, next_epoch, report
+from torch_fdattn.ops.launch import cdiv
+
+TURN = tl.constexpr(5)
+BEFORE = tl.constexpr(6)
+#: A word of not-a-numbers of any dtype.
+NANS = tl.constexpr(0x7FC07FC0)
+
+
+@triton.jit
+def buffer(addresses_ptr, rank, turn, third_bytes):
+    address = tl.load(addresses_ptr + rank) + turn * third_bytes
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def words_at(pointer):
+    """A tensor's numbers as words."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
+    """How many words of a rank a buffer has room for."""
+    return tl.multiple_of(third_bytes // (16 * (WORLD - 1)) * 4, 4)
+
+
+@triton.jit
+def slot_of(source, rank, WORLD: tl.constexpr):
+    """Where a source's words lie in a rank's buffers."""
+    return (source + WORLD - rank - 1) % WORLD
+
+
+@triton.jit
+def as_values(words, dtype: tl.constexpr):
+    """words, minus zero in place of zero."""
+    ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
+    return tl.where(words == 0, ZERO, words)
+
+
+@triton.jit
+def from_values(words, dtype: tl.constexpr):
+    """`as_values`, undone: a word of minus zeros, whoever wrote it, comes out as zeros."""
+    return tl.where(words == as_values(words - words, dtype), 0, words)
+
+
+@triton.jit
+def halves(words, dtype: tl.constexpr):
+    """The numbers of words, fp32: (the lower, the upper); of one fp32 number twice the same."""
+    if dtype.primitive_bitwidth == 16:
+        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+    else:
+        both = words.to(tl.float32, bitcast=True)
+        return both, both
+
+
+@triton.jit
+def joined(low, high, dtype: tl.constexpr):
+    """`halves`, undone and rounded."""
+    if dtype.primitive_bitwidth == 16:
+        lower = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
+        return lower | (high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return low.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
+    """(words (S, B), once all that are wanted have come, whether they came); sources (S, B) or (S, 1): the ranks that
+    send them."""
+    words = tl.load(pointers, mask=wanted, other=1, volatile=True)
+    missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (missing > 0) & (stop == 0):
+        words = tl.load(pointers, mask=wanted, other=1, volatile=True)
+        missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
+        looks += 1
+        if (looks % LOOKS == 0) & (missing > 0):
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                late = tl.max(tl.max(tl.where(words == 0, sources, -1), 1), 0)
+                report(late, epoch, state_ptr, fault_ptr)
+    return words, missing == 0
+
+
+@triton.jit
+def receive_two(
+    values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
+):
+    """`receive_values` of words of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
+    came)."""
+    values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
+    lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
+    late = tl.sum(tl.sum((values == 0).to(tl.int32), 2) + (lses == 0).to(tl.int32), 1)
+    missing = tl.sum(late, 0)
+    looks = 0
+    start, stop = epoch - epoch, epoch != epoch
+    while (missing > 0) & (stop == 0):
+        values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
+        lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
+        late = tl.sum(tl.sum((values == 0).to(tl.int32), 2) + (lses == 0).to(tl.int32), 1)
+        missing = tl.sum(late, 0)
+        looks += 1
+        if (looks % LOOKS == 0) & (missing > 0):
+            start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
+            if stop & (elsewhere == 0):
+                peer = tl.max(tl.where(late > 0, sources, -1), 0)
+                report(peer, epoch, state_ptr, fault_ptr)
+    return values, lses, missing == 0
+
+
+@triton.jit
+def clear(
+    addresses_ptr, rank, turn, before, each, third_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Zeroes the `before` words of every other rank that the last call brought."""
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    slots = tl.arange(0, SLOTS)
+    for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
+        # Whole tiles, which wide stores write, inside a rank's words.
+        used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
+        old = last + slots[:, None] * each + used[None, :]
+        zeros = tl.zeros([SLOTS, BLOCK], tl.int32)
+        tl.store(old, zeros, mask=(slots < WORLD - 1)[:, None] & (used < each)[None, :])
+
+
+@triton.jit
+def clear_all(addresses_ptr, rank, turn, before, third_bytes, BLOCK: tl.constexpr):
+    """`clear` of a buffer without slots of one size: zeroes its first words, as many as the last call used."""
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    used = before // 4 * 4  # which it is: for wide stores
+    for first in range(tl.program_id(0) * BLOCK, used, tl.num_programs(0) * BLOCK):
+        at = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
+        tl.store(last + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
+
+
+@triton.jit
+def leave_turn(state_ptr, epoch, turn, words):
+    """`signals.leave_epoch`, and the next call's turn."""
+    ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(state_ptr + TICKETS, 0)
+        tl.store(state_ptr + TURN, (turn + 1) % 3)
+        tl.store(state_ptr + BEFORE, tl.cast(words, tl.int64))
+        tl.store(state_ptr, next_epoch(epoch))
+
+
+@triton.jit
+def push(
+    words, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD: tl.constexpr
+):  # fmt: skip
+    """Writes this rank's words `at` into a peer's buffer, where it `sends`."""
+    there = buffer(addresses_ptr, peer, turn, third_bytes)
+    tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
+
+
+def channel_of(nbytes: int, group_name: str, purpose: str, device: torch.device) -> Channel:
+    """That of calls whose buffers have so many bytes, a multiple of 16."""
+    where = channel(group_name, purpose, cdiv(3 * nbytes, 2), device)
+    where.enter()
+    return where
+
+
+def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
+    """That of calls of so many words a rank."""
+    return channel_of((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
+
+
+def third_of(where: Channel) -> int:
+    """Bytes of each of three buffers."""
+    return 2 * where.half_bytes // 3 // 16 * 16

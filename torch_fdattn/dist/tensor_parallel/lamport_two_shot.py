@@ -1,0 +1,181 @@
+"""All-reduces in two trips by the Lamport exchange of `dist/symm/lamport.py`: every word is summed by one rank, its owner.
+
+    first trip    every rank sends each word to the word's owner, who sums all ranks' in fp32, in the order of ranks
+    second trip   the owner rounds the sum and sends it to all others: the same bits everywhere
+
+A rank sends 2 (W - 1) / W times the bytes, in one shot W - 1 times, for a second trip over the wire: for three ranks
+and more, from `TWO_SHOT_BYTES` on. A program's words have all ranks for owners, so that all of them are busy. It waits for
+the program of the same number on other ranks, in the first trip for all of them: what `dist/symm/lamport.py` says of its three
+buffers holds. A buffer has one more slot than there, for the sums, which have an owner each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.lamport import (
+    BEFORE,
+    NANS,
+    TURN,
+    as_values,
+    buffer,
+    channel_for,
+    clear,
+    from_values,
+    halves,
+    joined,
+    leave_turn,
+    push,
+    receive_values,
+    slot_of,
+    third_of,
+    words_at,
+    words_of_a_rank,
+)
+from torch_fdattn.dist.symm.signals import may_send, read_epoch
+from torch_fdattn.dist.tensor_parallel.push_values import as_words, exchange, summed
+from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.pdl import starts_early
+
+#: Bytes of a rank's part times (W - 1) (W - 2) / W, what the wire is spared, from which on two trips are faster. Four
+#: H100, µs in one shot and two: 512 KiB 7.4 and 7.3, 1 MiB 12.5 and 10.0, 2 MiB 21.9 and 17.5; with the product in the
+#: launch 640 KiB 17.9 and 17.0, 2 MiB 37.3 and 28.2.
+TWO_SHOT_BYTES = 900_000
+#: Words that a program of one warp exchanges. Four H100, 2 MiB: 17.5 µs; 256 words 20.2, 512 22.4, 1024 33.6.
+_BLOCK_WORDS = 128
+
+
+def shots(nbytes: int, world: int) -> int:
+    """Trips in which so many bytes are all-reduced: 1 or 2."""
+    return 2 if nbytes * (world - 1) * (world - 2) >= TWO_SHOT_BYTES * world else 1
+
+
+def slots(shots: int, world: int) -> int:
+    """The `world` of `channel_for` and `words_of_a_rank` for calls in so many shots."""
+    return world + 1 if shots == 2 else world
+
+
+@triton.jit
+def send_to_owners(
+    own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD: tl.constexpr
+):  # fmt: skip
+    """The first trip: own (B,), the words `at` of this rank's part, each to its owner."""
+    each = words_of_a_rank(third_bytes, WORLD + 1)
+    sends = inside & may_send(state_ptr, epoch)
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        push(
+            own, at, sends & (owner == peer), addresses_ptr, rank, peer, turn, each, third_bytes, WORLD
+        )  # fmt: skip
+
+
+@triton.jit
+def share_sums(
+    low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank,
+    WORLD: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The second trip: low, high (B,), fp32 sums of the words that this rank owns, which it sends if all parts `came`;
+    returns the words (B,) of all sums, NaN where one did not come."""
+    each = words_of_a_rank(third_bytes, WORLD + 1)
+    mine = inside & (owner == rank)
+    total = as_values(joined(low, high, DTYPE), DTYPE)
+    # A sum without all parts is no sum: who waits for it finds out as this rank did who is late, in a first trip of its
+    # own. This wait is twice as long, so that those end first: of a program's few last words a rank may own none.
+    sends = mine & may_send(state_ptr, epoch) & came
+    sums = (WORLD - 1) * each + at
+    for i in tl.static_range(1, WORLD):
+        there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
+        tl.store(there + sums, total, mask=sends)
+    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    found, all_came = receive_values(
+        (here + sums)[None, :], (inside & (owner != rank))[None, :], owner[None, :], epoch, state_ptr, fault_ptr,
+        2 * limit_ns,
+    )  # fmt: skip
+    words = tl.where(mine, total, tl.reshape(found, at.shape))
+    return tl.where(came & all_came, from_values(words, DTYPE), NANS)
+
+
+@triton.jit
+def exchange_sums(
+    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, DTYPE: tl.constexpr, SHOTS: tl.constexpr,
+):  # fmt: skip
+    """Words `at` (B,) of x summed over the ranks: (their lower numbers, the upper, fp32, as `lamport.halves`; epoch;
+    turn)."""
+    if SHOTS == 1:
+        found, came, epoch, turn = exchange(
+            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+            False, DTYPE,
+        )  # fmt: skip
+        low, high = summed(found, came, DTYPE)
+        return low, high, epoch, turn
+    else:
+        BLOCK: tl.constexpr = at.shape[0]
+        epoch = read_epoch(state_ptr)
+        turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
+        own = as_values(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
+        # All ranks own some, so that each hears of all others itself and names the one that does not come.
+        # Of four words each, so that stores are wide.
+        fours = tl.cdiv(tl.sum(inside.to(tl.int32), 0), 4)
+        owner = tl.arange(0, BLOCK) // 4 * WORLD // tl.maximum(fours, 1)
+        send_to_owners(
+            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD
+        )  # fmt: skip
+        each = words_of_a_rank(third_bytes, WORLD + 1)
+        clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD + 1, SOURCES, BLOCK)
+        sources = tl.arange(0, SOURCES)
+        others = ((sources < WORLD) & (sources != rank))[:, None]
+        here = buffer(addresses_ptr, rank, turn, third_bytes)
+        found, came = receive_values(
+            here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :],
+            others & (inside & (owner == rank))[None, :], sources[:, None], epoch, state_ptr, fault_ptr, limit_ns,
+        )  # fmt: skip
+        found = tl.where((sources == rank)[:, None], own[None, :], tl.where(others, found, 0))
+        low, high = summed(found, came, DTYPE)
+        sums = share_sums(
+            low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns,
+            rank, WORLD, DTYPE,
+        )  # fmt: skip
+        low, high = halves(sums, DTYPE)
+        return low, high, epoch, turn
+
+
+@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+def _two_shot_kernel(
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x (words,) -> y (words,), the sum over ranks; words of numbers of DTYPE."""
+    await_previous(PDL)
+    x_ptr, y_ptr = words_at(x_ptr), words_at(y_ptr)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    low, high, epoch, turn = exchange_sums(
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES, DTYPE,
+        2,
+    )  # fmt: skip
+    tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
+    leave_turn(state_ptr, epoch, turn, words)
+
+
+def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """As `push_values.all_reduce`, in two trips; three ranks or more."""
+    words = x.nbytes // 4
+    purpose = "low_latency/two_shot_values"
+    where = channel_for(words, group_name, purpose, x.device, slots(2, world))
+    x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
+    block = 1 << 12 if INTERPRET else _BLOCK_WORDS
+    early = starts_early(y)
+    with on_device(x):
+        launch(
+            _two_shot_kernel, cdiv(words, block),
+            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world,
+            power_of_two(world), block, triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip

@@ -1,0 +1,157 @@
+"""`low_latency`: collectives of few numbers, in one launch and one trip, by a Lamport exchange (`dist/symm/lamport.py`).
+
+What travels, for W ranks:
+
+    all-reduce      every rank sends all to all others: (W - 1) times the bytes. Sums in the order of ranks, in fp32
+    reduce-scatter  to each rank what it owns, which sums it so
+    all-gather      all to all others; a word of two minus zeros comes out as zeros
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.lamport import (
+    BEFORE,
+    NANS,
+    TURN,
+    as_values,
+    buffer,
+    channel_for,
+    clear,
+    from_values,
+    halves,
+    joined,
+    leave_turn,
+    push,
+    receive_values,
+    slot_of,
+    third_of,
+    words_at,
+    words_of_a_rank,
+)
+from torch_fdattn.dist.symm.signals import may_send, read_epoch
+from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.pdl import starts_early
+
+#: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
+#: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
+_TILE_WORDS = ((1 << 19, 512), (6 << 20, 1024), (None, 2048))
+
+
+@triton.jit
+def exchange(
+    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words,
+    WORLD: tl.constexpr, SOURCES: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Sends words `at` (B,) of x to all other ranks, or with SCATTERED those of x (WORLD, words) that each of them
+    owns, and takes theirs: (words (S, B) by source, the own among them; whether all came; epoch; turn)."""
+    epoch = read_epoch(state_ptr)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
+    each = words_of_a_rank(third_bytes, WORLD)
+    mine = tl.cast(rank, tl.int64) * words if SCATTERED else 0
+    own = as_values(tl.load(x_ptr + mine + at, mask=inside, other=0), DTYPE)
+    sends = inside & may_send(state_ptr, epoch)
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        part = own
+        if SCATTERED:
+            theirs = x_ptr + tl.cast(peer, tl.int64) * words
+            part = as_values(tl.load(theirs + at, mask=inside, other=0), DTYPE)
+        push(part, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
+    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, at.shape[0])
+
+    sources = tl.arange(0, SOURCES)
+    others = ((sources < WORLD) & (sources != rank))[:, None]
+    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    found, came = receive_values(
+        here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :], others & inside[None, :], sources[:, None], epoch,
+        state_ptr, fault_ptr, limit_ns,
+    )  # fmt: skip
+    # The own as the others have it: the sum's bits are the same everywhere.
+    found = tl.where((sources == rank)[:, None], own[None, :], tl.where(others, found, 0))
+    return found, came, epoch, turn
+
+
+@triton.jit
+def summed(found, came, dtype: tl.constexpr):
+    """The words' sums over sources, fp32: `halves`; NaN if not all came."""
+    low, high = halves(found, dtype)
+    none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
+    return tl.sum(low, 0) + none, tl.sum(high, 0) + none
+
+
+@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+def _values_kernel(
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, GATHERED: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """x (words,) -> y (words,), the sum over ranks, or, GATHERED, y (WORLD, words), all ranks' x; SCATTERED, of
+    x (WORLD, words) each rank owns one. Words of numbers of DTYPE."""
+    await_previous(PDL)
+    x_ptr, y_ptr = words_at(x_ptr), words_at(y_ptr)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    found, came, epoch, turn = exchange(
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+        SCATTERED, DTYPE,
+    )  # fmt: skip
+    if GATHERED:
+        found = tl.where(came, from_values(found, DTYPE), NANS)
+        sources = tl.arange(0, SOURCES)[:, None]
+        wanted = (sources < WORLD) & inside[None, :]
+        tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
+    else:
+        low, high = summed(found, came, DTYPE)
+        tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
+    leave_turn(state_ptr, epoch, turn, words)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether x's numbers fill whole words."""
+    return x.nbytes % 4 == 0
+
+
+def as_words(x: Tensor) -> Tensor:
+    """x, or a copy, that kernels may read as words."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 4 == 0 else x.clone()
+
+
+def _run(
+    op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int
+) -> None:  # fmt: skip
+    where = channel_for(words, group_name, f"low_latency/{op}", x.device, world)
+    x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
+    tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
+    block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
+    early = starts_early(y)
+    with on_device(x):
+        launch(
+            _values_kernel, cdiv(words, block),
+            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
+            triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+
+
+def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous."""
+    _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world)
+
+
+def reduce_scatter(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which this takes; else as above."""
+    _run("scatter", x, y, y.nbytes // 4, group_name, rank, world)
+
+
+def all_gather(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
+    """Writes all ranks' x, which this takes, into y, one after another; else as above."""
+    _run("gather", x, y, x.nbytes // 4, group_name, rank, world)

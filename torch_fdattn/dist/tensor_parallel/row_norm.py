@@ -1,0 +1,135 @@
+"""An all-reduce of few rows, the residual's addition and RMSNorm in one launch, which are three otherwise.
+
+A program has a row: it sends this rank's part of it to all others, as values that tell themselves that they came
+(`dist/symm/lamport.py`), and sums all parts in fp32 in the order of ranks: the same bits on all ranks. The sum is rounded
+to the dtype before the residual is added, and so is what they give before it is normalised, as three launches round
+them.
+
+The sum of squares (Zhang and Sennrich 2019, equation 4) needs the whole row in one program: up to MOST_COLUMNS. So
+programs have several warps, though they wait: every word is loaded by one thread alone, and the warps learn by a sum
+over all of them whether they came.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.symm.faults import timeout_ns
+from torch_fdattn.dist.symm.lamport import (
+    channel_for,
+    halves,
+    joined,
+    leave_turn,
+    third_of,
+    words_at,
+)
+from torch_fdattn.dist.tensor_parallel.lamport_two_shot import exchange_sums, shots, slots
+from torch_fdattn.dist.tensor_parallel.push_values import as_words
+from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.launch import on_device, power_of_two
+from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.pdl import starts_early
+
+MOST_COLUMNS = 8192
+#: (rows up to which, words that a warp has). On two H200, 2560 words: 512 takes 0.7 µs less than 1024 for one row, 13
+#: more for 2048.
+_WORDS_PER_WARP = ((200, 512), (None, 1024))
+#: In two trips a program holds more at a time. Compiled for an H100, 16 bits, four ranks: with 1024 it spills 312 bytes,
+#: with 512 none. (float32 beyond 4096 columns, whose sixteen warps have 128 registers a thread: 80.)
+_TWO_SHOT_WORDS_PER_WARP = 512
+
+
+@triton.jit
+def _rounded(low, high, dtype: tl.constexpr):
+    return halves(joined(low, high, dtype), dtype)
+
+
+@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank", "eps"])
+def _sum_norm_kernel(
+    x_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, added_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes,
+    limit_ns, rank, words, eps, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    PDL: tl.constexpr, SHOTS: tl.constexpr,
+):  # fmt: skip
+    """x, residual (m, words), bias (words,) or None, weight (words,) -> added (m, words), the sum over ranks and more,
+    normed (m, words); words of numbers of DTYPE. SHOTS: trips of the exchange (`lamport_two_shot.py`); 0: x is that sum."""
+    await_previous(PDL)
+    x_ptr, residual_ptr, weight_ptr = words_at(x_ptr), words_at(residual_ptr), words_at(weight_ptr)
+    normed_ptr, added_ptr = words_at(normed_ptr), words_at(added_ptr)
+    PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
+    columns = tl.arange(0, BLOCK)
+    inside = columns < words
+    at = tl.program_id(0).to(tl.int64) * words + columns
+    residual = tl.load(residual_ptr + at, mask=inside, other=0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0)
+    if SHOTS:
+        low, high, epoch, turn = exchange_sums(
+            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+            DTYPE, SHOTS,
+        )  # fmt: skip
+        low, high = _rounded(low, high, DTYPE)
+    else:
+        low, high = halves(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
+    if bias_ptr is not None:
+        bias_low, bias_high = halves(
+            tl.load(words_at(bias_ptr) + columns, mask=inside, other=0), DTYPE
+        )
+        low, high = _rounded(low + bias_low, high + bias_high, DTYPE)
+    residual_low, residual_high = halves(residual, DTYPE)
+    added = joined(residual_low + low, residual_high + high, DTYPE)
+    tl.store(added_ptr + at, added, mask=inside)
+    low, high = halves(added, DTYPE)
+    squares = low * low + high * high if PER_WORD == 2 else low * low
+    mean = tl.sum(tl.where(inside, squares, 0.0), 0) / (words * PER_WORD)
+    scale = tl.rsqrt(mean + eps)
+    weight_low, weight_high = halves(weight, DTYPE)
+    normed = joined(low * scale * weight_low, high * scale * weight_high, DTYPE)
+    tl.store(normed_ptr + at, normed, mask=inside)
+    if SHOTS:
+        leave_turn(state_ptr, epoch, turn, tl.num_programs(0) * words)
+
+
+def takes(columns: int, dtype: torch.dtype) -> bool:
+    """Whether rows of so many numbers fit, and are whole words."""
+    return 0 < columns <= MOST_COLUMNS and columns * dtype.itemsize % 4 == 0
+
+
+def sum_norm(
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, group_name: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(normed, added) (…, N) of this rank's part x (…, N), bias (N,), residual (…, N) and the norm's weight (N,); all
+    of one dtype of 16 bits or float32, N what this `takes`. group_name None: x is the sum already."""
+    x = x.contiguous()
+    normed, added = torch.empty_like(x), torch.empty_like(x)
+    if not x.numel():
+        return normed, added
+    launches["tp_linear/row_norm"] += 1
+    columns = x.shape[-1]
+    m, words = x.numel() // columns, columns * x.element_size() // 4
+    x, residual, weight = as_words(x), as_words(residual), as_words(weight)
+    bias = None if bias is None else as_words(bias)
+    where, of_channel, numbers, world, trips = None, (None, None, None), (0, 0, 0), 1, 0
+    if group_name is not None:
+        _, world = rank_and_size(group_name)
+        trips = shots(4 * m * words, world)
+        purpose = "low_latency/rows" if trips == 1 else "low_latency/two_shot_rows"
+        where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
+        of_channel = where.memory.addresses, where.state, where.fault.tensor
+        numbers = third_of(where), timeout_ns(), where.rank
+    early, block = starts_early(x), power_of_two(words)
+    per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
+    if trips == 2:
+        per_warp = _TWO_SHOT_WORDS_PER_WARP
+    warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
+    with on_device(x):
+        launch(
+            _sum_norm_kernel, m,
+            x, bias, residual, weight, normed, added, *of_channel, *numbers, words, eps, world, power_of_two(world), block,
+            triton_dtype(x.dtype), early, trips, num_warps=warps, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return normed, added
