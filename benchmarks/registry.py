@@ -13,7 +13,7 @@ from typing import NamedTuple
 from . import cases
 
 METHODS = (
-    "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue", "two_shot_multimem",
+    "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_all_reduce", "two_shot_multimem",
 )  # fmt: skip
 STRATEGIES = ("auto", "collective", "copy_engine", "fused", "low_latency")
 RING_STRATEGIES = ("ring", "all_gather", "ulysses", "star")

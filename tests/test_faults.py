@@ -20,7 +20,7 @@ LINEAR = (
     "scatter/fused",
     "scatter/copy_engine",
     "all_reduce/low_latency",
-    "all_reduce/gemm_epilogue",
+    "all_reduce/gemm_all_reduce",
 )
 CASES = [
     pytest.param("kill", "fused", marks=pytest.mark.slow),
@@ -42,7 +42,7 @@ CASES = [
 #: With four ranks more than one waits for another that waits itself.
 OF_FOUR = [
     ("kill", "fused,two_shot"),
-    ("kill", "all_reduce/gemm_epilogue,all_reduce/low_latency"),
+    ("kill", "all_reduce/gemm_all_reduce,all_reduce/low_latency"),
 ]
 
 

@@ -21,7 +21,7 @@ from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tensor_parallel import auto
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
-from torch_fdattn.dist.tensor_parallel.op import EPILOGUE_ROWS
+from torch_fdattn.dist.tensor_parallel.op import GEMM_ALL_REDUCE_ROWS
 from torch_fdattn.models import ModelConfig
 
 from ..peers.torch_symm import NAME as SYMMETRIC
@@ -43,10 +43,10 @@ TABLE = Path(auto.__file__).with_name("crossovers.json")
 VARIANTS = {
     GATHER: ("collective", "copy_engine", "fused", "low_latency"),
     SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
-    ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_epilogue"),
+    ALL_REDUCE: ("nccl", "one_shot", "two_shot", "low_latency", "gemm_all_reduce"),
 }
 #: Rows up to which a method is tried: its bytes to every rank are twice the result, or the whole result W times.
-MAX_ROWS = {"gemm_epilogue": EPILOGUE_ROWS, "one_shot": 4096}
+MAX_ROWS = {"gemm_all_reduce": GEMM_ALL_REDUCE_ROWS, "one_shot": 4096}
 #: Gathering and scattering, these are `collective` where ranks have different numbers of rows.
 EVEN = ("fused",)
 

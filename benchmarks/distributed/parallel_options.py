@@ -7,7 +7,7 @@ import os
 import sys
 
 #: Strategies and methods that are kernels of ours: on a CPU they are interpreted.
-KERNELS = ("copy_engine", "fused", "low_latency", "gemm_epilogue")
+KERNELS = ("copy_engine", "fused", "low_latency", "gemm_all_reduce")
 #: Runs that launch kernels of ours whatever is asked for.
 _ALWAYS_KERNELS = ("tp_crossover", "dist_decode")
 #: Runs of a model that is built for one strategy.

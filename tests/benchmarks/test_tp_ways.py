@@ -38,7 +38,7 @@ from torch_fdattn.dist.tensor_parallel.op import chosen, chosen_method
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model tiny-qwen3 --check --repeats 1 --device cpu"
-METHODS = "--use-allreduce --allreduce-method nccl,low_latency,gemm_epilogue"
+METHODS = "--use-allreduce --allreduce-method nccl,low_latency,gemm_all_reduce"
 FORMS = {
     "quick": [
         f"ag_gemm --M 2 --strategy copy_engine --timeline {{folder}}/ag.svg {SMALL}",
@@ -52,7 +52,7 @@ FORMS = {
         f"tp_attn --bsz 2 --seq-len 4 --mode decode --strategy fused {SMALL}",
         f"tp_attn --bsz 2 --seq-len 4 --mode decode {METHODS} {SMALL}",
         f"e2e --bsz 2 --seq-len 4 --layers 1 --strategy fused {SMALL}",
-        f"e2e --bsz 2 --seq-len 4 --layers 1 --use-allreduce --allreduce-method gemm_epilogue {SMALL}",
+        f"e2e --bsz 2 --seq-len 4 --layers 1 --use-allreduce --allreduce-method gemm_all_reduce {SMALL}",
         "e2e_inference --bsz 2 --gen-len 2 --max-length 4 --model tiny-qwen3 --layers 1 --backend ag_rs "
         "--strategy copy_engine --device cpu",
     ],
@@ -88,7 +88,7 @@ def _check_sweep(folder: Path) -> None:
     ours = {
         GATHER: ("collective", "copy_engine", "fused", "low_latency"),
         SCATTER: ("collective", "copy_engine", "fused", "low_latency"),
-        ALL_REDUCE: ("nccl", "low_latency", "gemm_epilogue"),
+        ALL_REDUCE: ("nccl", "low_latency", "gemm_all_reduce"),
     }
     expected = {(op, f"fdattn/{way}") for op, ways in ours.items() for way in ways}
     assert timed == expected | {(op, impl) for op in ours for impl in ("eager", "gemm_alone")}

@@ -23,14 +23,14 @@ from torch_fdattn.dist.tensor_parallel import (
     copy_engine,
     fused_gather,
     fused_scatter,
-    gemm_epilogue,
+    gemm_all_reduce,
+    lamport_exchange,
     lamport_two_shot,
     low_latency,
-    push_tiles,
-    push_values,
     row_norm,
+    tiled_all_reduce,
 )
-from torch_fdattn.ops.gemm import dequantise, gated_product, gemm
+from torch_fdattn.ops.gemm import dequantise, swiglu_gemm, tile_product
 from torch_fdattn.ops.library import INTERPRET
 
 pytestmark = pytest.mark.skipif(
@@ -58,13 +58,13 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
             copy_engine,
             fused_gather,
             fused_scatter,
-            gemm,
-            gemm_epilogue,
+            tile_product,
+            gemm_all_reduce,
             lamport,
             lamport_two_shot,
             low_latency,
-            push_tiles,
-            push_values,
+            tiled_all_reduce,
+            lamport_exchange,
             row_norm,
         ):
             for name, value in (("channel", channel), ("rank_and_size", (1, WORLD))):
@@ -72,16 +72,18 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
             if hasattr(module, "INTERPRET"):
                 stack.enter_context(mock.patch.object(module, "INTERPRET", False))
-        stack.enter_context(mock.patch.object(gemm, "device_capability", return_value=capability))
+        stack.enter_context(
+            mock.patch.object(tile_product, "device_capability", return_value=capability)
+        )
         for module in (fused_gather, fused_scatter):
             stack.enter_context(mock.patch.object(module, "programs", return_value=132))
         for module in (
-            gated_product,
-            gemm_epilogue,
+            swiglu_gemm,
+            gemm_all_reduce,
             lamport_two_shot,
             low_latency,
-            push_tiles,
-            push_values,
+            tiled_all_reduce,
+            lamport_exchange,
             row_norm,
         ):
             stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
@@ -171,11 +173,11 @@ def test_columns_that_no_wide_store_divides(columns: int) -> None:
 
 def test_operands() -> None:
     """Descriptors where the device takes them; the rest by pointers."""
-    tile = gemm.Tile(128, 128, 64, 4, 4)
+    tile = tile_product.Tile(128, 128, 64, 4, 4)
 
     def layout(x, weight, capability=(9, 0)) -> str | None:
         with ranks(capability=capability):
-            return gemm.operands((x,), weight, tile).layout
+            return tile_product.operands((x,), weight, tile).layout
 
     x, weight = meta(256, 64), meta(512, 64)
     assert layout(x, weight) == "rows"
@@ -204,7 +206,7 @@ def test_one_number() -> None:
 )
 def test_all_reduce(rows: int) -> None:
     x, weight = meta(rows, 6400), meta(5120, 6400)
-    for method in (low_latency, gemm_epilogue):
+    for method in (low_latency, gemm_all_reduce):
         with ranks(), recorded() as launches:
             method.matmul_all_reduce(x, weight, "0", meta(5120) if rows == 16 else None)
         check(launches, "sm_90")
@@ -215,8 +217,8 @@ def test_products_of_few_rows(rows: int) -> None:
     """By descriptors, wgmma one after another without waits between, words by wide stores and loads."""
     x, weight = meta(rows, 6400), meta(5120, 6400)
     with ranks(), recorded() as launches:
-        gemm_epilogue.matmul_all_reduce(x, weight, "0")
-        gated_product.silu_mul_linear(x, weight)
+        gemm_all_reduce.matmul_all_reduce(x, weight, "0")
+        swiglu_gemm.silu_mul_linear(x, weight)
     check(launches, "sm_90")
     for name in ("gemm_sum", "gated"):
         text = text_of(launches, name, "sm_90")
@@ -232,9 +234,9 @@ def test_swiglu_in_tiles(dtype: torch.dtype) -> None:
     """Gate and up are one operand, which stays in shared memory."""
     x, weight = meta(4096, 5120, dtype=dtype), meta(25600, 5120, dtype=dtype)
     with ranks(), recorded() as launches:
-        gated_product.silu_mul_linear(x, weight)
+        swiglu_gemm.silu_mul_linear(x, weight)
     check(launches, "sm_90")
-    text = text_of(launches, "gated_tiles", "sm_90")
+    text = text_of(launches, "persistent_swiglu_gemm", "sm_90")
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in text
     assert "cp.async.bulk.tensor.3d" in text
     assert "ld.shared" not in text
@@ -244,8 +246,8 @@ def test_swiglu_in_tiles(dtype: torch.dtype) -> None:
 def test_products_of_few_rows_with_less_shared_memory() -> None:
     x, weight = meta(128, 6400), meta(5120, 6400)
     with ranks(capability=(12, 0)), recorded() as launches:
-        gemm_epilogue.matmul_all_reduce(x, weight, "0")
-        gated_product.silu_mul_linear(x, weight)
+        gemm_all_reduce.matmul_all_reduce(x, weight, "0")
+        swiglu_gemm.silu_mul_linear(x, weight)
     for launch in launches:
         assert resources_of(launch, ARCHS["sm_90"]).shared <= 99 * 1024
 
@@ -256,7 +258,7 @@ def test_float8_weights(rows: int) -> None:
     x, weight = meta(rows, 6400), meta(5120, 6400, dtype=torch.float8_e4m3fn)
     scale, out = meta(5120, dtype=torch.float32), meta(5120, 6400)
     with ranks(), recorded() as launches:
-        gemm_epilogue.matmul_all_reduce(x, weight, "0", None, scale)
+        gemm_all_reduce.matmul_all_reduce(x, weight, "0", None, scale)
         dequantise.convert(weight, scale, out)
     check(launches, "sm_90")
     assert "cp.async.bulk.tensor" in text_of(launches, "gemm_sum", "sm_90")
@@ -270,7 +272,7 @@ def test_float8_weights(rows: int) -> None:
 def test_all_reduce_by_tiles(shots: int) -> None:
     x = meta(128, 5120)
     with ranks(), recorded() as launches:
-        push_tiles.all_reduce(x, torch.empty_like(x), "0", 1, WORLD, shots=shots)
+        tiled_all_reduce.all_reduce(x, torch.empty_like(x), "0", 1, WORLD, shots=shots)
     check(launches, "sm_90")
     text = text_of(launches, "shot", "sm_90")
     assert "st.global.v4" in text
@@ -282,7 +284,7 @@ def test_values(op: str) -> None:
     x = meta(128, 5120)
     y = {"all_reduce": x, "reduce_scatter": x[: 128 // WORLD], "all_gather": meta(512, 5120)}[op]
     with ranks(), recorded() as launches:
-        getattr(push_values, op)(x, torch.empty_like(y), "0", 1, WORLD)
+        getattr(lamport_exchange, op)(x, torch.empty_like(y), "0", 1, WORLD)
     check(launches, "sm_90")
     text = text_of(launches, "values", "sm_90")
     assert "st.global.v4" in text
@@ -335,5 +337,5 @@ def test_other_targets(arch: str) -> None:
     with ranks(arch != "sm_80", ARCHS[arch].capability), recorded() as launches:
         fused_gather.all_gather_matmul(x, [weight], "0", [1024] * WORLD, False)
         fused_scatter.matmul_reduce_scatter(x, weight, "0", [256] * WORLD)
-        gemm_epilogue.matmul_all_reduce(x[:16], weight, "0")
+        gemm_all_reduce.matmul_all_reduce(x[:16], weight, "0")
     check(launches, arch)

@@ -74,12 +74,12 @@ def test_all_reduce(group, rank_device, method: str, whole: bool, format, dtype)
         *(quantised(draw(34, 300, device=rank_device), format, whole) for _ in range(world)), strict=True
     )  # fmt: skip
     bias, rank = draw(34, device=rank_device, dtype=dtype), dist.get_rank()
-    before = launches["tp_linear/gemm_epilogue"]
+    before = launches["tensor_parallel/gemm_all_reduce"]
     with torch.no_grad():
         y = matmul_all_reduce(
             x[:, of_rank(300)], weights[rank], group, bias, method=method, weight_scale=scales[rank]
         )
-    assert (launches["tp_linear/gemm_epilogue"] > before) == (method == "gemm_epilogue")
+    assert (launches["tensor_parallel/gemm_all_reduce"] > before) == (method == "gemm_all_reduce")
     pairs = list(enumerate(zip(weights, scales, strict=True)))
     exact, at_dtype = (
         sum(x[:, of_rank(300, r)].to(t) @ meant(w, s, t).t() for r, (w, s) in pairs) + bias.to(t)

@@ -14,10 +14,10 @@ from tests.dist.test_tp_one_sided import STRATEGIES, check_sum, draw, of_rank
 from torch_fdattn.dist import TPMLP, all_gather_matmul
 from torch_fdattn.dist.tensor_parallel.layers import TokenRows
 from torch_fdattn.ops import swiglu
-from torch_fdattn.ops.gemm import gated_product, gated_tiles
+from torch_fdattn.ops.gemm import persistent_swiglu_gemm, swiglu_gemm
 from torch_fdattn.ops.library import INTERPRET, launches
 
-COUNTER = "tp_linear/gated_tiles"
+COUNTER = "gemm/persistent_swiglu"
 
 
 def halves(y: Tensor) -> Tensor:
@@ -29,7 +29,9 @@ def kernels(device: torch.device) -> None:
     if device.type == "cpu" and not INTERPRET:
         pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
     x = draw(2, 64, device=device, dtype=torch.float16)
-    if not gated_product.fits(x, x) or not gated_tiles.fits(x, draw(32, 64, device=device)):
+    if not swiglu_gemm.fits(x, x) or not persistent_swiglu_gemm.fits(
+        x, draw(32, 64, device=device)
+    ):
         pytest.skip("needs tensor descriptors")
     if dist.get_world_size() == 1:
         pytest.skip("needs 2 ranks")
@@ -40,7 +42,7 @@ def many(rank_device, monkeypatch) -> None:
     """Few rows, as if they were many."""
     kernels(rank_device)
     monkeypatch.setattr(swiglu, "is_better_by_tiles", lambda *_: True)
-    monkeypatch.setattr(gated_product, "MOST_ROWS", 0)
+    monkeypatch.setattr(swiglu_gemm, "MAX_ROWS", 0)
 
 
 @pytest.mark.parametrize("strategy", ["collective", *STRATEGIES])

@@ -22,7 +22,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.symm.channel import _channels
-from torch_fdattn.dist.tensor_parallel import gemm_epilogue, lamport_two_shot, low_latency
+from torch_fdattn.dist.tensor_parallel import gemm_all_reduce, lamport_two_shot, low_latency
 from torch_fdattn.ops.library import INTERPRET
 
 
@@ -90,7 +90,7 @@ def test_products(group, rank_device, rows: int, columns: int, dtype: torch.dtyp
     # Parts are rounded before they are summed, as in any all-reduce of them.
     shares = (of_rank(24, rank) for rank in range(world))
     at_dtype = torch.stack([F.linear(x[:, share], weight[:, share]) for share in shares]).sum(0)
-    for method in ("gemm_epilogue", "low_latency") * 2:
+    for method in ("gemm_all_reduce", "low_latency") * 2:
         y = matmul_all_reduce(x[:, mine], weight[:, mine], group, method=method)
         check_sum(y, right, at_dtype)
         check_same_everywhere(y)
@@ -105,7 +105,7 @@ def test_with_a_norm(group, rank_device, rows: int, columns: int) -> None:
     mine = of_rank(24)
     given = x[:, mine], weight[:, mine], group, residual, norm, 1e-5
     with torch.no_grad():
-        for method in ("gemm_epilogue", "low_latency"):
+        for method in ("gemm_all_reduce", "low_latency"):
             normed, added = matmul_all_reduce_rms_norm(*given, method=method)
             expected = residual + F.linear(x, weight)
             torch.testing.assert_close(added, expected, atol=1e-4, rtol=1e-4)
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_is_named(group, rank_device, rows: int | None
     def call() -> Tensor:
         if rows is None:
             return low_latency.all_reduce(x, new.group_name)
-        return gemm_epilogue.matmul_all_reduce(x, weight, new.group_name)
+        return gemm_all_reduce.matmul_all_reduce(x, weight, new.group_name)
 
     call()
     dist.barrier()

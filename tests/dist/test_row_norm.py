@@ -71,7 +71,7 @@ def test_one_launch(group, rank_device, rows: int, columns: int, biased: bool, d
     """Right, and the same bits on all ranks and in all repeats; rows that are no whole words are three launches."""
     given = case(rows, columns, rank_device, dtype, biased)
     x, weight, residual, norm, bias = given
-    before = launches["tp_linear/row_norm"]
+    before = launches["tensor_parallel/row_norm"]
     found = []
     for _ in range(3):
         found.append(
@@ -80,7 +80,7 @@ def test_one_launch(group, rank_device, rows: int, columns: int, biased: bool, d
             )
         )
     whole = columns * dtype.itemsize % 4 == 0
-    assert launches["tp_linear/row_norm"] == before + 3 * whole
+    assert launches["tensor_parallel/row_norm"] == before + 3 * whole
     for ours, right, at_dtype in zip(
         found[0], exact(*double(*given)), by_parts(*given), strict=True
     ):
@@ -98,7 +98,7 @@ def test_sizes_that_change_and_ranks_that_come_late(group, rank_device) -> None:
     for rows, columns in ((4, 40), (1, 7), (9, 40), (1, 7), (2, 100)):
         given = case(rows, columns, rank_device)
         time.sleep(rng.random() * 0.02)
-        found = matmul_all_reduce_rms_norm(*own(*given[:2]), group, *given[2:4], EPS, method="gemm_epilogue")  # fmt: skip
+        found = matmul_all_reduce_rms_norm(*own(*given[:2]), group, *given[2:4], EPS, method="gemm_all_reduce")  # fmt: skip
         for ours, right in zip(found, exact(*given), strict=True):
             torch.testing.assert_close(ours, right, atol=1e-4, rtol=1e-4)
 
@@ -107,9 +107,9 @@ def test_sizes_that_change_and_ranks_that_come_late(group, rank_device) -> None:
 def test_many_rows_are_three_launches(group, rank_device, monkeypatch) -> None:
     monkeypatch.setattr(one_sided, "NORM_ROWS", 2)
     given = case(3, 8, rank_device)
-    before = launches["tp_linear/row_norm"]
+    before = launches["tensor_parallel/row_norm"]
     found = matmul_all_reduce_rms_norm(*own(*given[:2]), group, *given[2:4], EPS, method="low_latency")  # fmt: skip
-    assert launches["tp_linear/row_norm"] == before
+    assert launches["tensor_parallel/row_norm"] == before
     for ours, right in zip(found, exact(*given), strict=True):
         torch.testing.assert_close(ours, right, atol=1e-4, rtol=1e-4)
 

@@ -21,7 +21,7 @@ from torch_fdattn.dist import (
     matmul_reduce_scatter,
     set_timeout,
 )
-from torch_fdattn.dist.tensor_parallel import copy_engine, fused_gather, gemm_epilogue
+from torch_fdattn.dist.tensor_parallel import copy_engine, fused_gather, gemm_all_reduce
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import launches
@@ -84,13 +84,13 @@ def test_an_all_reduce_that_fails(group, rank_device, monkeypatch) -> None:
         x = draw(3, 16, device=rank_device) + i
         if i == 1:
             with monkeypatch.context() as patch:
-                patch.setattr(gemm_epilogue, "launch", fails)
+                patch.setattr(gemm_all_reduce, "launch", fails)
                 with pytest.raises(Failure):
-                    matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+                    matmul_all_reduce(x, weight, group, method="gemm_all_reduce")
             dist.barrier()
             continue
         time.sleep(0.2 * (rank == i % world))
-        y = matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+        y = matmul_all_reduce(x, weight, group, method="gemm_all_reduce")
         torch.testing.assert_close(y, world * F.linear(x, weight))
 
 
@@ -149,7 +149,7 @@ def test_bfloat16_in_the_interpreter(group, rank_device) -> None:
         with pytest.raises(NotImplementedError, match="float16 or float32 on CPUs, got bfloat16"):
             all_gather_matmul(x, [x], group, strategy=strategy)
     with pytest.raises(NotImplementedError, match="float16 or float32 on CPUs, got bfloat16"):
-        matmul_all_reduce(x, x, group, method="gemm_epilogue")
+        matmul_all_reduce(x, x, group, method="gemm_all_reduce")
 
 
 def test_auto_where_shares_differ(group, rank_device, measured) -> None:

@@ -174,7 +174,7 @@ class TestLaunches:
     @torch.inference_mode()
     @pytest.mark.parametrize("few", [False, True])
     @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize("method", ["low_latency", "gemm_epilogue"])
+    @pytest.mark.parametrize("method", ["low_latency", "gemm_all_reduce"])
     def test_mlp(
         self, group, rank_device, monkeypatch, method: str, normed: bool, few: bool
     ) -> None:
@@ -198,8 +198,8 @@ class TestLaunches:
             found = call()
             counts = launches - before
             in_product = few and rows <= 8
-            assert counts["tp_linear/gated_product"] == int(in_product)
-            assert counts["tp_linear/row_norm"] == int(normed)
+            assert counts["gemm/swiglu"] == int(in_product)
+            assert counts["tensor_parallel/row_norm"] == int(normed)
             y, exact = plain(x), wide(x.double())
             if normed:
                 y, exact = y + how["residual"], exact + how["residual"].double()
@@ -222,7 +222,7 @@ class TestLaunches:
         how, before = residual_of(x), launches.copy()
         added, normed = fused.add_norm(x, *turns, **how)
         counts = launches - before
-        assert counts["tp_linear/row_norm"] == 1
+        assert counts["tensor_parallel/row_norm"] == 1
         torch.testing.assert_close(added, plain(x, *turns) + how["residual"], atol=5e-2, rtol=5e-2)
         torch.testing.assert_close(normed, how["norm"](added), atol=2e-2, rtol=2e-2)
 

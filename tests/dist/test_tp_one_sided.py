@@ -29,7 +29,7 @@ from torch_fdattn.dist import (
 )
 from torch_fdattn.dist.groups import same_everywhere
 from torch_fdattn.dist.symm.channel import _channels
-from torch_fdattn.dist.tensor_parallel import low_latency, push_tiles, push_values
+from torch_fdattn.dist.tensor_parallel import lamport_exchange, low_latency, tiled_all_reduce
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.dist.tensor_parallel.copies import Copies
 from torch_fdattn.dist.tensor_parallel.layers import TokenRows
@@ -40,7 +40,7 @@ from torch_fdattn.testing import assert_launched
 STRATEGIES = ("copy_engine", "fused", "low_latency")
 #: With so many features a rank; rows of 37 are no multiple of 16 bytes, which tensor descriptors need.
 WAYS = [*((strategy, 40) for strategy in STRATEGIES), ("fused", 37)]
-METHODS = ("low_latency", "gemm_epilogue")
+METHODS = ("low_latency", "gemm_all_reduce")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,9 @@ def of_rank(count: int, rank: int | None = None) -> slice:
 
 def expect_launch(*names: str):
     """That kernels ran; one rank alone has nobody to talk to."""
-    return assert_launched(*(f"tp_linear/{name}" for name in names if dist.get_world_size() > 1))
+    return assert_launched(
+        *(f"tensor_parallel/{name}" for name in names if dist.get_world_size() > 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -195,7 +197,7 @@ def test_all_reduce_by_tiles(group, rank_device, shots: int, dtype: torch.dtype)
         parts = [draw(count, device=rank_device, dtype=dtype) for _ in range(world)]
         y = torch.full_like(parts[0], float("nan"))
         for _ in range(3):
-            push_tiles.all_reduce(parts[rank], y, group, rank, world, shots=shots)
+            tiled_all_reduce.all_reduce(parts[rank], y, group, rank, world, shots=shots)
         assert torch.equal(y, low_latency.all_reduce(parts[rank], group))
         check_sum(y, torch.stack(parts).double().sum(0), torch.stack(parts).sum(0))
         everywhere = [torch.empty_like(y) for _ in range(world)]
@@ -218,9 +220,9 @@ def test_all_reduce_by_values(group, rank_device, dtype: torch.dtype) -> None:
             part[:2] = -0.0 if i else 0.0
         y = torch.full_like(parts[0], float("nan"))
         time.sleep(rng.random() * 0.003)
-        push_values.all_reduce(parts[rank], y, group, rank, world)
+        lamport_exchange.all_reduce(parts[rank], y, group, rank, world)
         by_tiles = torch.empty_like(y)
-        push_tiles.all_reduce(parts[rank], by_tiles, group, rank, world, shots=1)
+        tiled_all_reduce.all_reduce(parts[rank], by_tiles, group, rank, world, shots=1)
         assert torch.equal(y, by_tiles)
         check_sum(y, torch.stack(parts).double().sum(0), torch.stack(parts).sum(0))
         everywhere = [torch.empty_like(y) for _ in range(world)]
@@ -237,7 +239,9 @@ def test_tiles_lie_where_wide_stores_may(group, rank_device, shots: int) -> None
         pytest.skip("needs 2 ranks")
     new = dist.new_group()
     x = torch.full((5,), 7.0, device=rank_device)
-    push_tiles.all_reduce(x, torch.empty_like(x), new.group_name, new.rank(), world, shots=shots)
+    tiled_all_reduce.all_reduce(
+        x, torch.empty_like(x), new.group_name, new.rank(), world, shots=shots
+    )
     dist.barrier()
     (where,) = _channels[new][f"low_latency/{shots}_shot", rank_device]
     numbers = where.memory.local.view(torch.float32)
@@ -255,14 +259,16 @@ def test_many_numbers(group, rank_device, monkeypatch) -> None:
     if world == 1:
         pytest.skip("needs 2 ranks")
     tiles, parts = [], []
-    by_tiles, by_values = push_tiles.all_reduce, push_values.all_reduce
+    by_tiles, by_values = tiled_all_reduce.all_reduce, lamport_exchange.all_reduce
     monkeypatch.setattr(low_latency, "WORDS_BYTES", 16)
-    monkeypatch.setattr(low_latency, "VALUES_BYTES", 16)
+    monkeypatch.setattr(low_latency, "LAMPORT_BYTES", 16)
     monkeypatch.setattr(
-        push_tiles, "all_reduce", lambda *a, shots: tiles.append(shots) or by_tiles(*a, shots=shots)
+        tiled_all_reduce,
+        "all_reduce",
+        lambda *a, shots: tiles.append(shots) or by_tiles(*a, shots=shots),
     )
     monkeypatch.setattr(
-        push_values, "all_reduce", lambda *a: parts.append(a[0].numel()) or by_values(*a)
+        lamport_exchange, "all_reduce", lambda *a: parts.append(a[0].numel()) or by_values(*a)
     )
     for shape, dtype in (((4,), torch.float32), ((3, 3), torch.float32), ((9,), torch.float16)):
         x = draw(*shape, device=rank_device).to(dtype)
@@ -320,7 +326,7 @@ def test_compiled_training(group, rank_device, strategy: str) -> None:
         y = run(*given)
         y.square().sum().backward()
         found.append((y, *(t.grad for t in given)))
-    assert world == 1 or launches[f"tp_linear/{strategy}_all_gather"] >= 2
+    assert world == 1 or launches[f"tensor_parallel/{strategy}_all_gather"] >= 2
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager)
 
@@ -350,7 +356,7 @@ def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
     of_group = dist.distributed_c10d._resolve_process_group(group_name)
     part = F.linear(x, weight)
     y = torch.empty_like(part)
-    push_tiles.all_reduce(part, y, group_name, of_group.rank(), of_group.size(), shots=shots)
+    tiled_all_reduce.all_reduce(part, y, group_name, of_group.rank(), of_group.size(), shots=shots)
     return y
 
 
@@ -470,7 +476,7 @@ def test_sums_in_products(rank_device) -> None:
         x = draw(rows, 64, device=rank_device, dtype=dtype)
         weight = draw(columns, 64, device=rank_device, dtype=dtype)
         lies = weight.t().contiguous().t() if across else weight
-        y = matmul_all_reduce(x, lies, group.group_name, method="gemm_epilogue")
+        y = matmul_all_reduce(x, lies, group.group_name, method="gemm_all_reduce")
         check_sum(y, world * x.double() @ weight.double().t(), world * F.linear(x, weight))
 
     try:
@@ -485,15 +491,15 @@ def test_sums_in_products(rank_device) -> None:
     if cuda and world > 1:
         x, weight = (draw(n, 64, device=rank_device) for n in (8, 64))
         given = x, weight, group.group_name
-        exact = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
+        exact = [matmul_all_reduce(*given, method="gemm_all_reduce") for _ in range(4)]
         settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
         try:
             settings.allow_tf32 = True
-            coarse = [matmul_all_reduce(*given, method="gemm_epilogue") for _ in range(4)]
+            coarse = [matmul_all_reduce(*given, method="gemm_all_reduce") for _ in range(4)]
         finally:  # not by monkeypatch, which would take it away
             settings.allow_tf32 = before
         assert not torch.equal(exact[-1], coarse[-1])
-        assert torch.equal(exact[-1], matmul_all_reduce(*given, method="gemm_epilogue"))
+        assert torch.equal(exact[-1], matmul_all_reduce(*given, method="gemm_all_reduce"))
 
 
 def test_the_drivers_own_copies(group, rank_device, monkeypatch) -> None:
@@ -530,8 +536,8 @@ def test_wrong_calls(group, rank_device) -> None:
     for strategy in STRATEGIES:
         with pytest.raises(TypeError, match=f"strategy '{strategy}' needs bfloat16, .*float64"):
             all_gather_matmul(x, [weight], group, strategy=strategy)
-    with pytest.raises(TypeError, match=r"method 'gemm_epilogue' needs bfloat16, .*float64"):
-        matmul_all_reduce(x, weight, group, method="gemm_epilogue")
+    with pytest.raises(TypeError, match=r"method 'gemm_all_reduce' needs bfloat16, .*float64"):
+        matmul_all_reduce(x, weight, group, method="gemm_all_reduce")
     with pytest.raises(NotImplementedError, match="strategy 'copy_engine' gathers or scatters"):
         matmul_all_reduce(x, weight, group, strategy="copy_engine")
 
@@ -593,17 +599,17 @@ def test_every_call_and_a_graph_take_the_same_choice(group, rank_device, measure
     for rows, ours in ((4, True), (5, True), (40, False)):
         x = draw(rows, 8, device=rank_device)
         for _ in range(4):
-            before = launches["tp_linear/low_latency"]
+            before = launches["tensor_parallel/low_latency"]
             y = matmul_all_reduce(x, weight, group)
             torch.testing.assert_close(y, dist.get_world_size() * F.linear(x, weight), atol=1e-5, rtol=1e-5)  # fmt: skip
-            assert (launches["tp_linear/low_latency"] > before) == ours
+            assert (launches["tensor_parallel/low_latency"] > before) == ours
     if rank_device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         x = draw(4, 8, device=rank_device)
-        before = launches["tp_linear/low_latency"]
+        before = launches["tensor_parallel/low_latency"]
         with torch.cuda.graph(graph):
             y = matmul_all_reduce(x, weight, group)
-        assert launches["tp_linear/low_latency"] == before + 1
+        assert launches["tensor_parallel/low_latency"] == before + 1
         graph.replay()
         torch.testing.assert_close(y, dist.get_world_size() * F.linear(x, weight), atol=1e-5, rtol=1e-5)  # fmt: skip
 
@@ -616,9 +622,9 @@ def test_a_norm_behind_it_takes_the_same_choice(group, rank_device, measured) ->
     x, weight = draw(4, 8, device=rank_device), draw(6, 8, device=rank_device)
     residual, norm = draw(4, 6, device=rank_device), draw(6, device=rank_device)
     for _ in range(3):
-        before = launches["tp_linear/row_norm"]
+        before = launches["tensor_parallel/row_norm"]
         matmul_all_reduce_rms_norm(x, weight, group, residual, norm, 1e-6)
-        assert launches["tp_linear/row_norm"] == before + 1
+        assert launches["tensor_parallel/row_norm"] == before + 1
 
 
 @torch.no_grad()
@@ -644,7 +650,11 @@ def test_layers_choose_alike_where_shares_differ(group, rank_device, measured) -
         own = of_rank(rows // world) if strategy == "ag_rs" else slice(None)
         before = launches.copy()
         torch.testing.assert_close(layer(x[own]), dense(x)[own], atol=1e-4, rtol=1e-4)
-        ours = {name[len("tp_linear/") :] for name in launches - before if "tp_linear" in name}
+        ours = {
+            name[len("tensor_parallel/") :]
+            for name in launches - before
+            if "tensor_parallel" in name
+        }
         assert ours == set(launched), (strategy, rows)
 
 

@@ -19,7 +19,7 @@ from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.merged_linear import can_merge, merge_linears
 
 pytestmark = pytest.mark.interpreter
-NORM, PRODUCT = "tp_linear/row_norm", "tp_linear/gated_product"
+NORM, PRODUCT = "tensor_parallel/row_norm", "gemm/swiglu"
 
 
 def draw(*shape: int, device, dtype=torch.float16) -> torch.Tensor:
@@ -111,13 +111,13 @@ class TestMergedLinears:
 
 @pytest.mark.parametrize(("bias", "better"), [(False, True), (False, False), (True, True)])
 def test_swiglu_in_the_product(kernel_device, monkeypatch, bias: bool, better: bool) -> None:
-    from torch_fdattn.ops.gemm import gated_product
+    from torch_fdattn.ops.gemm import swiglu_gemm
 
     monkeypatch.setattr(swiglu, "is_better_in_product", lambda *_: better)
     gate, up = (linear(24, 32, kernel_device, bias, seed) for seed in range(2))
     merged = merge_linears(gate, up)
     x, before = draw(2, 3, 32, device=kernel_device), launches[PRODUCT]
-    if not gated_product.fits(x.flatten(0, 1), merged.weight):
+    if not swiglu_gemm.fits(x.flatten(0, 1), merged.weight):
         pytest.skip("needs tensor descriptors")
     found = swiglu_linear(x, merged.weight, merged.bias)
     assert (launches[PRODUCT] > before) == (better and not bias)

@@ -395,7 +395,7 @@ FAULTS = (
         "    if any(x.requires_grad for x in inputs) or any(", "    if any(", TP_INFERENCE,
     ),
     Fault(
-        "gate and up in each other's place", "torch_fdattn/ops/gemm/gated_tiles.py",
+        "gate and up in each other's place", "torch_fdattn/ops/gemm/persistent_swiglu_gemm.py",
         "rounded_swiglu(gate, up, DTYPE)", "rounded_swiglu(up, gate, DTYPE)", SWIGLU,
     ),
     Fault(
@@ -403,7 +403,7 @@ FAULTS = (
         'if strategy != "copy_engine" or any(bias is not None for bias in biases):', 'if strategy != "copy_engine":', SWIGLU,
     ),
     Fault(
-        "what the last call brought is left in memory", "torch_fdattn/dist/tensor_parallel/gemm_epilogue.py",
+        "what the last call brought is left in memory", "torch_fdattn/dist/tensor_parallel/gemm_all_reduce.py",
         "    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
     ),
     Fault(

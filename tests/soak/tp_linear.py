@@ -21,7 +21,7 @@ GATHER, SCATTER, ALL_REDUCE = "gather", "scatter", "all_reduce"
 BY = {
     GATHER: ("copy_engine", "fused", "low_latency", "collective"),
     SCATTER: ("copy_engine", "fused", "low_latency", "collective"),
-    ALL_REDUCE: ("low_latency", "gemm_epilogue", "nccl"),
+    ALL_REDUCE: ("low_latency", "gemm_all_reduce", "nccl"),
 }
 #: Whose bits depend on what a backend chooses.
 _STOCK = ("collective", "nccl")
@@ -54,7 +54,7 @@ class Linear:
     def __init__(self, group: Group, seed: str, device: torch.device) -> None:
         self.group, self.device = group, device
         # Values and tiles, of sizes that are small on CPUs.
-        low_latency.VALUES_BYTES = 256 if device.type == "cpu" else 1 << 15
+        low_latency.LAMPORT_BYTES = 256 if device.type == "cpu" else 1 << 15
         self.problems = [
             self._problem(i, random.Random(f"{seed} {i}"))
             for i in range(16 if device.type == "cuda" else 6)
@@ -67,7 +67,7 @@ class Linear:
         sizes = (GPU_ROWS, GPU_FEATURES, GPU_COLUMNS) if cuda else (ROWS, FEATURES, COLUMNS)
         most, features, columns = (max(s) if i == 0 else rng.choice(s) for s in sizes)
         if i == 1 and not cuda:
-            features, columns = 260, 40  # several blocks and tiles of `gemm_epilogue`
+            features, columns = 260, 40  # several blocks and tiles of `gemm_all_reduce`
         rows = [most] * world
         if i % 4 == 3:
             rows = [rng.randint(0, most) for _ in rows[1:]] + [most]

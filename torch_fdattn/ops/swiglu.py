@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: 0.99; 128 rows 0.90 to 0.99 from 5120 inner features on, to 1.09 below and with 1536 features; 96 rows, for which BLAS
 #: has tiles, 0.94 to 1.11.
 IN_PRODUCT = ((1, 64, 3072, 1024), (113, 128, 5120, 4096))
-#: (rows, inner features, features) from which on products by tiles take less, where `fills_waves` (`gemm/gated_tiles.py`).
+#: (rows, inner features, features) from which on products by tiles take less, where `fills_waves` (`gemm/persistent_swiglu_gemm.py`).
 BY_TILES = (512, 3072, 1024)
 #: Rows of such a tile, and columns of each of its products.
 GATED_TILE = 128
@@ -41,7 +41,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def is_better_in_product(rows: int, inner: int, features: int) -> bool:
-    """Whether (rows, features) @ (features, 2 × inner) and SwiGLU are faster as one launch (`ops/gemm/gated_product.py`)."""
+    """Whether (rows, features) @ (features, 2 × inner) and SwiGLU are faster as one launch (`ops/gemm/swiglu_gemm.py`)."""
     few = any(
         first <= rows <= last and inner >= least and features >= deep
         for first, last, least, deep in IN_PRODUCT

@@ -16,12 +16,12 @@ from torch_fdattn.dist.tensor_parallel import (
     copy_engine,
     fused_gather,
     fused_scatter,
-    gemm_epilogue,
+    gemm_all_reduce,
     low_latency,
-    push_tiles,
     row_norm,
+    tiled_all_reduce,
 )
-from torch_fdattn.ops.gemm import dequantise, gated_product
+from torch_fdattn.ops.gemm import dequantise, swiglu_gemm
 
 _FP32 = torch.float32
 K, N = 5120, 12800
@@ -94,16 +94,16 @@ def all_reduces() -> Iterator[Call]:
 
     for rows in (1, 16, 128):
         yield one(f"low_latency/{rows}", low_latency, rows)
-        yield one(f"gemm_epilogue/{rows}", gemm_epilogue, rows)
+        yield one(f"gemm_all_reduce/{rows}", gemm_all_reduce, rows)
     yield one("low_latency/512", low_latency, 512)
     yield one("low_latency/16/fp32", low_latency, 16, dtype=_FP32)
     yield one("low_latency/128/two_ranks", low_latency, 128, world=2)
-    yield one("gemm_epilogue/16/two_ranks", gemm_epilogue, 16, world=2)
-    yield one("gemm_epilogue/16/a100", gemm_epilogue, 16, device=A100)
-    biased = one("gemm_epilogue/16/bias", gemm_epilogue, 16)
+    yield one("gemm_all_reduce/16/two_ranks", gemm_all_reduce, 16, world=2)
+    yield one("gemm_all_reduce/16/a100", gemm_all_reduce, 16, device=A100)
+    biased = one("gemm_all_reduce/16/bias", gemm_all_reduce, 16)
     biased.arguments["bias"] = meta(K)
     yield biased
-    scaled = one("gemm_epilogue/16/e4m3", gemm_epilogue, 16)
+    scaled = one("gemm_all_reduce/16/e4m3", gemm_all_reduce, 16)
     scaled.arguments |= dict(
         weight=meta(K, 6400, dtype=torch.float8_e4m3fn), bias=None, scale=meta(K, dtype=_FP32)
     )
@@ -111,7 +111,7 @@ def all_reduces() -> Iterator[Call]:
     for shots in (1, 2):
         x = meta(128, K)
         given = dict(x=x, y=meta(128, K), group_name="0", rank=RANK, world=WORLD, shots=shots)
-        yield Call(f"tp_linear/all_reduce/tiles/{shots}", push_tiles.all_reduce, given)
+        yield Call(f"tp_linear/all_reduce/tiles/{shots}", tiled_all_reduce.all_reduce, given)
     words = dict(x=meta(3, 8, dtype=_FP32), y=meta(3, 8, dtype=_FP32), group_name="0", world=WORLD)
     yield Call("tp_linear/all_reduce/words", low_latency.by_words, words)
 
@@ -135,7 +135,7 @@ def norms() -> Iterator[Call]:
 def products() -> Iterator[Call]:
     for rows in (16, 128, 4096):
         given = dict(x=meta(rows, K), weight=meta(2 * N, K))
-        yield Call(f"swiglu_product/{rows}", gated_product.silu_mul_linear, given, ("y",))
+        yield Call(f"swiglu_product/{rows}", swiglu_gemm.silu_mul_linear, given, ("y",))
     weight, scale = meta(K, 6400, dtype=torch.float8_e4m3fn), meta(K, dtype=_FP32)
     given = dict(weight=weight, scale=scale, out=meta(K, 6400))
     yield Call("dequantise/e4m3", dequantise.convert, given)

@@ -47,7 +47,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import on_device, power_of_two
 
 _DATA = 4096
-_MOST_RANKS = _DATA // 8 // 2 - 1
+_MAX_RANKS = _DATA // 8 // 2 - 1
 #: Of `_Lanes`.
 _COPIES, _PRODUCTS = 0, 1
 #: Elements that the one program of `finish` makes NaN at a time.
@@ -158,8 +158,8 @@ class Copies:
         # Two halves as one.
         self._channel = channel(group_name, purpose, -(-(_DATA + nbytes) // 2), device)
         self.rank, self.world = self._channel.rank, self._channel.world
-        if self.world > _MOST_RANKS:
-            raise NotImplementedError(f"at most {_MOST_RANKS} ranks, got {self.world}")
+        if self.world > _MAX_RANKS:
+            raise NotImplementedError(f"at most {_MAX_RANKS} ranks, got {self.world}")
         self.sources, self.finished = power_of_two(self.world), False
         self._device = device
         self._channel.enter()

@@ -1,6 +1,6 @@
 """Strategy `copy_engine`: chunks travel by the copy engines while BLAS multiplies what is there.
 
-The copies take no processor, and the products are the device's BLAS (with SwiGLU `gated_tiles.py`) on whole chunks (a
+The copies take no processor, and the products are the device's BLAS (with SwiGLU `persistent_swiglu_gemm.py`) on whole chunks (a
 rank's rows): what it costs is what is lost where a product is cut. Products alternate between two streams, so that one
 begins where the other leaves processors idle. Own rows first when gathering, last when scattering: all copies then have
 a product beside them.
@@ -27,7 +27,7 @@ from torch_fdattn.dist.symm.signals import TICKETS, as_words, await_flag, read_e
 from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
-from torch_fdattn.ops.gemm import gated_tiles
+from torch_fdattn.ops.gemm import persistent_swiglu_gemm
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 
@@ -67,10 +67,10 @@ def all_gather_matmul(
 ) -> list[Tensor]:  # fmt: skip
     """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous.
 
-    gated: y_i (sum(rows), N_i / 2), by `gated_tiles.py`."""
+    gated: y_i (sum(rows), N_i / 2), by `persistent_swiglu_gemm.py`."""
     copies, gathered = gathering(x, group_name, rows, "copy_engine/all_gather")
     rank, world, first = copies.rank, copies.world, starts(rows)
-    launches["tp_linear/copy_engine_all_gather"] += 1
+    launches["tensor_parallel/copy_engine_all_gather"] += 1
     ys = [x.new_empty(len(gathered), weight.shape[0] // (1 + gated)) for weight in weights]
 
     def multiply(chunk: Tensor, source: int) -> None:
@@ -79,7 +79,7 @@ def all_gather_matmul(
             if not gated:
                 torch.mm(chunk, weight.t(), out=y[own])
             elif len(chunk):
-                gated_tiles.silu_mul_linear(chunk, weight, y[own])
+                persistent_swiglu_gemm.silu_mul_linear(chunk, weight, y[own])
 
     found = [*ys, torch.empty_like(gathered)] if keep else ys
     at_once = x.is_cuda and not torch.cuda.is_current_stream_capturing()
@@ -166,7 +166,7 @@ def matmul_reduce_scatter(
     width, first = weight.shape[0], starts(rows)
     nbytes = world * max(rows) * width * x.element_size()
     copies = Copies(group_name, "copy_engine/reduce_scatter", nbytes, x.device)
-    launches["tp_linear/copy_engine_reduce_scatter"] += 1
+    launches["tensor_parallel/copy_engine_reduce_scatter"] += 1
     partial, out = x.new_empty(len(x), width), x.new_empty(rows[rank], width)
     copies.mark()
     copies.fork()

@@ -79,7 +79,7 @@ def all_gather_matmul(
         activation: None, or "swiglu": a weight's first N_i / 2 rows are a gate's, and ``silu(y[:, :N_i / 2]) *
             y[:, N_i / 2:]`` is returned in y_i's place (arXiv:2002.05202). By strategy "copy_engine", in bfloat16 and
             float16, without biases and gradients, for 512 rows and more whose tiles fill the device, in the products
-            themselves, which are written nowhere then (`ops/gemm/gated_tiles.py`); else behind them.
+            themselves, which are written nowhere then (`ops/gemm/persistent_swiglu_gemm.py`); else behind them.
 
     Returns:
         y_i (sum(rows), N_i), with an activation (sum(rows), N_i / 2). Differentiable: ranks may use their results
@@ -169,12 +169,12 @@ def matmul_all_reduce(
         method: "auto" is what was measured to be the fastest, and "nccl" where nothing was. "nccl" is the functional
             all-reduce of the group's backend, gloo included; "one_shot" and "two_shot" are torch's
             symmetric-memory kernels (CUDA, one host, bfloat16 or float32). Ours, for the few rows of a decode step
-            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_epilogue" one
+            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_all_reduce" one
             that multiplies as well (up to 128 rows and for an even N, or else it is "low_latency").
-        strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_epilogue"
+        strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_all_reduce"
             and "low_latency" the method of that name.
         group_name: as `all_gather_matmul`.
-        weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_epilogue" reads the weight as it is; for
+        weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_all_reduce" reads the weight as it is; for
             the other methods it is made x's dtype first.
         largest: as `matmul_reduce_scatter`.
 

@@ -22,7 +22,7 @@ from torch_fdattn.dist.symm.signals import as_words, await_flag, read_epoch
 from torch_fdattn.dist.tensor_parallel.copy_engine import gathering, keep_rows, send_rows
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.gemm.gemm import (
+from torch_fdattn.ops.gemm.tile_product import (
     grouped,
     operands,
     order_descriptors,
@@ -97,7 +97,7 @@ def all_gather_matmul(
     """[y_i (sum(rows), N_i)], and then, to `keep`, the gathered x; x contiguous, rows the same for all ranks."""
     copies, gathered = gathering(x, group_name, rows, "fused/all_gather")
     rank, world, (m, k) = copies.rank, copies.world, x.shape
-    launches["tp_linear/fused_all_gather"] += 1
+    launches["tensor_parallel/fused_all_gather"] += 1
     ys = [x.new_empty(world * m, weight.shape[0]) for weight in weights]
     found = [*ys, torch.empty_like(gathered)] if keep else ys
     copies.start()  # in the caller's stream: before the kernel below takes the device

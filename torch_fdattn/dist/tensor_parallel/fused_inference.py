@@ -41,11 +41,11 @@ def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if not torch.compiler.is_compiling() and bias is None and (x.is_cuda or INTERPRET):
         sizes = x.shape[:-1].numel(), len(weight) // 2, x.shape[-1]
         if swiglu.is_better_in_product(*sizes):
-            from torch_fdattn.ops.gemm import gated_product  # imports triton
+            from torch_fdattn.ops.gemm import swiglu_gemm  # imports triton
 
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            if gated_product.fits_unseen(rows, weight):
-                inner = gated_product.silu_mul_linear(rows, weight)
+            if swiglu_gemm.can_launch_directly(rows, weight):
+                inner = swiglu_gemm.silu_mul_linear(rows, weight)
                 return inner.view(*x.shape[:-1], inner.shape[-1])
     return swiglu.silu_mul(*F.linear(x, weight, bias).chunk(2, -1))
 

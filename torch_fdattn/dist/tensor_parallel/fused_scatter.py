@@ -32,7 +32,7 @@ from torch_fdattn.dist.symm.signals import (
 from torch_fdattn.dist.tensor_parallel.fused_gather import programs
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.gemm.gemm import grouped, operands, tile_for, tile_product
+from torch_fdattn.ops.gemm.tile_product import grouped, operands, tile_for, tile_product
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 
@@ -161,7 +161,7 @@ def matmul_reduce_scatter(
     nbytes = cdiv(world * tiles, 32) * 256 + world * m * n * x.element_size()
     where = channel(group_name, "fused/reduce_scatter", nbytes, x.device)
     where.enter()
-    launches["tp_linear/fused_reduce_scatter"] += 1
+    launches["tensor_parallel/fused_reduce_scatter"] += 1
     with on_device(x):
         launch(
             _gemm_scatter_kernel, programs(world * tiles, x.device),

@@ -36,10 +36,10 @@ from torch_fdattn.dist.symm.lamport import (
     words_of_a_rank,
 )
 from torch_fdattn.dist.symm.signals import may_send, read_epoch
-from torch_fdattn.dist.tensor_parallel.push_values import as_words, exchange, summed
+from torch_fdattn.dist.tensor_parallel.lamport_exchange import as_words, exchange, summed
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.gemm.tile_product import triton_dtype
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.pdl import starts_early
@@ -166,7 +166,7 @@ def _two_shot_kernel(
 
 
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """As `push_values.all_reduce`, in two trips; three ranks or more."""
+    """As `lamport_exchange.all_reduce`, in two trips; three ranks or more."""
     words = x.nbytes // 4
     purpose = "low_latency/two_shot_values"
     where = channel_for(words, group_name, purpose, x.device, slots(2, world))

@@ -1,7 +1,7 @@
 """Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
 
-Values that tell themselves that they came (`push_values.py`) gather and scatter, and sum up to `values_bytes`; beyond,
-two ranks send them in parts, and more ranks tiles with flags (`push_tiles.py`). Sums are in fp32, in an order that is
+Values that tell themselves that they came (`lamport_exchange.py`) gather and scatter, and sum up to `lamport_bytes`; beyond,
+two ranks send them in parts, and more ranks tiles with flags (`tiled_all_reduce.py`). Sums are in fp32, in an order that is
 the same everywhere: the same bits on all ranks.
 
 Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
@@ -33,7 +33,7 @@ from torch_fdattn.dist.symm.signals import (
     unpacked,
     word,
 )
-from torch_fdattn.dist.tensor_parallel import lamport_two_shot, push_tiles, push_values
+from torch_fdattn.dist.tensor_parallel import lamport_exchange, lamport_two_shot, tiled_all_reduce
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
@@ -47,17 +47,17 @@ _TILE_WORDS = 256
 WORDS_BYTES = 1 << 19
 #: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.6 to 2 µs to 320 KiB,
 #: 4.4 at 640 and 4.1 at 1280, 2.6 at 2.5 MiB, 7.6 at 10 and 10 at 40. They take three times their bytes of memory.
-VALUES_BYTES = 48 << 20
-#: Bytes that the wire carries in the time of `push_tiles`' second trip, 4.5 µs. An estimate: not measured.
+LAMPORT_BYTES = 48 << 20
+#: Bytes that the wire carries in the time of `tiled_all_reduce`' second trip, 4.5 µs. An estimate: not measured.
 SECOND_TRIP_BYTES = 1_700_000
 
 #: Bytes of a rank's part up to which values in two trips (`lamport_two_shot.py`) take the place of tiles with flags. Four
 #: H100, µs of values and of tiles: 2 MiB 17.5 and 21.4, 4 MiB 30.6 and 30.6, 8 MiB 56.1 and 49.3.
-TWO_SHOT_VALUES_BYTES = 4 << 20
+TWO_SHOT_LAMPORT_BYTES = 4 << 20
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
-def _sum_words_kernel(
+def _ll_all_reduce_kernel(
     x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +109,8 @@ def all_gather_matmul(
         x = F.pad(x, (0, 0, 0, most - len(x)))
     gathered = x.new_empty(most * len(rows), features)
     if gathered.numel():
-        launches["tp_linear/low_latency_all_gather"] += 1
-        push_values.all_gather(x, gathered, group_name, *rank_and_size(group_name))
+        launches["tensor_parallel/low_latency_all_gather"] += 1
+        lamport_exchange.all_gather(x, gathered, group_name, *rank_and_size(group_name))
     if not even:
         parts = zip(gathered.split(most), rows, strict=True)
         gathered = torch.cat([part[:count] for part, count in parts])
@@ -132,16 +132,16 @@ def matmul_reduce_scatter(
         return all_reduce(part, group_name)[first : first + rows[rank]].clone()
     y = part.new_empty(rows[0], part.shape[1])
     if y.numel():
-        launches["tp_linear/low_latency_reduce_scatter"] += 1
-        push_values.reduce_scatter(part, y, group_name, *rank_and_size(group_name))
+        launches["tensor_parallel/low_latency_reduce_scatter"] += 1
+        lamport_exchange.reduce_scatter(part, y, group_name, *rank_and_size(group_name))
     return y
 
 
-def values_bytes(world: int) -> int:
+def lamport_bytes(world: int) -> int:
     """Bytes of a rank's part up to which it goes as values, in one shot; two send 2 / W of that shot's bytes."""
     if world == 2:
-        return VALUES_BYTES
-    return min(VALUES_BYTES, SECOND_TRIP_BYTES * world // ((world - 1) * (world - 2)))
+        return LAMPORT_BYTES
+    return min(LAMPORT_BYTES, SECOND_TRIP_BYTES * world // ((world - 1) * (world - 2)))
 
 
 def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
@@ -154,7 +154,7 @@ def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     early = starts_early(y)
     with on_device(y):
         launch(
-            _sum_words_kernel, cdiv(words, block),
+            _ll_all_reduce_kernel, cdiv(words, block),
             x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), where.rank,
             count, world, sources, block, early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
@@ -165,25 +165,25 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    launches["tp_linear/low_latency"] += 1
+    launches["tensor_parallel/low_latency"] += 1
     rank, world = rank_and_size(group_name)
-    most = values_bytes(world)
+    most = lamport_bytes(world)
     if (
-        push_values.takes(x)
+        lamport_exchange.takes(x)
         and lamport_two_shot.shots(x.nbytes, world) == 2
-        and x.nbytes <= TWO_SHOT_VALUES_BYTES
+        and x.nbytes <= TWO_SHOT_LAMPORT_BYTES
     ):
         lamport_two_shot.all_reduce(x, y, group_name, rank, world)
-    elif push_values.takes(x) and x.nbytes <= most:
-        push_values.all_reduce(x, y, group_name, rank, world)
-    elif push_values.takes(x) and world == 2:
+    elif lamport_exchange.takes(x) and x.nbytes <= most:
+        lamport_exchange.all_reduce(x, y, group_name, rank, world)
+    elif lamport_exchange.takes(x) and world == 2:
         parts, sums = (z.reshape(-1).split(most // z.element_size()) for z in (x, y))
         for part, total in zip(parts, sums, strict=True):
-            push_values.all_reduce(part, total, group_name, rank, world)
+            lamport_exchange.all_reduce(part, total, group_name, rank, world)
     elif x.nbytes <= WORDS_BYTES:
         by_words(x, y, group_name, world)
     else:
-        push_tiles.all_reduce(x, y, group_name, rank, world, shots=2 if world > 2 else 1)
+        tiled_all_reduce.all_reduce(x, y, group_name, rank, world, shots=2 if world > 2 else 1)
     return y
 
 

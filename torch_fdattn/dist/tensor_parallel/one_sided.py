@@ -22,7 +22,7 @@ from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.launch import on_device
 
 STRATEGIES = ("copy_engine", "fused", "low_latency")
-METHODS = ("low_latency", "gemm_epilogue")
+METHODS = ("low_latency", "gemm_all_reduce")
 #: Rows up to which a residual and a norm are part of the all-reduce: on two H200, 5120 columns, they cost it 2 µs or
 #: less everywhere, and 10 to 26 in launches of their own.
 NORM_ROWS = 2048
@@ -97,7 +97,7 @@ def _scatter_fake(x, weight, group_name, strategy, rows, rank):
 def all_reduce(x, weight, group_name, method, bias=None, scale=None):
     """bias as `scatter`'s; scale: of a weight in float8."""
     run, scaled = _module(f"{_HERE}.{method}").matmul_all_reduce, ()
-    reads = scale is not None and method == "gemm_epilogue"
+    reads = scale is not None and method == "gemm_all_reduce"
     if reads and not _module("ops.gemm.dequantise").as_bytes(weight):
         scaled = (float8.columns_of(scale, weight),)
     else:
@@ -110,7 +110,7 @@ def all_reduce_norm(x, weight, group_name, method, residual, norm_weight, eps, b
     """(normed, added): the norm in the launch that sums BLAS' products (`row_norm.py`), or in one behind the product
     that sums; bias the same on all ranks."""
     sum_norm = _module(f"{_HERE}.row_norm").sum_norm
-    if method == "gemm_epilogue":
+    if method == "gemm_all_reduce":
         y = _module(f"{_HERE}.{method}").matmul_all_reduce(x.contiguous(), weight, group_name)
         return sum_norm(y, bias, residual, norm_weight, eps, None)
     part = F.linear(x, weight)
@@ -261,8 +261,8 @@ def takes_swiglu(
         return False
     # Own rows may be few, but every rank's are multiplied by tiles.
     fits, by_tiles = (
-        _module("ops.gemm.gated_product").fits_unseen,
-        _module("ops.gemm.gated_tiles").fits,
+        _module("ops.gemm.swiglu_gemm").can_launch_directly,
+        _module("ops.gemm.persistent_swiglu_gemm").fits,
     )
     whole = x.shape[1] * x.element_size() % 16 == 0  # rows as they are gathered
     return whole and all(fits(x, weight) and by_tiles(x, weight) for weight in weights)
@@ -317,7 +317,7 @@ def takes_norm(method: str, world: int, x: Tensor, weight: Tensor) -> bool:
         and len(x) <= NORM_ROWS
         and _module(f"{_HERE}.row_norm").takes(len(weight), x.dtype)
         and len(x) * len(weight) * x.element_size()
-        <= _module(f"{_HERE}.low_latency").values_bytes(world)
+        <= _module(f"{_HERE}.low_latency").lamport_bytes(world)
     )
 
 

@@ -39,8 +39,8 @@ class Plan(NamedTuple):
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
 METHODS = ("auto", "nccl", *symmetric_memory.METHODS, *one_sided.METHODS)
-#: Rows up to which `gemm_epilogue` runs; beyond, its weights would be read more than once.
-EPILOGUE_ROWS = 128
+#: Rows up to which `gemm_all_reduce` runs; beyond, its weights would be read more than once.
+GEMM_ALL_REDUCE_ROWS = 128
 
 
 def check_method(name: str, method: str) -> None:
@@ -88,14 +88,14 @@ def chosen(
 def chosen_method(
     method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False
 ) -> str:
-    """The method of all-reduce that runs; `gemm_epilogue` is `low_latency` for what its kernel is not made for."""
+    """The method of all-reduce that runs; `gemm_all_reduce` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
         raise NotImplementedError(
             "strategy 'copy_engine' gathers or scatters rows and reduces nothing on all ranks; "
             f"matmul_all_reduce has methods instead, one of {METHODS}"
         )
     if method == "auto":
-        method = {"fused": "gemm_epilogue", "low_latency": "low_latency"}.get(strategy, method)
+        method = {"fused": "gemm_all_reduce", "low_latency": "low_latency"}.get(strategy, method)
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
@@ -105,7 +105,7 @@ def chosen_method(
             method = "low_latency"
     if method in one_sided.METHODS:
         one_sided.check(f"method {method!r}", group_name, x, compute_dtype(x))
-    if method == "gemm_epilogue" and (sizes.rows > EPILOGUE_ROWS or sizes.columns % 2):
+    if method == "gemm_all_reduce" and (sizes.rows > GEMM_ALL_REDUCE_ROWS or sizes.columns % 2):
         return "low_latency"
     return method
 

@@ -5,7 +5,7 @@ A program has a row: it sends this rank's part of it to all others, as values th
 to the dtype before the residual is added, and so is what they give before it is normalised, as three launches round
 them.
 
-The sum of squares (Zhang and Sennrich 2019, equation 4) needs the whole row in one program: up to MOST_COLUMNS. So
+The sum of squares (Zhang and Sennrich 2019, equation 4) needs the whole row in one program: up to MAX_COLUMNS. So
 programs have several warps, though they wait: every word is loaded by one thread alone, and the warps learn by a sum
 over all of them whether they came.
 """
@@ -27,16 +27,16 @@ from torch_fdattn.dist.symm.lamport import (
     third_of,
     words_at,
 )
+from torch_fdattn.dist.tensor_parallel.lamport_exchange import as_words
 from torch_fdattn.dist.tensor_parallel.lamport_two_shot import exchange_sums, shots, slots
-from torch_fdattn.dist.tensor_parallel.push_values import as_words
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.gemm.tile_product import triton_dtype
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.pdl import starts_early
 
-MOST_COLUMNS = 8192
+MAX_COLUMNS = 8192
 #: (rows up to which, words that a warp has). On two H200, 2560 words: 512 takes 0.7 µs less than 1024 for one row, 13
 #: more for 2048.
 _WORDS_PER_WARP = ((200, 512), (None, 1024))
@@ -96,7 +96,7 @@ def _sum_norm_kernel(
 
 def takes(columns: int, dtype: torch.dtype) -> bool:
     """Whether rows of so many numbers fit, and are whole words."""
-    return 0 < columns <= MOST_COLUMNS and columns * dtype.itemsize % 4 == 0
+    return 0 < columns <= MAX_COLUMNS and columns * dtype.itemsize % 4 == 0
 
 
 def sum_norm(
@@ -108,7 +108,7 @@ def sum_norm(
     normed, added = torch.empty_like(x), torch.empty_like(x)
     if not x.numel():
         return normed, added
-    launches["tp_linear/row_norm"] += 1
+    launches["tensor_parallel/row_norm"] += 1
     columns = x.shape[-1]
     m, words = x.numel() // columns, columns * x.element_size() // 4
     x, residual, weight = as_words(x), as_words(residual), as_words(weight)

@@ -1,7 +1,7 @@
 """Weights in float8 with scales: y = x @ (weight * scale).T, in x's dtype.
 
 Only weights are quantised: a product by BLAS takes them in x's dtype, which one pass makes of them in every call;
-`gemm_epilogue.py`, whose time is what it takes to read them, converts them in registers. No gradients of weights.
+`gemm_all_reduce.py`, whose time is what it takes to read them, converts them in registers. No gradients of weights.
 """
 
 from __future__ import annotations

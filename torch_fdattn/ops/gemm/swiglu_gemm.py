@@ -14,13 +14,13 @@ from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
-from torch_fdattn.ops.gemm import gated_tiles
-from torch_fdattn.ops.gemm.few_rows import AHEAD, prefetch, tile_for
-from torch_fdattn.ops.gemm.gemm import (
+from torch_fdattn.ops.gemm import persistent_swiglu_gemm
+from torch_fdattn.ops.gemm.small_m_gemm import AHEAD, prefetch, tile_for
+from torch_fdattn.ops.gemm.tile_product import (
     Tile,
     describable,
     describes,
-    has_room,
+    has_large_shared_memory,
     operands,
     triton_dtype,
 )
@@ -30,11 +30,11 @@ from torch_fdattn.ops.pdl import starts_early
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 
 
 @triton.jit(do_not_specialize=["m"])
-def _gated_kernel(
+def _swiglu_gemm_kernel(
     y_ptr, x, w, w_ptr, w_stride, m, n, k, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def _gated_kernel(
 def _tile(columns: int, x: Tensor) -> Tile:
     """Two weights a stage in place of one; of 128 rows stages of two programs a processor, where there are as many."""
     tile = tile_for(len(x), x)
-    if INTERPRET or not has_room(x.device):
+    if INTERPRET or not has_large_shared_memory(x.device):
         return tile
     if tile.n <= 64:
         return tile._replace(stages=4)
@@ -82,7 +82,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and describable(x)
         and describable(weight)
     )
-    return alike and (len(x) <= MOST_ROWS or gated_tiles.fits(x, weight))
+    return alike and (len(x) <= MAX_ROWS or persistent_swiglu_gemm.fits(x, weight))
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
@@ -92,10 +92,10 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
         x: (M, K). weight: (2N, K).
     """
     better = is_better_in_product(len(x), len(weight) // 2, x.shape[1])
-    return better and fits_unseen(x, weight)
+    return better and can_launch_directly(x, weight)
 
 
-def fits_unseen(x: Tensor, weight: Tensor) -> bool:
+def can_launch_directly(x: Tensor, weight: Tensor) -> bool:
     """Whether `silu_mul_linear` can do it, and nobody would see that it was one op and not two."""
     seen = torch.is_autocast_enabled(x.device.type) or not runs_directly(x, weight)
     return not seen and fits(x, weight)
@@ -105,17 +105,17 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) (M, N), of x (M, K) and weight (2N, K), gate's rows before up's, which it `fits`."""
     (m, k), n = x.shape, len(weight) // 2
     y = x.new_empty(m, n)
-    if m > MOST_ROWS:
-        gated_tiles.silu_mul_linear(x, weight, y)
+    if m > MAX_ROWS:
+        persistent_swiglu_gemm.silu_mul_linear(x, weight, y)
         return y
 
     tile = _tile(n, x)
     (w,), few, _ = operands((weight,), x, tile)
     early = starts_early(x)
-    launches["tp_linear/gated_product"] += 1
+    launches["gemm/swiglu"] += 1
     with on_device(x):
         launch(
-            _gated_kernel, cdiv(n, tile.m),
+            _swiglu_gemm_kernel, cdiv(n, tile.m),
             y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
             early, AHEAD if early else 0, num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

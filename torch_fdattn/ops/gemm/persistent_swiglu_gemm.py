@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
-from torch_fdattn.ops.gemm.gemm import (
+from torch_fdattn.ops.gemm.tile_product import (
     Tile,
     grouped,
-    has_room,
+    has_large_shared_memory,
     triton_dtype,
 )
 from torch_fdattn.ops.launch import cdiv, on_device
@@ -34,7 +34,7 @@ _TILE = Tile(16, 16, 32, 4, 1, 2) if INTERPRET else Tile(GATED_TILE, GATED_TILE,
 
 
 @triton.jit(do_not_specialize=["m"])
-def _gated_tiles_kernel(
+def _persistent_swiglu_gemm_kernel(
     y, x, w, m, n, k, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -52,20 +52,20 @@ def _gated_tiles_kernel(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `silu_mul_linear` can do it; the rest `gated_product.fits` asks for."""
+    """Whether `silu_mul_linear` can do it; the rest `swiglu_gemm.fits` asks for."""
     row_bytes = len(weight) // 2 * x.element_size()  # of the result, which a descriptor stores
-    return row_bytes % 16 == 0 and (INTERPRET or has_room(x.device))
+    return row_bytes % 16 == 0 and (INTERPRET or has_large_shared_memory(x.device))
 
 
 def silu_mul_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
     """Writes silu(x @ gate.T) * (x @ up.T) into y (M, N), rows contiguous, of x (M, K) and weight (2N, K), gate's rows
     before up's, which it `fits`."""
     (m, k), n, tile = x.shape, len(weight) // 2, _TILE
-    launches["tp_linear/gated_tiles"] += 1
+    launches["gemm/persistent_swiglu"] += 1
     of_weight = [n * weight.stride(0), weight.stride(0), 1]
     with on_device(x):
         launch(
-            _gated_tiles_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
+            _persistent_swiglu_gemm_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
             TensorDescriptor(y, [m, n], [y.stride(0), 1], [tile.m, tile.n]),
             TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
             TensorDescriptor(weight, [2, n, k], of_weight, [2, tile.n, tile.k]),

@@ -36,7 +36,7 @@ from torch_fdattn.dist.symm.lamport import (
 from torch_fdattn.dist.symm.signals import may_send, read_epoch
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.gemm.gemm import triton_dtype
+from torch_fdattn.ops.gemm.tile_product import triton_dtype
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.pdl import starts_early
@@ -89,7 +89,7 @@ def summed(found, came, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
-def _values_kernel(
+def _lamport_exchange_kernel(
     x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, GATHERED: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -136,7 +136,7 @@ def _run(
     early = starts_early(y)
     with on_device(x):
         launch(
-            _values_kernel, cdiv(words, block),
+            _lamport_exchange_kernel, cdiv(words, block),
             x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
             triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

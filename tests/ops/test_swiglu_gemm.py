@@ -24,7 +24,7 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 def check(x: Tensor, weight: Tensor) -> None:
     """The error rule, against fp64 and PyTorch's own parts."""
-    from torch_fdattn.ops.gemm.gated_product import silu_mul_linear
+    from torch_fdattn.ops.gemm.swiglu_gemm import silu_mul_linear
 
     def by_parts(x: Tensor, weight: Tensor) -> Tensor:
         gate, up = F.linear(x, weight).chunk(2, -1)
@@ -55,7 +55,7 @@ def check(x: Tensor, weight: Tensor) -> None:
 )
 def test_right(kernel_device, rows: int, inner: int, features: int) -> None:
     """Rows, columns and features that no block divides among them."""
-    from torch_fdattn.ops.gemm.gated_product import fits
+    from torch_fdattn.ops.gemm.swiglu_gemm import fits
 
     for dtype in dtypes():
         x, weight = (
@@ -68,7 +68,7 @@ def test_right(kernel_device, rows: int, inner: int, features: int) -> None:
 
 def test_what_is_beyond_the_weight_is_not_looked_at(kernel_device) -> None:
     """The last program's columns of gate reach into up's rows, and those of up beyond the weight."""
-    from torch_fdattn.ops.gemm.gated_product import fits
+    from torch_fdattn.ops.gemm.swiglu_gemm import fits
 
     x, whole = (drawn(n, 32, device=kernel_device, dtype=torch.float16) for n in (4, 200))
     whole[80:] = float("nan")
@@ -78,7 +78,7 @@ def test_what_is_beyond_the_weight_is_not_looked_at(kernel_device) -> None:
 
 
 def test_what_fits(kernel_device) -> None:
-    from torch_fdattn.ops.gemm.gated_product import fits
+    from torch_fdattn.ops.gemm.swiglu_gemm import fits
 
     x, weight = (drawn(n, 32, device=kernel_device, dtype=torch.float16) for n in (4, 80))
     fitting = fits(x, weight)
@@ -101,7 +101,7 @@ def test_what_fits(kernel_device) -> None:
 
 def test_where_it_is_faster(kernel_device) -> None:
     """By sizes that were measured, and where nobody watches."""
-    from torch_fdattn.ops.gemm.gated_product import fits, is_faster
+    from torch_fdattn.ops.gemm.swiglu_gemm import fits, is_faster
 
     wide = drawn(1, 1, device=kernel_device, dtype=torch.float16).expand(2 * 64 * 80, 4096)
     x = drawn(128, 4096, device=kernel_device, dtype=torch.float16)
@@ -117,11 +117,11 @@ def test_where_it_is_faster(kernel_device) -> None:
 
 
 def test_counts(kernel_device) -> None:
-    from torch_fdattn.ops.gemm.gated_product import fits, silu_mul_linear
+    from torch_fdattn.ops.gemm.swiglu_gemm import fits, silu_mul_linear
 
     x, weight = (drawn(n, 32, device=kernel_device, dtype=torch.float16) for n in (4, 80))
     if not fits(x, weight):
         pytest.skip("needs tensor descriptors")
-    before = launches["tp_linear/gated_product"]
+    before = launches["gemm/swiglu"]
     silu_mul_linear(x, weight)
-    assert launches["tp_linear/gated_product"] == before + 1
+    assert launches["gemm/swiglu"] == before + 1

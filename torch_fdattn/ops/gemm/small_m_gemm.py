@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from torch_fdattn.ops.decode.kernel import unquantised
-from torch_fdattn.ops.gemm.gemm import Tile, has_room, product
+from torch_fdattn.ops.gemm.tile_product import Tile, has_large_shared_memory, product
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET
 
@@ -25,7 +25,7 @@ def columns_product(
     x, w, first_column, m, n, k, x_stride, w_strides, LAYOUT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_N, BLOCK_M) fp32: the weight's rows from first_column on times all of x's; LAYOUT of `Operands`."""
+    """(BLOCK_N, BLOCK_M) fp32: the weight's rows from first_column on times all of x's; LAYOUT of `GemmOperands`."""
     if LAYOUT is None:
         rows, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -80,7 +80,7 @@ def tile_for(rows: int, like: torch.Tensor) -> Tile:
     if like.dtype.itemsize > 2:
         return Tile(64, n, 32, 4, 3)
     tile = Tile(64, n, 128, 4, 6) if n <= 64 else Tile(64, n, 64, 4, 9)
-    return tile if has_room(like.device) else smaller(tile)
+    return tile if has_large_shared_memory(like.device) else smaller(tile)
 
 
 def smaller(tile: Tile) -> Tile:

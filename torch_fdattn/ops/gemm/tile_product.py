@@ -2,7 +2,7 @@
 
 Shape legend: x (M, K), weight (N, K): y = x @ weight.T.
 
-Two ways to load: by pointers, whatever the strides; and by tensor descriptors (`Operands`), where the device has an
+Two ways to load: by pointers, whatever the strides; and by tensor descriptors (`GemmOperands`), where the device has an
 engine that copies whole tiles: at 4096 rows the product takes 0.99 to 1.02 of BLAS so, 1.2 to 1.6 by pointers.
 """
 
@@ -49,7 +49,9 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
         return Tile(64, 64, 32, 4, 3)
     if rows <= 64:
         return Tile(64, 128, 64, 4, 4)
-    if not has_room(like.device) or columns % 16:  # stores that are not wide need registers, too
+    if (
+        not has_large_shared_memory(like.device) or columns % 16
+    ):  # stores that are not wide need registers, too
         return Tile(128, 128, 64, 8, 3)
     wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
 
@@ -60,12 +62,12 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
     return wide if waves(wide) <= 0.57 * waves(narrow) else narrow
 
 
-def has_room(device: torch.device) -> bool:
+def has_large_shared_memory(device: torch.device) -> bool:
     """Whether programs have the shared memory and the descriptors of datacentre GPUs from sm_90 on."""
     return _DESCRIPTORS <= device_capability(device) < _SMALLER
 
 
-class Operands(NamedTuple):
+class GemmOperands(NamedTuple):
     """What a kernel loads tiles from: tensors, or their descriptors.
 
     layout: None of tensors; of descriptors how the weight lies, by "rows" (N, K) or by "columns" (K, N).
@@ -76,19 +78,19 @@ class Operands(NamedTuple):
     layout: str | None
 
 
-def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: Tile) -> Operands:
+def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: Tile) -> GemmOperands:
     """Of xs (M, K) with one weight (N, K): descriptors where the device, the dtype, strides and addresses allow it."""
     by_rows = weight.stride(1) == 1
     matrices = *xs, weight if by_rows else weight.t()
     if not describes(weight.device, weight.dtype) or not all(map(describable, matrices)):
-        return Operands(xs, weight, None)
+        return GemmOperands(xs, weight, None)
     block = (tile.n, tile.k) if by_rows else (tile.k, tile.n)
     blocks = [*((tile.m, tile.k) for _ in xs), block]
     *of_xs, of_weight = (
         TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
         for x, block in zip(matrices, blocks, strict=True)
     )
-    return Operands(tuple(of_xs), of_weight, "rows" if by_rows else "columns")
+    return GemmOperands(tuple(of_xs), of_weight, "rows" if by_rows else "columns")
 
 
 def describes(device: torch.device, dtype: torch.dtype) -> bool:
@@ -151,7 +153,7 @@ def tile_product(
 ):  # fmt: skip
     """x's rows from base + first_row on times the weight's from first_column on, plus the bias (N,), if any: fp32.
 
-    x, w and LAYOUT of `Operands`. M rows of x from `base` on count; what others give is to be stored nowhere.
+    x, w and LAYOUT of `GemmOperands`. M rows of x from `base` on count; what others give is to be stored nowhere.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     n = first_column + tl.arange(0, BLOCK_N)

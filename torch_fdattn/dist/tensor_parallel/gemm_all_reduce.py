@@ -1,6 +1,6 @@
-"""Method `gemm_epilogue`: a product of few rows and its sum over the ranks in one launch.
+"""Method `gemm_all_reduce`: a product of few rows and its sum over the ranks in one launch.
 
-A program has some columns of y, for all rows (`few_rows.py`). A finished tile goes to all other ranks as values that
+A program has some columns of y, for all rows (`small_m_gemm.py`). A finished tile goes to all other ranks as values that
 tell themselves that they came (`dist/symm/lamport.py`); then the program takes theirs and sums in fp32, in the order of ranks:
 the same bits on all ranks. Many bytes of three ranks or more go in two trips (`lamport_two_shot.py`): of each tile a rank
 owns some rows.
@@ -44,14 +44,14 @@ from torch_fdattn.dist.tensor_parallel.lamport_two_shot import (
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.gemm.few_rows import (
+from torch_fdattn.ops.gemm.small_m_gemm import (
     AHEAD,
     columns_product,
     prefetch,
     smaller,
     tile_for,
 )
-from torch_fdattn.ops.gemm.gemm import operands, triton_dtype
+from torch_fdattn.ops.gemm.tile_product import operands, triton_dtype
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.pdl import starts_early
@@ -61,7 +61,7 @@ _CLEARED = tl.constexpr(1024)
 
 
 @triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank", "m"])
-def _gemm_sum_kernel(
+def _gemm_all_reduce_kernel(
     y_ptr, x, w, w_ptr, scale_ptr, bias_ptr, addresses_ptr, state_ptr, fault_ptr, x_stride, w_strides, scale_stride, third_bytes,
     limit_ns, rank, m, n, k, WORLD: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -140,17 +140,17 @@ def _gemm_sum_kernel(
 def matmul_all_reduce(
     x: Tensor, weight: Tensor, group_name: str, bias: Tensor | None = None, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.EPILOGUE_ROWS`, N even,
+    """The sum over ranks of x (M, K) @ (weight (N, K) * scale (N,)).T + bias (N,); M at most `op.GEMM_ALL_REDUCE_ROWS`, N even,
     x's features and the bias contiguous."""
     (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty(m, n)
     if not y.numel():
         return y
-    launches["tp_linear/gemm_epilogue"] += 1
+    launches["tensor_parallel/gemm_all_reduce"] += 1
     rank, world = rank_and_size(group_name)
     # A rank that owned no row would hear of the others through the owners alone, and name one of them for a late one.
     trips = shots(y.nbytes, world) if m >= world else 1
-    purpose = "gemm_epilogue" if trips == 1 else "gemm_epilogue/two_shot"
+    purpose = "gemm_all_reduce" if trips == 1 else "gemm_all_reduce/two_shot"
     where = channel_for(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
     numbers = third_of(where), timeout_ns(), rank
     tile = tile_for(m, x)
@@ -160,7 +160,7 @@ def matmul_all_reduce(
     early = starts_early(x)
     with on_device(x):
         launch(
-            _gemm_sum_kernel, cdiv(n, tile.m),
+            _gemm_all_reduce_kernel, cdiv(n, tile.m),
             y, few, w, weight, scale, bias, where.memory.addresses, where.state, where.fault.tensor, x.stride(0),
             weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
             m, n, k, world, power_of_two(world), triton_dtype(x.dtype), layout, k % tile.k == 0, tile.n, tile.m, tile.k,
