@@ -17,7 +17,7 @@ from tests.dist.test_one_sided import all_parts, check_merge
 from tests.dist.test_signals import last_channel, mend, wait
 from torch_fdattn.dist.decode import two_shot
 from torch_fdattn.dist.decode.one_sided import merge
-from torch_fdattn.dist.symm.lamport import third_of
+from torch_fdattn.dist.symm.lamport import bytes_per_buffer
 from torch_fdattn.dist.symm.signals import BROKEN, CLOCK, OVER
 from torch_fdattn.ops.library import INTERPRET
 
@@ -41,7 +41,7 @@ def check_buffers(device: torch.device) -> None:
     """No call under way, only the last one's buffer holds anything, and no other rank writes behind the words in use."""
     wait(device)
     channel = last_channel("two_shot")
-    nbytes = third_of(channel)
+    nbytes = bytes_per_buffer(channel)
     thirds = channel.memory.local[: 3 * nbytes].view(3, nbytes)
     turn, before = (int(n) for n in channel.state[5:7])
     last = (turn + 2) % 3
@@ -62,7 +62,7 @@ def test_sizes_in_turn_and_ranks_that_come_late(group, rank_device, dtype: torch
     check_buffers(rank_device)
 
 
-@pytest.mark.parametrize("late", ["send_parts", "clear_all", "receive_two"])
+@pytest.mark.parametrize("late", ["send_parts", "clear_all", "receive_words_and_lses"])
 def test_ranks_that_take_their_time_in_a_call(group, rank_device, monkeypatch, late: str) -> None:
     """In the interpreter; a GPU does as it pleases. No collective between the calls, which would bring ranks together."""
     rank, calls = dist.get_rank(), list(enumerate(shapes()))

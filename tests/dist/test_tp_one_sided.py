@@ -260,7 +260,7 @@ def test_many_numbers(group, rank_device, monkeypatch) -> None:
         pytest.skip("needs 2 ranks")
     tiles, parts = [], []
     by_tiles, by_values = tiled_all_reduce.all_reduce, lamport_exchange.all_reduce
-    monkeypatch.setattr(low_latency, "WORDS_BYTES", 16)
+    monkeypatch.setattr(low_latency, "LL_MAX_BYTES", 16)
     monkeypatch.setattr(low_latency, "LAMPORT_BYTES", 16)
     monkeypatch.setattr(
         tiled_all_reduce,
@@ -360,12 +360,12 @@ def by_tiles(x: Tensor, weight: Tensor, group_name: str, shots: int) -> Tensor:
     return y
 
 
-def by_words(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
+def by_packets(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """`low_latency` of odd numbers."""
     part = F.linear(x, weight)
     y = torch.empty_like(part)
     of_group = dist.distributed_c10d._resolve_process_group(group_name)
-    low_latency.by_words(part, y, group_name, of_group.size())
+    low_latency.ll_all_reduce(part, y, group_name, of_group.size())
     return y
 
 
@@ -374,7 +374,7 @@ CALLS = {
     **{f"{s} scatter": lambda x, w, g, s=s: matmul_reduce_scatter(x, w, g, strategy=s) for s in STRATEGIES},
     **{m: lambda x, w, g, m=m: matmul_all_reduce(x, w, g, method=m) for m in METHODS},
     **{f"low_latency by tiles, {n}": lambda x, w, g, n=n: by_tiles(x, w, g, n) for n in (1, 2)},
-    "low_latency by words": by_words,
+    "low_latency by packets": by_packets,
 }  # fmt: skip
 
 
@@ -430,7 +430,7 @@ def test_epochs_wrap(group, rank_device) -> None:
             torch.testing.assert_close(matmul_all_reduce(x, weight, group, method=method), world * one)  # fmt: skip
         for shots in (1, 2):
             torch.testing.assert_close(by_tiles(x, weight, group, shots), world * one)
-        torch.testing.assert_close(by_words(x, weight, group), world * one)
+        torch.testing.assert_close(by_packets(x, weight, group), world * one)
     set_epochs(1)
 
 

@@ -404,7 +404,7 @@ FAULTS = (
     ),
     Fault(
         "what the last call brought is left in memory", "torch_fdattn/dist/tensor_parallel/gemm_all_reduce.py",
-        "    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
+        "    clear(addresses_ptr, rank, turn, before, each, buffer_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
     ),
     Fault(
         "the first tensor's map for all tensors", "torch_fdattn/launch/driver_launch.py",
@@ -476,8 +476,8 @@ FAULTS = (
     ),
     Fault(
         "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",
-        "tl.store(lse_ptr, word(lses, epoch), mask=row_in)",
-        "tl.store(lse_ptr, word(lses.to(tl.float16).to(tl.float32), epoch), mask=row_in)", ONE_SIDED,
+        "tl.store(lse_ptr, ll_packet(lses, epoch), mask=row_in)",
+        "tl.store(lse_ptr, ll_packet(lses.to(tl.float16).to(tl.float32), epoch), mask=row_in)", ONE_SIDED,
     ),
     Fault(
         "a rank's own part forgotten", "torch_fdattn/dist/decode/rows.py",
@@ -494,7 +494,7 @@ FAULTS = (
     ),
     Fault(
         "an earlier call's words are left in memory", "torch_fdattn/dist/decode/two_shot.py",
-        "    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), third_bytes, _CLEARED)\n", "", DECODE_TWO_SHOT,
+        "    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), buffer_bytes, _CLEARED)\n", "", DECODE_TWO_SHOT,
     ),
     Fault(
         "a broken channel takes an earlier call's words", "torch_fdattn/dist/decode/two_shot.py",
@@ -502,7 +502,7 @@ FAULTS = (
     ),
     Fault(
         "an lse of zero looks as if it had not come", "torch_fdattn/dist/decode/two_shot.py",
-        "as_values(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
+        "nonzero_words(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
     ),
     Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",

@@ -113,7 +113,7 @@ def all_reduces() -> Iterator[Call]:
         given = dict(x=x, y=meta(128, K), group_name="0", rank=RANK, world=WORLD, shots=shots)
         yield Call(f"tp_linear/all_reduce/tiles/{shots}", tiled_all_reduce.all_reduce, given)
     words = dict(x=meta(3, 8, dtype=_FP32), y=meta(3, 8, dtype=_FP32), group_name="0", world=WORLD)
-    yield Call("tp_linear/all_reduce/words", low_latency.by_words, words)
+    yield Call("tp_linear/all_reduce/words", low_latency.ll_all_reduce, words)
 
 
 def norms() -> Iterator[Call]:
@@ -135,7 +135,7 @@ def norms() -> Iterator[Call]:
 def products() -> Iterator[Call]:
     for rows in (16, 128, 4096):
         given = dict(x=meta(rows, K), weight=meta(2 * N, K))
-        yield Call(f"swiglu_product/{rows}", swiglu_gemm.silu_mul_linear, given, ("y",))
+        yield Call(f"swiglu_gemm/{rows}", swiglu_gemm.silu_mul_linear, given, ("y",))
     weight, scale = meta(K, 6400, dtype=torch.float8_e4m3fn), meta(K, dtype=_FP32)
     given = dict(weight=weight, scale=scale, out=meta(K, 6400))
     yield Call("dequantise/e4m3", dequantise.convert, given)

@@ -30,14 +30,14 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.channel import Channel, channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     leave_epoch,
+    ll_packet,
     may_send,
     payload,
     read_epoch,
-    receive,
-    word,
+    receive_packets,
 )
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
@@ -50,7 +50,7 @@ from torch_fdattn.ops.pdl import starts_early
 def slots(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to the words of a source's rows: values' first ones, and lses'."""
     at = (source * rows + row).to(tl.int64)
-    base = as_words(address)
+    base = as_int64(address)
     return base + at * BLOCK_D, base + (rows * BLOCK_D).to(tl.int64) * WORLD + at
 
 
@@ -61,8 +61,8 @@ def send_rows(values, lses, row, row_in, d, peer, rank, rows, epoch, channel, v_
         at_rank(channel[0], peer, epoch, channel[1]), rank, row, rows, WORLD, BLOCK_D
     )
     inside = row_in[:, None] & (d[None, :] < v_dim)
-    tl.store(value_ptr[:, None] + d[None, :], word(values, epoch), mask=inside)
-    tl.store(lse_ptr, word(lses, epoch), mask=row_in)
+    tl.store(value_ptr[:, None] + d[None, :], ll_packet(values, epoch), mask=inside)
+    tl.store(lse_ptr, ll_packet(lses, epoch), mask=row_in)
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def receive_rows(row, row_in, d, sources, inside, address, rows, epoch, channel,
     """(values (S, M, D), lses (S, M), whether they came) of the sources (S,) that are `inside`; address: of this
     rank's half."""
     value_ptr, lse_ptr = slots(address, sources[:, None], row[None, :], rows, WORLD, BLOCK_D)
-    wanted = inside[:, None] & row_in[None, :]
-    values, lses, came = receive(
-        value_ptr[:, :, None] + d[None, None, :], lse_ptr, wanted[:, :, None] & (d < v_dim)[None, None, :], wanted,
+    expected = inside[:, None] & row_in[None, :]
+    values, lses, came = receive_packets(
+        value_ptr[:, :, None] + d[None, None, :], lse_ptr, expected[:, :, None] & (d < v_dim)[None, None, :], expected,
         sources, epoch, channel[2], channel[3], channel[4],
     )  # fmt: skip
     return payload(values, tl.float32), payload(lses, tl.float32), came
@@ -137,7 +137,7 @@ def _fused_kernel(
     leave_epoch(state_ptr, epoch, tl.num_programs(0))
 
 
-def words_bytes(rows: Rows) -> int:
+def packet_bytes(rows: Rows) -> int:
     """Bytes of all sources' words."""
     return rows.world * rows.count * (rows.block_d + 1) * 8
 
@@ -145,7 +145,7 @@ def words_bytes(rows: Rows) -> int:
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
     """The merged (out, lse) of all ranks' partial results."""
     rows = Rows.of(part, rank_and_size(group_name)[1])
-    where: Channel = channel(group_name, "fused", words_bytes(rows), part.device)
+    where: Channel = channel(group_name, "fused", packet_bytes(rows), part.device)
     first_head, heads = own_heads(rows.heads, where, head_sharded)
     out, lse = outputs(part, dtype, heads)
     owners = rows.world if head_sharded else 1

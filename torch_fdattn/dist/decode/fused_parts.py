@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.decode.fused import exchange_rows, tile_of, words_bytes
+from torch_fdattn.dist.decode.fused import exchange_rows, packet_bytes, tile_of
 from torch_fdattn.dist.decode.rows import (
     Rows,
     coordinates,
@@ -101,7 +101,7 @@ def merge(
 ):  # fmt: skip
     """The merged (out, lse) of all ranks' partial results, where this rank's are `unmerged`, or in (part, part_lse)."""
     rows, cut = Rows.of(part, rank_and_size(group_name)[1]), unmerged.cut
-    where = channel(group_name, "fused", words_bytes(rows), part.device)
+    where = channel(group_name, "fused", packet_bytes(rows), part.device)
     first_head, heads = own_heads(rows.heads, where, head_sharded)
     out, lse = outputs(part, dtype, heads)
     owners = rows.world if head_sharded else 1

@@ -33,7 +33,7 @@ from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
     ARRIVALS,
-    as_words,
+    as_int64,
     at_rank,
     await_flags,
     may_send,
@@ -93,7 +93,7 @@ def _merge_pushed_kernel(
     others = (sources < WORLD) & (sources != rank)
     address = at_rank(addresses_ptr, rank, epoch, half_bytes)
     came = await_flags(
-        as_words(address) + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns
+        as_int64(address) + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns
     )
     d = tl.arange(0, BLOCK_D)
     own_values, own_lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)

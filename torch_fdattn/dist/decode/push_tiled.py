@@ -26,7 +26,7 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     await_flags,
     leave_epoch,
@@ -61,20 +61,20 @@ def pushed_rows(row, row_in, sources, inside, address, rows, v_dim, WORLD: tl.co
     """(values (S, M, D), lses (S, M)) that the sources that are `inside` have pushed."""
     d = tl.arange(0, BLOCK_D)
     value_ptr, lse_ptr = numbers(address, sources[:, None], row[None, :], rows, WORLD, BLOCK_D)
-    wanted = inside[:, None] & row_in[None, :]
+    expected = inside[:, None] & row_in[None, :]
     # Past the first-level cache, which does not see what other devices write.
     values = tl.load(
-        value_ptr[:, :, None] + d[None, None, :], mask=wanted[:, :, None] & (d < v_dim)[None, None, :],
+        value_ptr[:, :, None] + d[None, None, :], mask=expected[:, :, None] & (d < v_dim)[None, None, :],
         other=0.0, volatile=True,
     )  # fmt: skip
-    return values, tl.load(lse_ptr, mask=wanted, other=float("-inf"), volatile=True)
+    return values, tl.load(lse_ptr, mask=expected, other=float("-inf"), volatile=True)
 
 
 @triton.jit
 def flags_at(addresses_ptr, ranks, inside, epoch, half_bytes):
     """Pointers to the flags of some ranks' memory, (S,)."""
     address = tl.load(addresses_ptr + ranks, mask=inside, other=0) + (epoch & 1) * half_bytes
-    return as_words(address)
+    return as_int64(address)
 
 
 @triton.jit(
@@ -120,7 +120,7 @@ def _push_tiled_kernel(
     if (OWNERS == 1) | (owner == rank):
         address = at_rank(addresses_ptr, rank, epoch, half_bytes)
         came = await_flags(
-            as_words(address) + sources * rows + tl.program_id(0), others, sources, epoch, state_ptr, fault_ptr,
+            as_int64(address) + sources * rows + tl.program_id(0), others, sources, epoch, state_ptr, fault_ptr,
             limit_ns,
         )  # fmt: skip
         values, lses = pushed_rows(

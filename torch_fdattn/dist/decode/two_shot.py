@@ -39,17 +39,17 @@ from torch_fdattn.dist.decode.rows import (
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    BEFORE,
+    PREVIOUS_WORDS,
     TURN,
-    as_values,
     buffer,
+    bytes_per_buffer,
     channel_of,
     clear_all,
-    from_values,
     leave_turn,
-    receive_two,
+    nonzero_words,
+    receive_words_and_lses,
+    restore_zeros,
     slot_of,
-    third_of,
 )
 from torch_fdattn.dist.symm.signals import may_send, packed, read_epoch, report, unpacked
 from torch_fdattn.launch.launches import launch
@@ -99,8 +99,8 @@ def region(base, first):
 @triton.jit
 def send_parts(values, lses, at, sends, d, base, part_lses, v_dim, BLOCK_D: tl.constexpr):
     """First shot: rows' dims d (M, D) and lses (M,) to rows `at` (M,) of all slots, in their owner's buffer at `base`."""
-    value_words = as_values(values.to(tl.int32, bitcast=True), tl.float32)
-    lse_words = as_values(lses.to(tl.int32, bitcast=True), tl.float32)
+    value_words = nonzero_words(values.to(tl.int32, bitcast=True), tl.float32)
+    lse_words = nonzero_words(lses.to(tl.int32, bitcast=True), tl.float32)
     inside = sends[:, None] & (d[None, :] < v_dim)
     tl.store(base + at[:, None] * BLOCK_D + d[None, :], value_words, mask=inside)
     tl.store(region(base, part_lses) + at, lse_words, mask=sends)
@@ -110,18 +110,18 @@ def send_parts(values, lses, at, sends, d, base, part_lses, v_dim, BLOCK_D: tl.c
 def write_sent(bits, lse_bits, came, row, row_in, d, target, shape):
     """`rows.write_rows` of rows as they travelled, on their owner too: the same bits on all ranks."""
     dtype: tl.constexpr = target[0].dtype.element_ty
-    values = unpacked(from_values(bits, dtype), dtype)
-    lses = from_values(lse_bits, tl.float32).to(tl.float32, bitcast=True)
+    values = unpacked(restore_zeros(bits, dtype), dtype)
+    lses = restore_zeros(lse_bits, tl.float32).to(tl.float32, bitcast=True)
     write_rows(values, lses, came, row, row_in, d, target, shape)
 
 
 @triton.jit(
     do_not_specialize=[
-        "third_bytes", "limit_ns", "rank", "batch", "rows", "share", "outs", "part_lses", "out_lses", "end",
+        "buffer_bytes", "limit_ns", "rank", "batch", "rows", "share", "outs", "part_lses", "out_lses", "end",
     ]
 )  # fmt: skip
 def _two_shot_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, third_bytes,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, addresses_ptr, state_ptr, fault_ptr, part_strides, buffer_bytes,
     limit_ns, rank, batch, rows, share, outs, part_lses, out_lses, end, heads: tl.constexpr, q_len: tl.constexpr,
     v_dim: tl.constexpr, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -131,7 +131,7 @@ def _two_shot_kernel(
     WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
     shape = (batch, heads, q_len, v_dim)
     epoch = read_epoch(state_ptr)
-    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
     whole = may_send(state_ptr, epoch)
     owner = tl.program_id(0) % WORLD
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -142,11 +142,11 @@ def _two_shot_kernel(
     values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     if owner != rank:
         at = (slot_of(rank, owner, WORLD) * share + within).to(tl.int64)
-        there = buffer(addresses_ptr, owner, turn, third_bytes)
+        there = buffer(addresses_ptr, owner, turn, buffer_bytes)
         send_parts(values, lses, at, travels, d, there, part_lses, v_dim, BLOCK_D)
-    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), third_bytes, _CLEARED)
+    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), buffer_bytes, _CLEARED)
 
-    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    here = buffer(addresses_ptr, rank, turn, buffer_bytes)
     target = (out_ptr, lse_ptr, 0, heads)
     w = tl.arange(0, WORDS)
     out_at = row.to(tl.int64)[:, None] * WORDS + w[None, :]
@@ -154,11 +154,11 @@ def _two_shot_kernel(
     if owner == rank:
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
-        wanted = others[:, None] & travels[None, :]
+        expected = others[:, None] & travels[None, :]
         at = (slot_of(sources, rank, WORLD)[:, None] * share + within[None, :]).to(tl.int64)
-        theirs, their_lses, came = receive_two(
+        theirs, their_lses, came = receive_words_and_lses(
             here + at[:, :, None] * BLOCK_D + d[None, None, :], region(here, part_lses) + at,
-            wanted[:, :, None] & (d < v_dim)[None, None, :], wanted, sources, epoch, state_ptr, fault_ptr, limit_ns,
+            expected[:, :, None] & (d < v_dim)[None, None, :], expected, sources, epoch, state_ptr, fault_ptr, limit_ns,
         )  # fmt: skip
         parts, all_lses = with_own(
             theirs.to(tl.float32, bitcast=True), their_lses.to(tl.float32, bitcast=True), values, lses, sources, rank,
@@ -169,15 +169,15 @@ def _two_shot_kernel(
         if came == 0:
             fault = tl.load(fault_ptr, volatile=True).to(tl.int32)
             lse_bits = tl.zeros_like(lse_bits) + (ABSENT | fault)
-        value_words, lse_words = as_values(bits, dtype), as_values(lse_bits, tl.float32)
+        value_words, lse_words = nonzero_words(bits, dtype), nonzero_words(lse_bits, tl.float32)
         for i in tl.static_range(1, WORLD):
-            there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
+            there = buffer(addresses_ptr, (rank + i) % WORLD, turn, buffer_bytes)
             tl.store(region(there, outs) + out_at, value_words, mask=words_in)
             tl.store(region(there, out_lses) + row, lse_words, mask=travels)
         write_sent(bits, lse_bits, came & whole, row, row_in, d, target, shape)
     else:
         one = tl.arange(0, 1)
-        found, found_lses, came = receive_two(
+        found, found_lses, came = receive_words_and_lses(
             (region(here, outs) + out_at)[None, :, :], (region(here, out_lses) + row)[None, :],
             words_in[None, :, :], travels[None, :], one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
         launch(
             _two_shot_kernel, rows.world * tiles,
             part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            third_of(where), timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world), *layout,
+            bytes_per_buffer(where), timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world), *layout,
             rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
             early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

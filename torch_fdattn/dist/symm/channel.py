@@ -23,7 +23,7 @@ from torch_fdattn.dist.symm.faults import FaultWord, raise_faults
 from torch_fdattn.dist.symm.signals import STATE_WORDS
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory, allocate
 
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 
 # Weak: a group's channels go with it, and its name may come again.
 _channels: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.device], list[Channel]]] = (
@@ -87,7 +87,7 @@ def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device
     channels = _channels.setdefault(group, {}).setdefault((purpose, device), [])
     if not channels or channels[-1].half_bytes < half_bytes:
         raise_faults(group_name)  # a dead rank would not come to the exchange of addresses
-        size = max(_LEAST_BYTES, 1 << (half_bytes - 1).bit_length())
+        size = max(_MIN_BYTES, 1 << (half_bytes - 1).bit_length())
         larger = Channel(group_name, purpose, size, device)
         for smaller in channels:
             smaller.outgrown = True

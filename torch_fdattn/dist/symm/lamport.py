@@ -25,27 +25,27 @@ from torch_fdattn.dist.symm.signals import LOOKS, TICKETS, keep_time, next_epoch
 from torch_fdattn.ops.launch import cdiv
 
 TURN = tl.constexpr(5)
-BEFORE = tl.constexpr(6)
+PREVIOUS_WORDS = tl.constexpr(6)
 #: A word of not-a-numbers of any dtype.
 NANS = tl.constexpr(0x7FC07FC0)
 
 
 @triton.jit
-def buffer(addresses_ptr, rank, turn, third_bytes):
-    address = tl.load(addresses_ptr + rank) + turn * third_bytes
+def buffer(addresses_ptr, rank, turn, buffer_bytes):
+    address = tl.load(addresses_ptr + rank) + turn * buffer_bytes
     return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
-def words_at(pointer):
+def as_int32(pointer):
     """A tensor's numbers as words."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
-def words_of_a_rank(third_bytes, WORLD: tl.constexpr):
+def words_per_slot(buffer_bytes, WORLD: tl.constexpr):
     """How many words of a rank a buffer has room for."""
-    return tl.multiple_of(third_bytes // (16 * (WORLD - 1)) * 4, 4)
+    return tl.multiple_of(buffer_bytes // (16 * (WORLD - 1)) * 4, 4)
 
 
 @triton.jit
@@ -55,16 +55,16 @@ def slot_of(source, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
-def as_values(words, dtype: tl.constexpr):
+def nonzero_words(words, dtype: tl.constexpr):
     """words, minus zero in place of zero."""
     ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
     return tl.where(words == 0, ZERO, words)
 
 
 @triton.jit
-def from_values(words, dtype: tl.constexpr):
-    """`as_values`, undone: a word of minus zeros, whoever wrote it, comes out as zeros."""
-    return tl.where(words == as_values(words - words, dtype), 0, words)
+def restore_zeros(words, dtype: tl.constexpr):
+    """`nonzero_words`, undone: a word of minus zeros, whoever wrote it, comes out as zeros."""
+    return tl.where(words == nonzero_words(words - words, dtype), 0, words)
 
 
 @triton.jit
@@ -90,15 +90,15 @@ def joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """(words (S, B), once all that are wanted have come, whether they came); sources (S, B) or (S, 1): the ranks that
+def receive_words(pointers, expected, sources, epoch, state_ptr, fault_ptr, limit_ns):
+    """(words (S, B), once all that are expected have come, whether they came); sources (S, B) or (S, 1): the ranks that
     send them."""
-    words = tl.load(pointers, mask=wanted, other=1, volatile=True)
+    words = tl.load(pointers, mask=expected, other=1, volatile=True)
     missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
     looks = 0
     start, stop = epoch - epoch, epoch != epoch
     while (missing > 0) & (stop == 0):
-        words = tl.load(pointers, mask=wanted, other=1, volatile=True)
+        words = tl.load(pointers, mask=expected, other=1, volatile=True)
         missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
         looks += 1
         if (looks % LOOKS == 0) & (missing > 0):
@@ -110,10 +110,10 @@ def receive_values(pointers, wanted, sources, epoch, state_ptr, fault_ptr, limit
 
 
 @triton.jit
-def receive_two(
+def receive_words_and_lses(
     values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
 ):
-    """`receive_values` of words of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
+    """`receive_words` of words of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
     came)."""
     values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
     lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
@@ -137,10 +137,10 @@ def receive_two(
 
 @triton.jit
 def clear(
-    addresses_ptr, rank, turn, before, each, third_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    addresses_ptr, rank, turn, before, each, buffer_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Zeroes the `before` words of every other rank that the last call brought."""
-    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, buffer_bytes)
     slots = tl.arange(0, SLOTS)
     for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
         # Whole tiles, which wide stores write, inside a rank's words.
@@ -151,9 +151,9 @@ def clear(
 
 
 @triton.jit
-def clear_all(addresses_ptr, rank, turn, before, third_bytes, BLOCK: tl.constexpr):
+def clear_all(addresses_ptr, rank, turn, before, buffer_bytes, BLOCK: tl.constexpr):
     """`clear` of a buffer without slots of one size: zeroes its first words, as many as the last call used."""
-    last = buffer(addresses_ptr, rank, (turn + 2) % 3, third_bytes)
+    last = buffer(addresses_ptr, rank, (turn + 2) % 3, buffer_bytes)
     used = before // 4 * 4  # which it is: for wide stores
     for first in range(tl.program_id(0) * BLOCK, used, tl.num_programs(0) * BLOCK):
         at = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
@@ -167,16 +167,16 @@ def leave_turn(state_ptr, epoch, turn, words):
     if ticket == tl.num_programs(0) - 1:
         tl.store(state_ptr + TICKETS, 0)
         tl.store(state_ptr + TURN, (turn + 1) % 3)
-        tl.store(state_ptr + BEFORE, tl.cast(words, tl.int64))
+        tl.store(state_ptr + PREVIOUS_WORDS, tl.cast(words, tl.int64))
         tl.store(state_ptr, next_epoch(epoch))
 
 
 @triton.jit
 def push(
-    words, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD: tl.constexpr
+    words, at, sends, addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD: tl.constexpr
 ):  # fmt: skip
     """Writes this rank's words `at` into a peer's buffer, where it `sends`."""
-    there = buffer(addresses_ptr, peer, turn, third_bytes)
+    there = buffer(addresses_ptr, peer, turn, buffer_bytes)
     tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
 
 
@@ -192,6 +192,6 @@ def channel_for(words: int, group_name: str, purpose: str, device: torch.device,
     return channel_of((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
 
 
-def third_of(where: Channel) -> int:
+def bytes_per_buffer(where: Channel) -> int:
     """Bytes of each of three buffers."""
     return 2 * where.half_bytes // 3 // 16 * 16

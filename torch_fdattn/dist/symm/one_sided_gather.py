@@ -1,6 +1,6 @@
 """A one-sided all-gather: every rank writes its tensor into the memory of all others, in one kernel.
 
-Two protocols (`signals.py`): up to WORDS_BYTES a rank, 32 bits travel with the call's epoch in one word, which
+Two protocols (`signals.py`): up to LL_MAX_BYTES a rank, 32 bits travel with the call's epoch in one word, which
 needs no flag but twice the bytes; beyond, 64 bits at a time, and a flag for each tile.
 """
 
@@ -15,31 +15,31 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     await_flags,
     leave_epoch,
+    ll_packet,
     may_send,
     payload,
     raise_flags,
     read_epoch,
-    receive,
-    word,
+    receive_packets,
 )
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 
 #: Words of all ranks that a program looks at together.
-TILE_WORDS = 256
+TILE_PACKETS = 256
 #: Bytes a rank up to which words are faster than flags.
-WORDS_BYTES = 1 << 16
+LL_MAX_BYTES = 1 << 16
 #: Bytes of a tile behind a flag.
 _TILE = 4096
 
 
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
-def _gather_words_kernel(
+def _gather_packets_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,16 +50,16 @@ def _gather_words_kernel(
     sent = inside & may_send(state_ptr, epoch)
     x = tl.load(x_ptr + at, mask=inside, other=0)
     for i in tl.static_range(1, WORLD):
-        base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-        tl.store(base + rank * count + at, word(x, epoch), mask=sent)
+        base = as_int64(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+        tl.store(base + rank * count + at, ll_packet(x, epoch), mask=sent)
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
-    base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
-    wanted = others[:, None] & inside[None, :]
+    base = as_int64(at_rank(addresses_ptr, rank, epoch, half_bytes))
+    expected = others[:, None] & inside[None, :]
     pointers = base + sources[:, None] * count + at[None, :]
     none = tl.zeros_like(others)
-    words, _, came = receive(
-        pointers[:, :, None], base + sources[:, None], wanted[:, :, None], none[:, None], sources, epoch,
+    words, _, came = receive_packets(
+        pointers[:, :, None], base + sources[:, None], expected[:, :, None], none[:, None], sources, epoch,
         state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
     found = tl.reshape(payload(words, tl.int32), [SOURCES, BLOCK])
@@ -84,18 +84,18 @@ def _gather_tiles_kernel(
     flags = tl.num_programs(0)  # of each source; the data lies behind them
     data = WORLD * flags
     for i in tl.static_range(1, WORLD):
-        base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+        base = as_int64(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
         tl.store(base + data + rank.to(tl.int64) * count + at, x, mask=sent)
     tl.store(out_ptr + rank.to(tl.int64) * count + at, x, mask=inside)
     sources = tl.arange(0, SOURCES)
     others = (sources < WORLD) & (sources != rank)
     address = tl.load(addresses_ptr + sources, mask=others, other=0) + (epoch & 1) * half_bytes
     raise_flags(
-        as_words(address) + rank * flags + tl.program_id(0),
+        as_int64(address) + rank * flags + tl.program_id(0),
         others & may_send(state_ptr, epoch),
         epoch,
     )
-    base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+    base = as_int64(at_rank(addresses_ptr, rank, epoch, half_bytes))
     mine = base + sources * flags + tl.program_id(0)
     came = await_flags(mine, others, sources, epoch, state_ptr, fault_ptr, limit_ns)
     for i in tl.static_range(1, WORLD):
@@ -115,15 +115,15 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
     out = torch.empty(world, *x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
-    by_words = x.nbytes <= WORDS_BYTES or x.nbytes % 8
-    unit = torch.int32 if by_words else torch.int64
+    by_packets = x.nbytes <= LL_MAX_BYTES or x.nbytes % 8
+    unit = torch.int32 if by_packets else torch.int64
     if x.data_ptr() % unit.itemsize:
         x = x.clone()  # which begins where words may
     flat, flat_out = x.reshape(-1).view(unit), out.view(-1).view(unit)
     count = flat.numel()
     sources = power_of_two(world)
-    if by_words:
-        kernel, block, words = _gather_words_kernel, max(32, TILE_WORDS // sources), count
+    if by_packets:
+        kernel, block, words = _gather_packets_kernel, max(32, TILE_PACKETS // sources), count
         if INTERPRET:
             block = min(power_of_two(count), 1 << 13)
     else:

@@ -104,11 +104,11 @@ def leave_epoch(state_ptr, epoch, programs):
 @triton.jit
 def may_send(state_ptr, epoch):
     """Whether the channel was whole before this call: its own programs may send what peers wait for."""
-    return was_whole(tl.load(state_ptr + BROKEN), epoch)
+    return was_intact(tl.load(state_ptr + BROKEN), epoch)
 
 
 @triton.jit
-def was_whole(broken, epoch):
+def was_intact(broken, epoch):
     """`may_send`, of a channel's word."""
     return (broken == 0) | (broken == epoch)
 
@@ -126,20 +126,20 @@ def at_rank(addresses_ptr, rank, epoch, half_bytes):
 
 
 @triton.jit
-def as_words(address):
+def as_int64(address):
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def word(payload, epoch):
-    """A word of a 32-bit payload."""
+def ll_packet(payload, epoch):
+    """A packet of 64 bits: a payload of 32 and the epoch."""
     bits = payload.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return (epoch << 32) | bits
 
 
 @triton.jit
-def payload(word, dtype: tl.constexpr):
-    return (word & 0xFFFFFFFF).to(tl.int32).to(dtype, bitcast=True)
+def payload(packet, dtype: tl.constexpr):
+    return (packet & 0xFFFFFFFF).to(tl.int32).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def unpacked(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _old(words, inside, epoch):
+def _is_stale(words, inside, epoch):
     """1 where a word is still of another epoch."""
     return (inside & (((words >> 32) & 0xFFFFFFFF) != epoch)).to(tl.int32)
 
@@ -206,7 +206,7 @@ def report(peer, epoch, state_ptr, fault_ptr):
 
 
 @triton.jit
-def receive(
+def receive_packets(
     values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
 ):
     """Words of values (S, M, D) and lses (S, M) from sources (S,), once all that are `in` have come.
@@ -215,14 +215,18 @@ def receive(
     """
     values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
     lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
-    old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
+    old = tl.sum(
+        tl.sum(_is_stale(values, values_in, epoch), 2) + _is_stale(lses, lses_in, epoch), 1
+    )
     missing = tl.sum(old, 0)
     looks = 0
     start, stop = epoch - epoch, epoch != epoch
     while (missing > 0) & (stop == 0):
         values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
         lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)
-        old = tl.sum(tl.sum(_old(values, values_in, epoch), 2) + _old(lses, lses_in, epoch), 1)
+        old = tl.sum(
+            tl.sum(_is_stale(values, values_in, epoch), 2) + _is_stale(lses, lses_in, epoch), 1
+        )
         missing = tl.sum(old, 0)
         looks += 1
         if (looks % LOOKS == 0) & (missing > 0):

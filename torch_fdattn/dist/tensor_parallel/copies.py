@@ -34,13 +34,13 @@ from torch_fdattn.dist.symm.channel import Channel, channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
     BROKEN,
-    as_words,
+    as_int64,
     await_flags,
     flag,
     may_send,
     next_epoch,
     read_epoch,
-    was_whole,
+    was_intact,
 )
 from torch_fdattn.launch.driver import copy_async, loaded
 from torch_fdattn.launch.launches import launch
@@ -55,9 +55,9 @@ FILL = 1024
 
 
 @triton.jit
-def words_of(addresses_ptr, ranks, inside):
+def flags_of(addresses_ptr, ranks, inside):
     """Pointers to the words of ranks."""
-    return as_words(tl.load(addresses_ptr + ranks, mask=inside, other=0))
+    return as_int64(tl.load(addresses_ptr + ranks, mask=inside, other=0))
 
 
 @triton.jit
@@ -71,13 +71,13 @@ def others_of(rank, WORLD: tl.constexpr, SOURCES: tl.constexpr):
 def _start_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl.constexpr, SOURCES: tl.constexpr):  # fmt: skip
     epoch = read_epoch(state_ptr)
     sources, others = others_of(rank, WORLD, SOURCES)
-    here = as_words(tl.load(addresses_ptr + rank))
+    here = as_int64(tl.load(addresses_ptr + rank))
     used = others & (epoch != 1)  # nobody has used what is fresh
     free = await_flags(
         here + WORLD + sources, used, sources, epoch, state_ptr, fault_ptr, limit_ns, False
     )
     sends = may_send(state_ptr, epoch)
-    theirs = words_of(addresses_ptr, sources, others)
+    theirs = flags_of(addresses_ptr, sources, others)
     none = tl.zeros_like(sources).to(tl.int64)
     lost = others & ((free == 0) | (sends == 0))
     tl.atomic_xchg(theirs + rank, none, mask=lost, sem="release", scope="sys")
@@ -88,7 +88,7 @@ def _start_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl
 def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, SOURCES: tl.constexpr):  # fmt: skip
     epoch = read_epoch(state_ptr)
     sources = tl.arange(0, SOURCES)
-    here = as_words(tl.load(addresses_ptr + rank))
+    here = as_int64(tl.load(addresses_ptr + rank))
     await_flags(here + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns)
 
 
@@ -103,7 +103,7 @@ def finish(
     """
     broken = tl.load(state_ptr + BROKEN)
     sources, others = others_of(rank, WORLD, SOURCES)
-    theirs = words_of(addresses_ptr, sources, others)
+    theirs = flags_of(addresses_ptr, sources, others)
     if (kept == 0) | (broken != 0):
         for i in tl.static_range(len(outputs)):
             for first in range(0, counts[i], BLOCK):
@@ -113,7 +113,7 @@ def finish(
     # Relaxed: they tell of nothing that was written, and what they say was read has been read. A release takes 2 µs.
     free = tl.zeros_like(sources).to(tl.int64) + flag(next_epoch(epoch))
     tl.atomic_xchg(
-        theirs + WORLD + rank, free, mask=others & was_whole(broken, epoch), sem="relaxed", scope="sys"
+        theirs + WORLD + rank, free, mask=others & was_intact(broken, epoch), sem="relaxed", scope="sys"
     )  # fmt: skip
     tl.store(state_ptr, next_epoch(epoch))
 
@@ -125,7 +125,7 @@ def _finish_kernel(
 ):  # fmt: skip
     epoch = read_epoch(state_ptr)
     sources, others = others_of(rank, WORLD, SOURCES)
-    here = as_words(tl.load(addresses_ptr + rank))
+    here = as_int64(tl.load(addresses_ptr + rank))
     kept = await_flags(
         here + sources, others, sources, epoch, state_ptr, fault_ptr, limit_ns, False
     )
@@ -184,7 +184,7 @@ class Copies:
         data = self._channel.memory.peers[rank][_DATA:].view(dtype)
         return data[at : at + count].view(shape)
 
-    def _word(self, rank: int, index: int) -> Tensor:
+    def _flag(self, rank: int, index: int) -> Tensor:
         return self._channel.memory.peers[rank][8 * index : 8 * index + 8].view(torch.int64)
 
     def mark(self) -> None:
@@ -243,8 +243,8 @@ class Copies:
         with using(self.streams[0]):
             if chunk.numel():
                 self.data(peer, chunk.dtype, *chunk.shape, at=at).copy_(chunk, non_blocking=True)
-            self._word(peer, self.rank).copy_(
-                self._word(self.rank, 2 * self.world), non_blocking=True
+            self._flag(peer, self.rank).copy_(
+                self._flag(self.rank, 2 * self.world), non_blocking=True
             )
 
     def _send_by(self, driver, stream: int, chunk: Tensor, peer: int, at: int) -> None:

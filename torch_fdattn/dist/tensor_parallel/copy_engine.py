@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
-from torch_fdattn.dist.symm.signals import TICKETS, as_words, await_flag, read_epoch
+from torch_fdattn.dist.symm.signals import TICKETS, as_int64, await_flag, read_epoch
 from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
@@ -113,7 +113,7 @@ def all_gather_matmul(
 @triton.jit
 def _arrived(addresses_ptr, state_ptr, fault_ptr, epoch, limit_ns, rank, WORLD: tl.constexpr):
     """1 once the chunks of all other ranks are there, for programs of any number of warps; 0: one did not come."""
-    here = as_words(tl.load(addresses_ptr + rank))
+    here = as_int64(tl.load(addresses_ptr + rank))
     came = 1
     for i in range(1, WORLD):
         source = (rank + i) % WORLD

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.dist.symm.faults import timeout_ns
-from torch_fdattn.dist.symm.signals import as_words, await_flag, read_epoch
+from torch_fdattn.dist.symm.signals import as_int64, await_flag, read_epoch
 from torch_fdattn.dist.tensor_parallel.copy_engine import gathering, keep_rows, send_rows
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import dot_precision
@@ -60,7 +60,7 @@ def _gather_gemm_kernel(
 ):  # fmt: skip
     """x (m, k), gathered (WORLD, m, k) of which the own is not there, w (n, k) -> y (WORLD, m, n)."""
     epoch = read_epoch(state_ptr)
-    arrived = as_words(tl.load(addresses_ptr + rank))
+    arrived = as_int64(tl.load(addresses_ptr + rank))
     m_tiles, n_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles, count = m_tiles * n_tiles, tl.num_programs(0)
     for tile in range(tl.program_id(0), tiles, count):

@@ -22,7 +22,7 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     await_flag,
     may_send,
@@ -74,7 +74,7 @@ def _send(part, first_row, first_column, acc, m, n, sends, dtype: tl.constexpr):
 
 @triton.jit
 def _raise(addresses_ptr, owner, epoch, half_bytes, index):
-    raise_flag(as_words(at_rank(addresses_ptr, owner, epoch, half_bytes)) + index, epoch)
+    raise_flag(as_int64(at_rank(addresses_ptr, owner, epoch, half_bytes)) + index, epoch)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _add_and_store(
     came = True
     for i in range(1, WORLD):
         source = (rank + i) % WORLD
-        mine = as_words(here) + source * tiles + tile
+        mine = as_int64(here) + source * tiles + tile
         came &= await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)
     halves = _halves(acc)
     for half in tl.static_range(2):

@@ -18,21 +18,21 @@ from torch import Tensor
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    BEFORE,
+    PREVIOUS_WORDS,
     TURN,
-    as_values,
+    as_int32,
     buffer,
+    bytes_per_buffer,
     channel_for,
     clear,
     halves,
     joined,
     leave_turn,
+    nonzero_words,
     push,
-    receive_values,
+    receive_words,
     slot_of,
-    third_of,
-    words_at,
-    words_of_a_rank,
+    words_per_slot,
 )
 from torch_fdattn.dist.symm.signals import may_send, packed, read_epoch
 from torch_fdattn.dist.tensor_parallel.lamport_two_shot import (
@@ -60,9 +60,9 @@ from torch_fdattn.ops.pdl import starts_early
 _CLEARED = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank", "m"])
+@triton.jit(do_not_specialize=["buffer_bytes", "limit_ns", "rank", "m"])
 def _gemm_all_reduce_kernel(
-    y_ptr, x, w, w_ptr, scale_ptr, bias_ptr, addresses_ptr, state_ptr, fault_ptr, x_stride, w_strides, scale_stride, third_bytes,
+    y_ptr, x, w, w_ptr, scale_ptr, bias_ptr, addresses_ptr, state_ptr, fault_ptr, x_stride, w_strides, scale_stride, buffer_bytes,
     limit_ns, rank, m, n, k, WORLD: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, SHOTS: tl.constexpr,
@@ -74,10 +74,10 @@ def _gemm_all_reduce_kernel(
         prefetch(w_ptr, first_column, n, k, w_strides[0], BLOCK_N, AHEAD)
     await_previous(PDL)
     epoch = read_epoch(state_ptr)
-    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
     SLOTS: tl.constexpr = WORLD + SHOTS - 1
-    each = words_of_a_rank(third_bytes, SLOTS)
-    clear(addresses_ptr, rank, turn, before, each, third_bytes, SLOTS, SOURCES, _CLEARED)
+    each = words_per_slot(buffer_bytes, SLOTS)
+    clear(addresses_ptr, rank, turn, before, each, buffer_bytes, SLOTS, SOURCES, _CLEARED)
 
     acc = columns_product(
         x, w, first_column, m, n, k, x_stride, w_strides, LAYOUT, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
@@ -92,7 +92,7 @@ def _gemm_all_reduce_kernel(
     PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
     ACROSS: tl.constexpr = BLOCK_N // PER_WORD
     own = tl.reshape(packed(tl.trans(acc.to(DTYPE)), DTYPE), [BLOCK_M * ACROSS])
-    own = as_values(own, DTYPE)
+    own = nonzero_words(own, DTYPE)
     row_words = n // PER_WORD
     within = tl.arange(0, BLOCK_M * ACROSS)
     row, across = within // ACROSS, first_column // PER_WORD + within % ACROSS
@@ -102,22 +102,22 @@ def _gemm_all_reduce_kernel(
         sends = inside & may_send(state_ptr, epoch)
         for i in tl.static_range(1, WORLD):
             peer = (rank + i) % WORLD
-            push(own, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
+            push(own, at, sends, addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD)
     else:
         owner = row * WORLD // m  # of some rows each, of which all ranks have as many
         takes = inside & (owner == rank)
         send_to_owners(
-            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD
+            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, buffer_bytes, rank, WORLD
         )  # fmt: skip
 
     all_came = epoch == epoch
-    here = buffer(addresses_ptr, rank, turn, third_bytes)
+    here = buffer(addresses_ptr, rank, turn, buffer_bytes)
     low, high = tl.zeros_like(own).to(tl.float32), tl.zeros_like(own).to(tl.float32)
     for source in range(WORLD):
         words = own  # as the others have it
         came = epoch == epoch
         if source != rank:
-            found, came = receive_values(
+            found, came = receive_words(
                 (here + slot_of(source, rank, WORLD) * each + at)[None, :], takes[None, :],
                 tl.full([1, 1], 0, tl.int32) + source, epoch, state_ptr, fault_ptr, limit_ns,
             )  # fmt: skip
@@ -130,10 +130,10 @@ def _gemm_all_reduce_kernel(
         sums = joined(low, high, DTYPE)
     else:
         sums = share_sums(
-            low, high, all_came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes,
+            low, high, all_came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, buffer_bytes,
             limit_ns, rank, WORLD, DTYPE,
         )  # fmt: skip
-    tl.store(words_at(y_ptr) + at, sums, mask=inside)
+    tl.store(as_int32(y_ptr) + at, sums, mask=inside)
     leave_turn(state_ptr, epoch, turn, m * row_words)
 
 
@@ -152,7 +152,7 @@ def matmul_all_reduce(
     trips = shots(y.nbytes, world) if m >= world else 1
     purpose = "gemm_all_reduce" if trips == 1 else "gemm_all_reduce/two_shot"
     where = channel_for(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
-    numbers = third_of(where), timeout_ns(), rank
+    numbers = bytes_per_buffer(where), timeout_ns(), rank
     tile = tile_for(m, x)
     (w,), few, layout = operands((weight,), x, tile)
     if layout != "rows":  # x of one feature may lie by "columns"

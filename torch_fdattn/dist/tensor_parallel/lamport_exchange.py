@@ -15,23 +15,23 @@ from torch import Tensor
 
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    BEFORE,
     NANS,
+    PREVIOUS_WORDS,
     TURN,
-    as_values,
+    as_int32,
     buffer,
+    bytes_per_buffer,
     channel_for,
     clear,
-    from_values,
     halves,
     joined,
     leave_turn,
+    nonzero_words,
     push,
-    receive_values,
+    receive_words,
+    restore_zeros,
     slot_of,
-    third_of,
-    words_at,
-    words_of_a_rank,
+    words_per_slot,
 )
 from torch_fdattn.dist.symm.signals import may_send, read_epoch
 from torch_fdattn.launch.launches import launch
@@ -48,30 +48,30 @@ _TILE_WORDS = ((1 << 19, 512), (6 << 20, 1024), (None, 2048))
 
 @triton.jit
 def exchange(
-    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words,
+    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words,
     WORLD: tl.constexpr, SOURCES: tl.constexpr, SCATTERED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Sends words `at` (B,) of x to all other ranks, or with SCATTERED those of x (WORLD, words) that each of them
     owns, and takes theirs: (words (S, B) by source, the own among them; whether all came; epoch; turn)."""
     epoch = read_epoch(state_ptr)
-    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
-    each = words_of_a_rank(third_bytes, WORLD)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
+    each = words_per_slot(buffer_bytes, WORLD)
     mine = tl.cast(rank, tl.int64) * words if SCATTERED else 0
-    own = as_values(tl.load(x_ptr + mine + at, mask=inside, other=0), DTYPE)
+    own = nonzero_words(tl.load(x_ptr + mine + at, mask=inside, other=0), DTYPE)
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
         part = own
         if SCATTERED:
             theirs = x_ptr + tl.cast(peer, tl.int64) * words
-            part = as_values(tl.load(theirs + at, mask=inside, other=0), DTYPE)
-        push(part, at, sends, addresses_ptr, rank, peer, turn, each, third_bytes, WORLD)
-    clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD, SOURCES, at.shape[0])
+            part = nonzero_words(tl.load(theirs + at, mask=inside, other=0), DTYPE)
+        push(part, at, sends, addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD)
+    clear(addresses_ptr, rank, turn, before, each, buffer_bytes, WORLD, SOURCES, at.shape[0])
 
     sources = tl.arange(0, SOURCES)
     others = ((sources < WORLD) & (sources != rank))[:, None]
-    here = buffer(addresses_ptr, rank, turn, third_bytes)
-    found, came = receive_values(
+    here = buffer(addresses_ptr, rank, turn, buffer_bytes)
+    found, came = receive_words(
         here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :], others & inside[None, :], sources[:, None], epoch,
         state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
@@ -88,39 +88,39 @@ def summed(found, came, dtype: tl.constexpr):
     return tl.sum(low, 0) + none, tl.sum(high, 0) + none
 
 
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+@triton.jit(do_not_specialize=["buffer_bytes", "limit_ns", "rank"])
 def _lamport_exchange_kernel(
-    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr, GATHERED: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x (words,) -> y (words,), the sum over ranks, or, GATHERED, y (WORLD, words), all ranks' x; SCATTERED, of
     x (WORLD, words) each rank owns one. Words of numbers of DTYPE."""
     await_previous(PDL)
-    x_ptr, y_ptr = words_at(x_ptr), words_at(y_ptr)
+    x_ptr, y_ptr = as_int32(x_ptr), as_int32(y_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     found, came, epoch, turn = exchange(
-        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD, SOURCES,
         SCATTERED, DTYPE,
     )  # fmt: skip
     if GATHERED:
-        found = tl.where(came, from_values(found, DTYPE), NANS)
+        found = tl.where(came, restore_zeros(found, DTYPE), NANS)
         sources = tl.arange(0, SOURCES)[:, None]
-        wanted = (sources < WORLD) & inside[None, :]
-        tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=wanted)
+        expected = (sources < WORLD) & inside[None, :]
+        tl.store(y_ptr + sources.to(tl.int64) * words + at[None, :], found, mask=expected)
     else:
         low, high = summed(found, came, DTYPE)
         tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
     leave_turn(state_ptr, epoch, turn, words)
 
 
-def takes(x: Tensor) -> bool:
+def fills_words(x: Tensor) -> bool:
     """Whether x's numbers fill whole words."""
     return x.nbytes % 4 == 0
 
 
-def as_words(x: Tensor) -> Tensor:
+def word_aligned(x: Tensor) -> Tensor:
     """x, or a copy, that kernels may read as words."""
     x = x.contiguous()
     return x if x.data_ptr() % 4 == 0 else x.clone()
@@ -130,28 +130,28 @@ def _run(
     op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int
 ) -> None:  # fmt: skip
     where = channel_for(words, group_name, f"low_latency/{op}", x.device, world)
-    x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
+    x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
     block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
     early = starts_early(y)
     with on_device(x):
         launch(
             _lamport_exchange_kernel, cdiv(words, block),
-            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
+            x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
             triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """Writes the sum of x, which this takes, over the ranks into y; of one dtype, y contiguous."""
+    """Writes the sum of x, which `fills_words`, over the ranks into y; of one dtype, y contiguous."""
     _run("all_reduce", x, y, x.nbytes // 4, group_name, rank, world)
 
 
 def reduce_scatter(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which this takes; else as above."""
+    """Writes the sum of the rank-th of x's W equal parts over the ranks into y, which `fills_words`; else as above."""
     _run("scatter", x, y, y.nbytes // 4, group_name, rank, world)
 
 
 def all_gather(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
-    """Writes all ranks' x, which this takes, into y, one after another; else as above."""
+    """Writes all ranks' x, which `fills_words`, into y, one after another; else as above."""
     _run("gather", x, y, x.nbytes // 4, group_name, rank, world)

@@ -17,26 +17,26 @@ from torch import Tensor
 
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    BEFORE,
     NANS,
+    PREVIOUS_WORDS,
     TURN,
-    as_values,
+    as_int32,
     buffer,
+    bytes_per_buffer,
     channel_for,
     clear,
-    from_values,
     halves,
     joined,
     leave_turn,
+    nonzero_words,
     push,
-    receive_values,
+    receive_words,
+    restore_zeros,
     slot_of,
-    third_of,
-    words_at,
-    words_of_a_rank,
+    words_per_slot,
 )
 from torch_fdattn.dist.symm.signals import may_send, read_epoch
-from torch_fdattn.dist.tensor_parallel.lamport_exchange import as_words, exchange, summed
+from torch_fdattn.dist.tensor_parallel.lamport_exchange import exchange, summed, word_aligned
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.gemm.tile_product import triton_dtype
@@ -58,60 +58,60 @@ def shots(nbytes: int, world: int) -> int:
 
 
 def slots(shots: int, world: int) -> int:
-    """The `world` of `channel_for` and `words_of_a_rank` for calls in so many shots."""
+    """The `world` of `channel_for` and `words_per_slot` for calls in so many shots."""
     return world + 1 if shots == 2 else world
 
 
 @triton.jit
 def send_to_owners(
-    own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD: tl.constexpr
+    own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, buffer_bytes, rank, WORLD: tl.constexpr
 ):  # fmt: skip
     """The first trip: own (B,), the words `at` of this rank's part, each to its owner."""
-    each = words_of_a_rank(third_bytes, WORLD + 1)
+    each = words_per_slot(buffer_bytes, WORLD + 1)
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD
         push(
-            own, at, sends & (owner == peer), addresses_ptr, rank, peer, turn, each, third_bytes, WORLD
+            own, at, sends & (owner == peer), addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD
         )  # fmt: skip
 
 
 @triton.jit
 def share_sums(
-    low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank,
+    low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank,
     WORLD: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The second trip: low, high (B,), fp32 sums of the words that this rank owns, which it sends if all parts `came`;
     returns the words (B,) of all sums, NaN where one did not come."""
-    each = words_of_a_rank(third_bytes, WORLD + 1)
+    each = words_per_slot(buffer_bytes, WORLD + 1)
     mine = inside & (owner == rank)
-    total = as_values(joined(low, high, DTYPE), DTYPE)
+    total = nonzero_words(joined(low, high, DTYPE), DTYPE)
     # A sum without all parts is no sum: who waits for it finds out as this rank did who is late, in a first trip of its
     # own. This wait is twice as long, so that those end first: of a program's few last words a rank may own none.
     sends = mine & may_send(state_ptr, epoch) & came
     sums = (WORLD - 1) * each + at
     for i in tl.static_range(1, WORLD):
-        there = buffer(addresses_ptr, (rank + i) % WORLD, turn, third_bytes)
+        there = buffer(addresses_ptr, (rank + i) % WORLD, turn, buffer_bytes)
         tl.store(there + sums, total, mask=sends)
-    here = buffer(addresses_ptr, rank, turn, third_bytes)
-    found, all_came = receive_values(
+    here = buffer(addresses_ptr, rank, turn, buffer_bytes)
+    found, all_came = receive_words(
         (here + sums)[None, :], (inside & (owner != rank))[None, :], owner[None, :], epoch, state_ptr, fault_ptr,
         2 * limit_ns,
     )  # fmt: skip
     words = tl.where(mine, total, tl.reshape(found, at.shape))
-    return tl.where(came & all_came, from_values(words, DTYPE), NANS)
+    return tl.where(came & all_came, restore_zeros(words, DTYPE), NANS)
 
 
 @triton.jit
 def exchange_sums(
-    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, DTYPE: tl.constexpr, SHOTS: tl.constexpr,
 ):  # fmt: skip
     """Words `at` (B,) of x summed over the ranks: (their lower numbers, the upper, fp32, as `lamport.halves`; epoch;
     turn)."""
     if SHOTS == 1:
         found, came, epoch, turn = exchange(
-            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD, SOURCES,
             False, DTYPE,
         )  # fmt: skip
         low, high = summed(found, came, DTYPE)
@@ -119,46 +119,46 @@ def exchange_sums(
     else:
         BLOCK: tl.constexpr = at.shape[0]
         epoch = read_epoch(state_ptr)
-        turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + BEFORE)
-        own = as_values(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
+        turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
+        own = nonzero_words(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
         # All ranks own some, so that each hears of all others itself and names the one that does not come.
         # Of four words each, so that stores are wide.
         fours = tl.cdiv(tl.sum(inside.to(tl.int32), 0), 4)
         owner = tl.arange(0, BLOCK) // 4 * WORLD // tl.maximum(fours, 1)
         send_to_owners(
-            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, third_bytes, rank, WORLD
+            own, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, buffer_bytes, rank, WORLD
         )  # fmt: skip
-        each = words_of_a_rank(third_bytes, WORLD + 1)
-        clear(addresses_ptr, rank, turn, before, each, third_bytes, WORLD + 1, SOURCES, BLOCK)
+        each = words_per_slot(buffer_bytes, WORLD + 1)
+        clear(addresses_ptr, rank, turn, before, each, buffer_bytes, WORLD + 1, SOURCES, BLOCK)
         sources = tl.arange(0, SOURCES)
         others = ((sources < WORLD) & (sources != rank))[:, None]
-        here = buffer(addresses_ptr, rank, turn, third_bytes)
-        found, came = receive_values(
+        here = buffer(addresses_ptr, rank, turn, buffer_bytes)
+        found, came = receive_words(
             here + slot_of(sources, rank, WORLD)[:, None] * each + at[None, :],
             others & (inside & (owner == rank))[None, :], sources[:, None], epoch, state_ptr, fault_ptr, limit_ns,
         )  # fmt: skip
         found = tl.where((sources == rank)[:, None], own[None, :], tl.where(others, found, 0))
         low, high = summed(found, came, DTYPE)
         sums = share_sums(
-            low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns,
+            low, high, came, at, inside, owner, epoch, turn, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns,
             rank, WORLD, DTYPE,
         )  # fmt: skip
         low, high = halves(sums, DTYPE)
         return low, high, epoch, turn
 
 
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank"])
+@triton.jit(do_not_specialize=["buffer_bytes", "limit_ns", "rank"])
 def _two_shot_kernel(
-    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
+    x_ptr, y_ptr, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD: tl.constexpr,
     SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x (words,) -> y (words,), the sum over ranks; words of numbers of DTYPE."""
     await_previous(PDL)
-    x_ptr, y_ptr = words_at(x_ptr), words_at(y_ptr)
+    x_ptr, y_ptr = as_int32(x_ptr), as_int32(y_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     low, high, epoch, turn = exchange_sums(
-        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES, DTYPE,
+        x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD, SOURCES, DTYPE,
         2,
     )  # fmt: skip
     tl.store(y_ptr + at, joined(low, high, DTYPE), mask=inside)
@@ -168,14 +168,14 @@ def _two_shot_kernel(
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:
     """As `lamport_exchange.all_reduce`, in two trips; three ranks or more."""
     words = x.nbytes // 4
-    purpose = "low_latency/two_shot_values"
+    purpose = "low_latency/lamport_two_shot"
     where = channel_for(words, group_name, purpose, x.device, slots(2, world))
-    x, third_bytes, limit_ns = as_words(x), third_of(where), timeout_ns()
+    x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     block = 1 << 12 if INTERPRET else _BLOCK_WORDS
     early = starts_early(y)
     with on_device(x):
         launch(
             _two_shot_kernel, cdiv(words, block),
-            x, y, where.memory.addresses, where.state, where.fault.tensor, third_bytes, limit_ns, rank, words, world,
+            x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world,
             power_of_two(world), block, triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

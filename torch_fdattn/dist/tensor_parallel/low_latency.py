@@ -22,16 +22,16 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     leave_epoch,
+    ll_packet,
     may_send,
     packed,
     payload,
     read_epoch,
-    receive,
+    receive_packets,
     unpacked,
-    word,
 )
 from torch_fdattn.dist.tensor_parallel import lamport_exchange, lamport_two_shot, tiled_all_reduce
 from torch_fdattn.launch.launches import launch
@@ -41,10 +41,10 @@ from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.pdl import starts_early
 
 #: Words of all ranks that a program looks at together. 512 takes 1 to 2 µs more on two H200, 1024 5.
-_TILE_WORDS = 256
+_TILE_PACKETS = 256
 #: Bytes of a rank's part up to which words, whose bytes are twice as many, are faster than tiles: on two H200 by
 #: 1.4 µs at 160 and 320 KiB, as fast at 640, slower by 2 µs at 1280.
-WORDS_BYTES = 1 << 19
+LL_MAX_BYTES = 1 << 19
 #: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.6 to 2 µs to 320 KiB,
 #: 4.4 at 640 and 4.1 at 1280, 2.6 at 2.5 MiB, 7.6 at 10 and 10 at 40. They take three times their bytes of memory.
 LAMPORT_BYTES = 48 << 20
@@ -74,17 +74,17 @@ def _ll_all_reduce_kernel(
     sources = tl.arange(0, SOURCES)
     x = tl.load(x_ptr + numbers, mask=numbers < count, other=0.0)
     own = tl.reshape(packed(x[None, :], dtype), [BLOCK])
-    sent = word(own, epoch)
+    sent = ll_packet(own, epoch)
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
-        base = as_words(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
+        base = as_int64(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
         tl.store(base + rank * words + at, sent, mask=sends)
-    wanted = (sources < WORLD) & (sources != rank)
-    base = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+    expected = (sources < WORLD) & (sources != rank)
+    base = as_int64(at_rank(addresses_ptr, rank, epoch, half_bytes))
     pointers = base + sources[:, None] * words + at[None, :]
-    none = tl.zeros_like(wanted)
-    found, _, came = receive(
-        pointers[:, None, :], (base + sources)[:, None], (wanted[:, None] & inside[None, :])[:, None, :],
+    none = tl.zeros_like(expected)
+    found, _, came = receive_packets(
+        pointers[:, None, :], (base + sources)[:, None], (expected[:, None] & inside[None, :])[:, None, :],
         none[:, None], sources, epoch, state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
     bits = tl.reshape(payload(found, tl.int32), [SOURCES, BLOCK])
@@ -144,13 +144,13 @@ def lamport_bytes(world: int) -> int:
     return min(LAMPORT_BYTES, SECOND_TRIP_BYTES * world // ((world - 1) * (world - 2)))
 
 
-def by_words(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
+def ll_all_reduce(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
     count, sources = x.numel(), power_of_two(world)
     words = cdiv(x.nbytes, 4)
     where = channel(group_name, "low_latency", world * words * 8, x.device)
     where.enter()
-    block = min(power_of_two(words), 1 << 13) if INTERPRET else max(32, _TILE_WORDS // sources)
+    block = min(power_of_two(words), 1 << 13) if INTERPRET else max(32, _TILE_PACKETS // sources)
     early = starts_early(y)
     with on_device(y):
         launch(
@@ -169,19 +169,19 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     rank, world = rank_and_size(group_name)
     most = lamport_bytes(world)
     if (
-        lamport_exchange.takes(x)
+        lamport_exchange.fills_words(x)
         and lamport_two_shot.shots(x.nbytes, world) == 2
         and x.nbytes <= TWO_SHOT_LAMPORT_BYTES
     ):
         lamport_two_shot.all_reduce(x, y, group_name, rank, world)
-    elif lamport_exchange.takes(x) and x.nbytes <= most:
+    elif lamport_exchange.fills_words(x) and x.nbytes <= most:
         lamport_exchange.all_reduce(x, y, group_name, rank, world)
-    elif lamport_exchange.takes(x) and world == 2:
+    elif lamport_exchange.fills_words(x) and world == 2:
         parts, sums = (z.reshape(-1).split(most // z.element_size()) for z in (x, y))
         for part, total in zip(parts, sums, strict=True):
             lamport_exchange.all_reduce(part, total, group_name, rank, world)
-    elif x.nbytes <= WORDS_BYTES:
-        by_words(x, y, group_name, world)
+    elif x.nbytes <= LL_MAX_BYTES:
+        ll_all_reduce(x, y, group_name, world)
     else:
         tiled_all_reduce.all_reduce(x, y, group_name, rank, world, shots=2 if world > 2 else 1)
     return y

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
+    as_int32,
+    bytes_per_buffer,
     channel_for,
     halves,
     joined,
     leave_turn,
-    third_of,
-    words_at,
 )
-from torch_fdattn.dist.tensor_parallel.lamport_exchange import as_words
+from torch_fdattn.dist.tensor_parallel.lamport_exchange import word_aligned
 from torch_fdattn.dist.tensor_parallel.lamport_two_shot import exchange_sums, shots, slots
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
@@ -50,17 +50,17 @@ def _rounded(low, high, dtype: tl.constexpr):
     return halves(joined(low, high, dtype), dtype)
 
 
-@triton.jit(do_not_specialize=["third_bytes", "limit_ns", "rank", "eps"])
+@triton.jit(do_not_specialize=["buffer_bytes", "limit_ns", "rank", "eps"])
 def _sum_norm_kernel(
-    x_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, added_ptr, addresses_ptr, state_ptr, fault_ptr, third_bytes,
+    x_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, added_ptr, addresses_ptr, state_ptr, fault_ptr, buffer_bytes,
     limit_ns, rank, words, eps, WORLD: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr, SHOTS: tl.constexpr,
 ):  # fmt: skip
     """x, residual (m, words), bias (words,) or None, weight (words,) -> added (m, words), the sum over ranks and more,
     normed (m, words); words of numbers of DTYPE. SHOTS: trips of the exchange (`lamport_two_shot.py`); 0: x is that sum."""
     await_previous(PDL)
-    x_ptr, residual_ptr, weight_ptr = words_at(x_ptr), words_at(residual_ptr), words_at(weight_ptr)
-    normed_ptr, added_ptr = words_at(normed_ptr), words_at(added_ptr)
+    x_ptr, residual_ptr, weight_ptr = as_int32(x_ptr), as_int32(residual_ptr), as_int32(weight_ptr)
+    normed_ptr, added_ptr = as_int32(normed_ptr), as_int32(added_ptr)
     PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
     columns = tl.arange(0, BLOCK)
     inside = columns < words
@@ -69,7 +69,7 @@ def _sum_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0)
     if SHOTS:
         low, high, epoch, turn = exchange_sums(
-            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, third_bytes, limit_ns, rank, words, WORLD, SOURCES,
+            x_ptr, at, inside, addresses_ptr, state_ptr, fault_ptr, buffer_bytes, limit_ns, rank, words, WORLD, SOURCES,
             DTYPE, SHOTS,
         )  # fmt: skip
         low, high = _rounded(low, high, DTYPE)
@@ -77,7 +77,7 @@ def _sum_norm_kernel(
         low, high = halves(tl.load(x_ptr + at, mask=inside, other=0), DTYPE)
     if bias_ptr is not None:
         bias_low, bias_high = halves(
-            tl.load(words_at(bias_ptr) + columns, mask=inside, other=0), DTYPE
+            tl.load(as_int32(bias_ptr) + columns, mask=inside, other=0), DTYPE
         )
         low, high = _rounded(low + bias_low, high + bias_high, DTYPE)
     residual_low, residual_high = halves(residual, DTYPE)
@@ -111,8 +111,8 @@ def sum_norm(
     launches["tensor_parallel/row_norm"] += 1
     columns = x.shape[-1]
     m, words = x.numel() // columns, columns * x.element_size() // 4
-    x, residual, weight = as_words(x), as_words(residual), as_words(weight)
-    bias = None if bias is None else as_words(bias)
+    x, residual, weight = word_aligned(x), word_aligned(residual), word_aligned(weight)
+    bias = None if bias is None else word_aligned(bias)
     where, of_channel, numbers, world, trips = None, (None, None, None), (0, 0, 0), 1, 0
     if group_name is not None:
         _, world = rank_and_size(group_name)
@@ -120,7 +120,7 @@ def sum_norm(
         purpose = "low_latency/rows" if trips == 1 else "low_latency/two_shot_rows"
         where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
         of_channel = where.memory.addresses, where.state, where.fault.tensor
-        numbers = third_of(where), timeout_ns(), where.rank
+        numbers = bytes_per_buffer(where), timeout_ns(), where.rank
     early, block = starts_early(x), power_of_two(words)
     per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
     if trips == 2:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_fdattn.dist.symm.channel import channel
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
-    as_words,
+    as_int64,
     at_rank,
     await_flags,
     leave_epoch,
@@ -71,8 +71,8 @@ def _exchange_flags(
     tiles = tl.num_programs(0)
     there = tl.load(addresses_ptr + sources, mask=others, other=0) + (epoch & 1) * half_bytes
     at = first * tiles + tl.program_id(0)
-    raise_flags(as_words(there) + at + rank * tiles, others & sends, epoch)
-    here = as_words(at_rank(addresses_ptr, rank, epoch, half_bytes))
+    raise_flags(as_int64(there) + at + rank * tiles, others & sends, epoch)
+    here = as_int64(at_rank(addresses_ptr, rank, epoch, half_bytes))
     return await_flags(here + at + sources * tiles, others, sources, epoch, state_ptr, fault_ptr, limit_ns)  # fmt: skip
 
 
