@@ -51,13 +51,15 @@ def kept(path: Path) -> list[str]:
 
 ALLOWED = {
     "dist/symm/channel.py": {"_channels": "memory that ranks map, which only a collective makes"},
-    "dist/decode/one_sided.py": {"_available": "whether a group's ranks map each other's memory: a collective finds out"},
+    "dist/symm/availability.py": {"_available": "whether a group's ranks map each other's memory: a collective finds out"},
     "dist/symm/faults.py": {"_kept": "pinned words that kernels may still write to"},
     "dist/tensor_parallel/fused_inference.py": {"_row_norm": "a module that imports triton"},
     "dist/groups.py": {
         "_ranks": "a group's rank and size, whose look-up costs more than a decode's other checks",
-        "_agreed": "what a group's ranks have compared: a collective",
-        "_unanimous": "what a group's ranks have found: a collective",
+    },
+    "dist/consensus.py": {
+        "_compared": "what a group's ranks have compared: a collective",
+        "_consensus": "what a group's ranks have answered: a collective",
     },
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
     "dist/symm/symmetric_memory.py": {"_workspaces": "memory that ranks map, which only a collective makes"},

@@ -32,7 +32,7 @@ from torch_fdattn.dist import (
     shard_batch,
     unshard_batch,
 )
-from torch_fdattn.dist.group_names import name_of
+from torch_fdattn.dist.groups import name_of
 from torch_fdattn.engine import Engine, PagedKVCache
 from torch_fdattn.models import ModelConfig, Transformer, parallelize
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fdattn.dist import one_sided_all_gather
-from torch_fdattn.dist.decode import one_sided
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED, merge
+from torch_fdattn.dist.symm import availability
 from torch_fdattn.dist.symm.channel import _channels, channel
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import assert_launched
@@ -200,8 +200,8 @@ def test_wrong_calls(group, rank_device) -> None:
 
 
 def test_available(group, rank_device) -> None:
-    assert one_sided.available(group, rank_device)
-    assert "meta devices" in one_sided.obstacle(group, torch.device("meta"))
+    assert availability.available(group, rank_device)
+    assert "meta devices" in availability.unsupported_reason(group, torch.device("meta"))
 
 
 def test_two_shot_sends_nan(group, rank_device) -> None:

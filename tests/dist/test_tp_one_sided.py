@@ -27,7 +27,7 @@ from torch_fdattn.dist import (
     matmul_reduce_scatter,
     set_timeout,
 )
-from torch_fdattn.dist.groups import same_everywhere
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.symm.channel import _channels
 from torch_fdattn.dist.tensor_parallel import lamport_exchange, low_latency, tiled_all_reduce
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
@@ -458,7 +458,7 @@ def test_calls_between_larger_ones(rank_device, method: str) -> None:
     way = "low_latency" if method == "low_latency" else "collective"
     repeats = 5 if rank_device.type == "cuda" else 1  # the interpreter launches nothing directly
     try:
-        with same_everywhere():
+        with assume_equal_on_all_ranks():
             for rows in (*[8] * repeats, *[192] * repeats, *[8] * repeats):
                 check(rows)
             set_timeout(9.0)
@@ -480,7 +480,7 @@ def test_sums_in_products(rank_device) -> None:
         check_sum(y, world * x.double() @ weight.double().t(), world * F.linear(x, weight))
 
     try:
-        with same_everywhere():
+        with assume_equal_on_all_ranks():
             for case in ((8, 64, False), (8, 64, True), (100, 640 if cuda else 72, False), (8, 64, False)):  # fmt: skip
                 for _ in range(5 if cuda else 1):
                     check(*case)

@@ -51,8 +51,8 @@ def modules() -> list[types.ModuleType]:
 
 def install() -> None:
     everything = modules()
-    from torch_fdattn.dist import groups
-    from torch_fdattn.dist.decode import one_sided
+    from torch_fdattn.dist import consensus, groups
+    from torch_fdattn.dist.symm import availability
     from torch_fdattn.dist.symm import channel as channels
     from torch_fdattn.launch import launches, pdl
     from torch_fdattn.ops import library
@@ -84,8 +84,8 @@ def install() -> None:
     )
 
     everywhere(groups.rank_and_size, lambda *args: (RANK, now.world))
-    everywhere(groups.agree, lambda *args, **kwargs: None)
-    everywhere(one_sided.obstacle, lambda *args: None)
+    everywhere(consensus.check_equal_on_all_ranks, lambda *args, **kwargs: None)
+    everywhere(availability.unsupported_reason, lambda *args: None)
     everywhere(channels.channel, _channel)
 
     recorder.limits_of(launches.Launch, "through_triton", "max_ctas_per_sm")

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.cli.terminal import position_bytes, stderr
 from torch_fdattn.cli.world import World
-from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.decode.op import ONE_SIDED, STRATEGIES
 from torch_fdattn.dist.kv_cache.scales import kv_format
+from torch_fdattn.dist.symm.availability import unsupported_reason
 from torch_fdattn.engine import Engine, Sampling
 from torch_fdattn.models import Transformer, load_model
 
@@ -122,7 +122,7 @@ def make_engine(
         strategy = "auto"
     elif strategy == "hierarchical":
         hierarchy = _nodes(world)
-    elif strategy in ONE_SIDED and (why_not := obstacle(kv_group, world.device)):
+    elif strategy in ONE_SIDED and (why_not := unsupported_reason(kv_group, world.device)):
         raise UsageError(
             f"--strategy {strategy} needs ranks that map each other's memory: {why_not}"
         )

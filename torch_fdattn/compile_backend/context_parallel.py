@@ -82,8 +82,7 @@ def parse(option: object) -> ContextParallel | None:
     """
     if option is None:
         return None
-    from torch_fdattn.dist.group_names import name_of
-    from torch_fdattn.dist.groups import rank_and_size
+    from torch_fdattn.dist.groups import name_of, rank_and_size
     from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
     from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 

@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import agree, given_rank_and_size, rank_and_size, wants_gradients
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
+from torch_fdattn.dist.groups import given_rank_and_size, rank_and_size
 from torch_fdattn.ops import library
 
 _C10D = torch.ops._c10d_functional
@@ -247,7 +248,7 @@ def _define(name: str) -> None:
         else:
             same |= {"x's shape": tuple(x.shape)}
         if communicates:
-            agree(group_name, x, same)
+            check_equal_on_all_ranks(group_name, x, same)
         return collective(name, x, group_name, rows, rank, world_size)
 
     options = "*, int? rank=None, int? world_size=None"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
-from torch_fdattn.dist.groups import agree, rank_and_size
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks
+from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
 from torch_fdattn.functional import window_bounds
 
@@ -127,7 +127,7 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
         >>> torch_fdattn.dist.one_sided_all_gather(x, None)[torch.distributed.get_rank()]
         tensor([0., 1., 2., 3.])
     """
-    from torch_fdattn.dist.decode.one_sided import expect_mapped
+    from torch_fdattn.dist.symm.availability import expect_mapped
     from torch_fdattn.dist.symm.one_sided_gather import all_gather
 
     checks.expect_types((("x", x),))
@@ -136,7 +136,7 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
     group_name = name_of(group_name)
     rank_and_size(group_name)
     values = {"x's shape": tuple(x.shape), "x's dtype": x.dtype}
-    agree(group_name, x, values, once=True)
+    check_equal_on_all_ranks(group_name, x, values, once=True)
     expect_mapped("one_sided_all_gather", group_name, x.device)
     return all_gather(x, group_name)
 

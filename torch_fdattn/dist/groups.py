@@ -1,23 +1,75 @@
-"""Process groups by name: size and rank, one clear error for a wrong name, and what ranks must agree on."""
+"""Process groups: the name of one, however a caller gives it, and a group's rank and size.
+
+Ops, channels and compiled graphs know groups by their names; every public entry that takes a group goes through `name_of`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch_fdattn import checks
-from torch_fdattn.dist.group_names import NOT_INITIALISED
-from torch_fdattn.dist.symm.faults import raise_faults
+#: How callers say which group: by a mesh of one dimension, by itself, by its name, or None for the default group.
+Group: TypeAlias = DeviceMesh | dist.ProcessGroup | str | None
+
+NOT_INITIALISED = "{} needs an initialised torch.distributed: call init_process_group first (or start the program with torchrun)"
+
+
+def name_of(group: Group, argument: str = "group_name") -> str:
+    """The name of a group; `argument` is what errors call it. That a name is known, `rank_and_size` finds out.
+
+    Raises:
+        TypeError: it is nothing that says which group.
+        ValueError: a mesh of several dimensions, or a group that this process is not in.
+        RuntimeError: None, or a mesh, and torch.distributed is not initialised.
+    """
+    return group if isinstance(group, str) else _name_of_object(group, argument)
+
+
+def _name_of_object(group: object, argument: str) -> str:
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(NOT_INITIALISED.format(f"{argument} None, the default group,"))
+        return dist.group.WORLD.group_name
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ("unnamed",) * group.ndim
+            raise ValueError(
+                f"{argument} must be a DeviceMesh of one dimension (mesh['tp'], say, of a larger one), got "
+                f"{group.ndim} dimensions: {', '.join(names)}"
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+        raise ValueError(f"{argument} must be a process group that this process is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} must be a process group, its name or a DeviceMesh of one dimension, got "
+            f"{type(group).__name__}"
+        )
+    return group.group_name
+
+
+# As of `rank_and_size`: Dynamo calls it while tracing, and a name stands in the graph.
+_name_of_object._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def pair_of_names(hierarchy: tuple[Group, Group] | None) -> tuple[str, str] | None:
+    """The names of a pair of groups, as `dist.decode`'s hierarchy is given."""
+    if hierarchy is None:
+        return None
+    if not isinstance(hierarchy, (tuple, list)) or len(hierarchy) != 2 or None in hierarchy:
+        raise TypeError(
+            f"hierarchy must be a pair of groups (inner, outer) or None, got {hierarchy!r}"
+        )
+    inner, outer = (name_of(group, "hierarchy") for group in hierarchy)
+    return inner, outer
+
 
 # Weak: a name may come again after destroy_process_group, and its group must be able to go.
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -78,154 +130,3 @@ def given_rank_and_size(
 def is_traced(tensor: Tensor) -> bool:
     """Whether an op on this tensor is being traced rather than run: only functional collectives then."""
     return TracingContext.try_get() is not None or isinstance(tensor, torch._subclasses.FakeTensor)
-
-
-def wants_gradients(*tensors: Tensor) -> dict[str, object]:
-    """For `agree`: a backward that is a collective must run on all ranks or on none."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return {"whether gradients are wanted": wanted}
-
-
-_MOST_AGREED = 4096  # kinds of call that a group remembers
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-_trust = threading.local()
-
-
-@contextlib.contextmanager
-def same_everywhere() -> Iterator[None]:
-    """Inside it what a rank has seen before is not compared on CPUs either: for steps that follow from what all
-    ranks have already compared, as a model's next token does.
-    """
-    before = getattr(_trust, "given", False)
-    _trust.given = True
-    try:
-        yield
-    finally:
-        _trust.given = before
-
-
-def trusted() -> bool:
-    """Whether this is inside `same_everywhere`."""
-    return getattr(_trust, "given", False)
-
-
-def agree(group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False) -> None:
-    """Compares what must be the same on all ranks, before any data moves.
-
-    CPU tensors: 8 bytes a rank in every call (but see `same_everywhere`), unless `once` is set: for exchanges
-    that are not the group's, where a dead rank is to be found by them. On other devices a small collective,
-    and a wait for the device, the first time that this rank sees these values, and nothing later (with
-    TORCH_FDATTN_CHECK=1 every time): what happens where ranks differ while one of them has seen its values
-    before is undefined (a time-out, an error of the backend, or wrong numbers). Nothing is compared in traces
-    and CUDA graphs.
-
-    Raises:
-        ValueError: on every rank, naming the value and what each rank has.
-    """
-    if is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    group = distributed_c10d._resolve_process_group(group_name)
-    agreed = _agreed.setdefault(group, {})
-    key = tuple(values.items())
-    digest = agreed.get(key)
-    on_cpu = like.device.type == "cpu"
-    compares = checks.CHECK_VALUES or (on_cpu and not (once or trusted()))
-    if digest is not None and not compares:
-        return
-    raise_faults(group_name)  # a dead rank would not come to the comparison
-    if digest is None:
-        digest = _digest(key)
-    if not (on_cpu and _same_digests(group, digest)):
-        _compare(group, values)
-    if len(agreed) >= _MOST_AGREED:  # the same on all ranks, which agreed on all of them
-        agreed.clear()
-    agreed[key] = digest
-
-
-_REFUSED = "what a rank refuses"
-
-
-def refuse(group_name: str, like: Tensor, message: str) -> NoReturn:
-    """Raises NotImplementedError where other ranks may be on their way to an `agree` of the call: there, they raise too."""
-    agree(group_name, like, {_REFUSED: message})
-    raise NotImplementedError(message)
-
-
-def raise_together(
-    group_name: str, device: torch.device, kind: type[Exception], said: str | None, remedy: str
-) -> None:
-    """Raises `kind` on every rank where one of them has something to say (None: nothing), with what each one says.
-
-    A collective of one number on this device, and a wait for it.
-    """
-    group = distributed_c10d._resolve_process_group(group_name)
-    raise_faults(group_name)
-    says = torch.tensor([said is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(says, dist.ReduceOp.MAX, group=group)
-    if not says.item():
-        return
-    everywhere: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, said, group=group)
-    ranks = "; ".join(f"on rank {r} {text}" for r, text in enumerate(everywhere) if text)
-    raise kind(f"{remedy} ({ranks})")
-
-
-def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
-    """Raises on every rank, naming what differs."""
-    everywhere: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        everywhere, {name: str(value) for name, value in values.items()}, group=group
-    )
-    for rank, theirs in enumerate(everywhere):
-        if _REFUSED in theirs:
-            raise NotImplementedError(f"{theirs[_REFUSED]} (on rank {rank})")
-    for name in values:
-        found = [theirs.get(name) for theirs in everywhere]
-        if len(set(found)) > 1:
-            ranks = ", ".join(f"{value} on rank {r}" for r, value in enumerate(found))
-            raise ValueError(f"{name} must be the same on all ranks, got {ranks}")
-
-
-def _digest(key: tuple) -> Tensor:
-    """64 bits of the values, the same in every process."""
-    text = str([(name, str(value)) for name, value in key]).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-    return torch.tensor([number])
-
-
-def _same_digests(group: dist.ProcessGroup, mine: Tensor) -> bool:
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return all(torch.equal(x, mine) for x in found)
-
-
-_unanimous: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def unanimous(
-    group_name: str, like: Tensor, about: object, own: object, mine: str | None
-) -> str | None:
-    """What all ranks have found, `mine` on this one, for what they have in common; None where they differ.
-
-    A small collective the first time that this rank sees `about`, which they have in common, with what is its `own`;
-    as of `agree`, it is undefined what happens where another rank has seen its values before. Later, and in a CUDA
-    graph's capture, what is known. None, too, where `about` differs: `agree` says so.
-    """
-    group = distributed_c10d._resolve_process_group(group_name)
-    known, key = _unanimous.setdefault(group, {}), (about, own)
-    if key not in known and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        raise_faults(group_name)
-        everywhere: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, (about, mine), group=group)
-        if any(theirs[0] != about for theirs in everywhere):
-            return None
-        if len(known) >= _MOST_AGREED:
-            known.clear()
-        known[key] = mine if all(theirs[1] == mine for theirs in everywhere) else None
-    return known.get(key)

@@ -58,7 +58,7 @@ def check_mask(
         )
     if attention_mask is not None:  # which ranks have the padding, no rank knows
         said = None if bool(attention_mask.all()) else "attention_mask has padding"
-        shards.raise_together(
+        shards.raise_on_all_ranks(
             attention_mask.device, NotImplementedError, said,
             f"{_PLACE} takes no padding: cut it off, or pack the sequences of equal length",
         )  # fmt: skip
@@ -112,7 +112,7 @@ def check_positions(shards: RingMode, position_ids: Tensor | None, query: Tensor
         if right
         else f"position_ids are {_shown(position_ids)} where the shard has {_shown(own)}"
     )
-    shards.raise_together(query.device, ValueError, said, f"{_PLACE}: {_REMEDY}")
+    shards.raise_on_all_ranks(query.device, ValueError, said, f"{_PLACE}: {_REMEDY}")
     _checked[shards] = weakref.ref(position_ids), position_ids._version
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_fdattn.dist import ShardedKVCache
-from torch_fdattn.dist.group_names import Group
+from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.paged_kv_cache import PagedKVCache
 from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads

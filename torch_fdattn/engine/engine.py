@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.checks import expect_shape
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE
-from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
-from torch_fdattn.dist.groups import rank_and_size, same_everywhere
+from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
 from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.caches import make_cache
 from torch_fdattn.engine.graphs import CapturedStep
@@ -286,7 +286,7 @@ class Engine:
 
     @torch.inference_mode()
     def _decode(self) -> _Output:
-        with same_everywhere():
+        with assume_equal_on_all_ranks():
             return self._forward(self._tokens, self._counts)
 
     def _forward(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.group_names import Group
+from torch_fdattn.dist.groups import Group
 from torch_fdattn.dist.kv_cache.batch_cache import Columns, expect_at_least_one
 from torch_fdattn.dist.kv_cache.sharded_cache import SharedKVCache
 from torch_fdattn.engine.pages import PageTable

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.collectives import own_rows, replicate_rows, split_evenly
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.tensor_parallel import auto
 from torch_fdattn.dist.tensor_parallel.attention import check_attention
 from torch_fdattn.dist.tensor_parallel.layers import (

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.decode.exchange import Exchange
-from torch_fdattn.dist.decode.one_sided import available
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import is_traced, rank_and_size
+from torch_fdattn.dist.groups import Group, is_traced, name_of, rank_and_size
+from torch_fdattn.dist.symm.availability import available
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 #: Up to so many rows (batch · heads · query tokens) latency decides, and beyond it bytes.

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch_fdattn.dist.decode import all_gather, one_sided
 from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.groups import is_traced, rank_and_size
+from torch_fdattn.dist.symm import availability
 
 
 def merge(
@@ -45,7 +46,7 @@ def _part(group_name: str, exchange: Exchange) -> Exchange:
 
 def _merge_in_node(out: Tensor, lse: Tensor, node: Exchange) -> tuple[Tensor, Tensor]:
     maps = out.dtype == torch.float32 and not is_traced(out)
-    if maps and one_sided.available(node.group_name, out.device):
+    if maps and availability.available(node.group_name, out.device):
         return one_sided.merge(out, lse, out.dtype, node.group_name, "fused", node.head_sharded)
     return all_gather.merge(out, lse, out.dtype, node)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
 from torch_fdattn.dist.decode import all_gather, hierarchical, one_sided, ring, star
 from torch_fdattn.dist.decode.auto import choose_for
 from torch_fdattn.dist.decode.exchange import Exchange
@@ -28,7 +29,7 @@ from torch_fdattn.dist.decode.inputs import (
     runs_decode,
 )
 from torch_fdattn.dist.decode.local_mask import local_mask, whole_mask
-from torch_fdattn.dist.groups import agree, given_rank_and_size, is_traced, wants_gradients
+from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.decode.op import decode_eagerly
@@ -200,7 +201,7 @@ def _dist_decode(
             strategy = "all_gather"
     if world_size > 1:
         positions_are_implicit = kv_block is None and kv_start is None
-        agree(
+        check_equal_on_all_ranks(
             group_name,
             q,
             {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torch_fdattn.dist.group_names import Group
+from torch_fdattn.dist.groups import Group
 from torch_fdattn.dist.kv_cache.sharded_cache import ShardedKVCache
 
 

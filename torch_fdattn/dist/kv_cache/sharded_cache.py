@@ -15,8 +15,7 @@ from torch import Tensor
 from torch_fdattn.dist.decode.inputs import runs_decode
 from torch_fdattn.dist.decode.op import check_strategy
 from torch_fdattn.dist.functional import decode as sharded_decode
-from torch_fdattn.dist.group_names import Group, name_of, pair_of_names
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
 from torch_fdattn.dist.kv_cache.batch_cache import (
     BatchKVCache,
     Columns,

@@ -22,9 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from torch_fdattn.dist.consensus import (
+    check_equal_on_all_ranks,
+    raise_on_all_ranks,
+    refuse_on_all_ranks,
+)
 from torch_fdattn.dist.functional import ring_attention
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import agree, raise_together, rank_and_size, refuse
+from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.ring_attention.layout import exchange
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
@@ -77,7 +81,9 @@ def unshard_batch(
             )
         rows = part.detach().movedim(dim, 0)
         same = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
-        agree(group_name, part, same | {"parts' shape beside dim": tuple(rows.shape[1:])})
+        check_equal_on_all_ranks(
+            group_name, part, same | {"parts' shape beside dim": tuple(rows.shape[1:])}
+        )
         shapes = [[length, *rows.shape[1:]] for length in shards.lengths]
         received = exchange([rows] * shards.world_size, shapes, group_name)
         whole.append(shards.join(received, dim=0).movedim(0, dim))
@@ -209,11 +215,11 @@ class RingMode(TorchFunctionMode):
         """int64 (this rank's tokens,), on the CPU."""
         return self._shards.positions(self._rank)
 
-    def raise_together(
+    def raise_on_all_ranks(
         self, device: torch.device, kind: type[Exception], said: str | None, remedy: str
     ) -> None:
-        """`groups.raise_together` of the ranks that share the sequence."""
-        raise_together(self._group_name, device, kind, said, remedy)
+        """`consensus.raise_on_all_ranks` of the ranks that share the sequence."""
+        raise_on_all_ranks(self._group_name, device, kind, said, remedy)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -243,7 +249,7 @@ class RingMode(TorchFunctionMode):
         if _TRANSFORMERS_SDPA in sys.modules:
             window = _window_of_transformers(sys._getframe(2))
         if window is not None and window < self.total:
-            refuse(
+            refuse_on_all_ranks(
                 self._group_name, query,
                 'attn_implementation="sdpa" inside context_parallel loses a sliding window that is longer than a '
                 f"rank's part, got {window} of {self.total} tokens: use attn_implementation=\"fdattn\" "
@@ -266,7 +272,7 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            refuse(
+            refuse_on_all_ranks(
                 self._group_name, q,
                 f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}",
             )  # fmt: skip

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
+from torch_fdattn.dist.groups import given_rank_and_size
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
@@ -108,7 +109,7 @@ def _ring_attention(
     problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale)
     _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
-    agree(
+    check_equal_on_all_ranks(
         group_name,
         q,
         {

@@ -15,7 +15,7 @@ import weakref
 import torch
 from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.group_names import Group, name_of
+from torch_fdattn.dist.groups import Group, name_of
 
 _MAX_SECONDS = 1e6
 _timeout_s = 10.0

@@ -15,8 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 from torch_fdattn.dist.tensor_parallel.layers import TokenRows, TPLayer
 from torch_fdattn.dist.tensor_parallel.weights import (

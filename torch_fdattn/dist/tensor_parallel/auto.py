@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode.one_sided import available
-from torch_fdattn.dist.groups import is_traced, unanimous
+from torch_fdattn.dist.consensus import consensus
+from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.symm.availability import available
 
 GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 #: Not an op but a model's layers: "ag_rs" or "all_reduce"; their sizes are those of the MLP's second matmul.
@@ -135,7 +136,7 @@ def choose(
         return otherwise
     if not alike:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
-        found = unanimous(group_name, x, about, sizes, found)
+        found = consensus(group_name, x, about, sizes, found)
     if found is None or found == otherwise:
         return otherwise
     return found if op == LAYER or available(group_name, x.device) else otherwise

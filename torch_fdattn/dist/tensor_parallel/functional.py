@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.checks import expect_tensor
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.tensor_parallel import op as _op  # noqa: F401 (registers the ops)
 
 

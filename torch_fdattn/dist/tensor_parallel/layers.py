@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.dist.collectives import replicate_rows, split_evenly, spread
-from torch_fdattn.dist.group_names import Group, name_of
-from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.tensor_parallel.functional import (
     all_gather_matmul,
     matmul_all_reduce,

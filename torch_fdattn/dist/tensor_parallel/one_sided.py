@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fdattn.dist.decode.one_sided import obstacle
 from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.symm.availability import unsupported_reason
 from torch_fdattn.ops import library, swiglu
 from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.launch import on_device
@@ -49,7 +49,7 @@ def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
         )
     if is_traced(x):
         return
-    why_not = obstacle(group_name, x.device)
+    why_not = unsupported_reason(group_name, x.device)
     if why_not is not None:
         raise NotImplementedError(
             f"{what} needs ranks that map each other's memory: {why_not}; strategy 'collective' runs everywhere"

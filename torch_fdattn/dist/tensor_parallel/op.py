@@ -18,7 +18,8 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.dist.collectives import check_rows
-from torch_fdattn.dist.groups import agree, given_rank_and_size, wants_gradients
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
+from torch_fdattn.dist.groups import given_rank_and_size
 from torch_fdattn.dist.symm import symmetric_memory
 from torch_fdattn.dist.tensor_parallel import auto, collective, one_sided
 from torch_fdattn.dist.tensor_parallel.auto import Sizes, compute_dtype
@@ -166,7 +167,7 @@ def _all_gather_matmul(
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = largest or sum(weight.shape[0] for weight in weights)
     sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
-    agree(
+    check_equal_on_all_ranks(
         group_name,
         x_shard,
         {
@@ -212,7 +213,7 @@ def _matmul_reduce_scatter(
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
     sizes = Sizes(sum(rows), weight.shape[0], largest or x.shape[1], world_size)
-    agree(
+    check_equal_on_all_ranks(
         group_name,
         x,
         {
@@ -269,7 +270,7 @@ def _all_reduce_plan(
         "x's dtype": compute_dtype(x),
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
-    agree(group_name, x, same, once=ours)
+    check_equal_on_all_ranks(group_name, x, same, once=ours)
     method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
     return Plan(method, (), rank, world_size)
 

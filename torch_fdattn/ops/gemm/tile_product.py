@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
     """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, ranks must agree on them.
 
-    like: of the product's dtype and device. Ranks with GPUs of several kinds do not come here (`obstacle`).
+    like: of the product's dtype and device. Ranks with GPUs of several kinds do not come here (`unsupported_reason`).
     """
     if INTERPRET:
         return Tile(16, 16, 32, 4, 1, 2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fdattn.dist.decode import one_sided
+from torch_fdattn.dist.symm import availability
 
-ALIKE = {"host": "a", "device": "", "kind": (9, 0), "obstacle": None}
+ALIKE = {"host": "a", "device": "", "kind": (9, 0), "unsupported_reason": None}
 
 
 @pytest.mark.parametrize(
@@ -17,15 +17,15 @@ ALIKE = {"host": "a", "device": "", "kind": (9, 0), "obstacle": None}
         ({}, None),
         ({"host": "b"}, "several hosts"),
         ({"kind": (8, 0)}, "several compute capabilities"),
-        ({"obstacle": "no memory"}, "rank 1: no memory"),
+        ({"unsupported_reason": "no memory"}, "rank 1: no memory"),
     ],
 )
 def test_what_differs(monkeypatch, others: dict, expected: str | None) -> None:
     def gather(found: list, mine: object, group: object) -> None:
         found[:] = [mine, {**mine, **others} if isinstance(mine, dict) else mine]
 
-    monkeypatch.setattr(one_sided, "_about_this_rank", lambda device: ALIKE)
+    monkeypatch.setattr(availability, "_about_this_rank", lambda device: ALIKE)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     group = types.SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    found = one_sided._find_obstacle(group, torch.device("cpu"))
+    found = availability._find_unsupported_reason(group, torch.device("cpu"))
     assert found is None if expected is None else expected in found

@@ -1,0 +1,168 @@
+"""What must be equal on all ranks: compared before data moves, and named on every rank where it differs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from torch_fdattn import checks
+from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.symm.faults import raise_faults
+
+_MAX_REMEMBERED = 4096  # kinds of call that are remembered of a group
+#: Digests of what this rank has compared.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+#: What all ranks answered, by what was asked; None where they differed.
+_consensus: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+_assumed = threading.local()
+_REFUSED = "what a rank refuses"
+
+
+def wants_gradients(*tensors: Tensor) -> dict[str, object]:
+    """For `check_equal_on_all_ranks`: a backward that is a collective must run on all ranks or on none."""
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return {"whether gradients are wanted": needed}
+
+
+@contextlib.contextmanager
+def assume_equal_on_all_ranks() -> Iterator[None]:
+    """Inside it CPUs too skip the comparison of values that this rank has compared before: for steps that follow from
+    what all ranks have compared, as a model's next token does.
+    """
+    outside = getattr(_assumed, "active", False)
+    _assumed.active = True
+    try:
+        yield
+    finally:
+        _assumed.active = outside
+
+
+def equality_is_assumed() -> bool:
+    """Whether this is inside `assume_equal_on_all_ranks`."""
+    return getattr(_assumed, "active", False)
+
+
+def check_equal_on_all_ranks(
+    group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False
+) -> None:
+    """Compares what must be equal on all ranks, before any data moves.
+
+    CPU tensors: 8 bytes a rank in every call (but see `assume_equal_on_all_ranks`), unless `once` is set: for
+    exchanges that do not use the group's collectives and find a dead rank themselves. On other devices a small
+    collective, and a wait for the device, the first time that this rank sees these values, and nothing later (with
+    TORCH_FDATTN_CHECK=1 every time). What happens where ranks differ while one of them has seen its values earlier
+    is undefined (a time-out, an error of the backend, or wrong numbers). Nothing is compared in traces and CUDA graphs.
+
+    Raises:
+        ValueError: on every rank, naming the value and what each rank has.
+    """
+    if is_traced(like) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    group = distributed_c10d._resolve_process_group(group_name)
+    compared = _compared.setdefault(group, {})
+    key = tuple(values.items())
+    digest = compared.get(key)
+    on_cpu = like.device.type == "cpu"
+    every_time = checks.CHECK_VALUES or (on_cpu and not (once or equality_is_assumed()))
+    if digest is not None and not every_time:
+        return
+    raise_faults(group_name)  # a dead rank would not come to the comparison
+    if digest is None:
+        digest = _digest(key)
+    if not (on_cpu and _digests_are_equal(group, digest)):
+        _compare(group, values)
+    if len(compared) >= _MAX_REMEMBERED:  # on all ranks at once: all have compared the same values
+        compared.clear()
+    compared[key] = digest
+
+
+def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn:
+    """Raises NotImplementedError; ranks that come to `check_equal_on_all_ranks` of the same call raise it as well."""
+    check_equal_on_all_ranks(group_name, like, {_REFUSED: message})
+    raise NotImplementedError(message)
+
+
+def raise_on_all_ranks(
+    group_name: str, device: torch.device, kind: type[Exception], said: str | None, remedy: str
+) -> None:
+    """Raises `kind` on every rank where one of them has something to say (None: nothing), with what each one says.
+
+    A collective of one number on this device, and a wait for it.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    raise_faults(group_name)
+    says = torch.tensor([said is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(says, dist.ReduceOp.MAX, group=group)
+    if not says.item():
+        return
+    texts = enumerate(_gather(group, said))
+    ranks = "; ".join(f"on rank {r} {text}" for r, text in texts if text)
+    raise kind(f"{remedy} ({ranks})")
+
+
+def consensus(
+    group_name: str, like: Tensor, question: object, own: object, answer: str | None
+) -> str | None:
+    """The ranks' common answer, `answer` on this one, to a question that is equal on all of them; None where they differ.
+
+    A small collective the first time that this rank asks `question` with what is its `own`; as for
+    `check_equal_on_all_ranks`, it is undefined what happens where another rank has asked earlier. Later, and while a
+    CUDA graph is captured, what is remembered. None, too, where `question` differs: `check_equal_on_all_ranks` says so.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    remembered, key = _consensus.setdefault(group, {}), (question, own)
+    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    if key not in remembered and not capturing:
+        raise_faults(group_name)
+        answers = _gather(group, (question, answer))
+        if any(theirs[0] != question for theirs in answers):
+            return None
+        if len(remembered) >= _MAX_REMEMBERED:
+            remembered.clear()
+        remembered[key] = answer if all(theirs[1] == answer for theirs in answers) else None
+    return remembered.get(key)
+
+
+def _gather(group: dist.ProcessGroup, value: object) -> list:
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
+    """Raises on every rank, naming what differs."""
+    by_rank = _gather(group, {name: str(value) for name, value in values.items()})
+    for rank, theirs in enumerate(by_rank):
+        if _REFUSED in theirs:
+            raise NotImplementedError(f"{theirs[_REFUSED]} (on rank {rank})")
+    for name in values:
+        texts = [theirs.get(name) for theirs in by_rank]
+        if len(set(texts)) > 1:
+            ranks = ", ".join(f"{value} on rank {r}" for r, value in enumerate(texts))
+            raise ValueError(f"{name} must be the same on all ranks, got {ranks}")
+
+
+def _digest(key: tuple) -> Tensor:
+    """64 bits of the values, the same in every process."""
+    text = str([(name, str(value)) for name, value in key]).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    return torch.tensor([number])
+
+
+def _digests_are_equal(group: dist.ProcessGroup, digest: Tensor) -> bool:
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, digest, group=group)
+    return all(torch.equal(x, digest) for x in digests)
