@@ -26,7 +26,7 @@ def main() -> None:
     sizes = dict(num_layers=1, batch=BATCH, kv_heads=KV_HEADS, capacity=CAPACITY, head_dim=DIM)
     sizes |= dict(dtype=torch.float32, device=device)
     # kv_block=16: positions go round the ranks in blocks of 16, so that all have as much to read at any length.
-    cache = ShardedKVCache(**sizes, group_name=dist.group.WORLD, kv_block=16, strategy="auto")
+    cache = ShardedKVCache(**sizes, group=dist.group.WORLD, kv_block=16, strategy="auto")
     whole = ShardedKVCache(**sizes)  # the same on one process, to compare
 
     torch.manual_seed(0)  # the same tokens on all ranks

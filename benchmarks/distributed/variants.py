@@ -53,7 +53,7 @@ def ours(strategy: str, ranks: Ranks) -> Variant:
 
     def calls(shards: Sequence[Shard], ranks: Ranks, _: contextlib.ExitStack) -> list[Call]:
         decode = functools.partial(
-            torch_fdattn.dist.decode, group_name=ranks.group_name, strategy=strategy, **options
+            torch_fdattn.dist.decode, group=ranks.group_name, strategy=strategy, **options
         )
         return [functools.partial(decode, x.q, x.k, x.v, x.kv_lens) for x in shards]
 

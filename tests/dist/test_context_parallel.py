@@ -105,7 +105,7 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
     ):
         with (
             pytest.raises(ValueError, match="must"),
-            context_parallel(**{**dict(group_name=group, shards=shards), **wrong}),
+            context_parallel(**{**dict(group=group, shards=shards), **wrong}),
         ):
             pass
     with (

@@ -231,7 +231,7 @@ class TestBadInput:
     def good(self, group: str, rank_device: torch.device) -> dict:
         q, k, v = make(rank_device, 2, 4, 2, 1, 8, 16)
         lens = torch.tensor([8, 3], dtype=torch.int32, device=rank_device)
-        return dict(q=q, k_shard=k, v_shard=v, kv_lens=lens, group_name=group)
+        return dict(q=q, k_shard=k, v_shard=v, kv_lens=lens, group=group)
 
     @pytest.mark.parametrize(
         ("wrong", "error", "message"),

@@ -76,7 +76,7 @@ def in_context(group, device) -> Tensor:
 def cache_of(kind: type, group, device) -> Tensor:
     q, k, v = qkv(device)
     sizes = 1, 1, KV_HEADS, 2 * TOKENS, HEAD_DIM
-    cache = kind(*sizes, dtype=q.dtype, device=device, group_name=group)
+    cache = kind(*sizes, dtype=q.dtype, device=device, group=group)
     cache.append(0, k, v)
     return cache.attend(0, q)
 
@@ -84,9 +84,7 @@ def cache_of(kind: type, group, device) -> Tensor:
 def attention_over_a_cache(group, device) -> Tensor:
     q, k, v = qkv(device)
     sizes = 1, KV_HEADS, 2 * TOKENS, HEAD_DIM
-    return DistributedDecodeAttention(*sizes, dtype=q.dtype, device=device, group_name=group)(
-        q, k, v
-    )
+    return DistributedDecodeAttention(*sizes, dtype=q.dtype, device=device, group=group)(q, k, v)
 
 
 def engine(device, tensor_parallel: bool, **groups) -> Tensor:
@@ -129,24 +127,24 @@ def matmul(entry: Callable, group, device, *more: tuple[int, ...]) -> object:
 
 #: What is called, and what errors call the group, with whether None is the default group.
 ENTRIES = {
-    "decode": (lambda g, d: decode(*qkv(d, 1), lens(d), g), "group_name", True),
-    "chosen_strategy": (lambda g, d: chosen_strategy(qkv(d, 1)[0], g), "group_name", True),
-    "one_sided_all_gather": (one_sided, "group_name", True),
-    "ring_attention": (lambda g, d: ring_attention(*qkv(d), g), "group_name", True),
-    "all_gather_matmul": (lambda g, d: matmul(all_gather_matmul, g, d), "group_name", True),
-    "matmul_reduce_scatter": (lambda g, d: matmul(matmul_reduce_scatter, g, d), "group_name", True),
-    "matmul_all_reduce": (lambda g, d: matmul(matmul_all_reduce, g, d), "group_name", True),
+    "decode": (lambda g, d: decode(*qkv(d, 1), lens(d), g), "group", True),
+    "chosen_strategy": (lambda g, d: chosen_strategy(qkv(d, 1)[0], g), "group", True),
+    "one_sided_all_gather": (one_sided, "group", True),
+    "ring_attention": (lambda g, d: ring_attention(*qkv(d), g), "group", True),
+    "all_gather_matmul": (lambda g, d: matmul(all_gather_matmul, g, d), "group", True),
+    "matmul_reduce_scatter": (lambda g, d: matmul(matmul_reduce_scatter, g, d), "group", True),
+    "matmul_all_reduce": (lambda g, d: matmul(matmul_all_reduce, g, d), "group", True),
     "matmul_all_reduce_rms_norm": (
-        lambda g, d: matmul(matmul_all_reduce_rms_norm, g, d, (8, 8), (8,)), "group_name", True,
+        lambda g, d: matmul(matmul_all_reduce_rms_norm, g, d, (8, 8), (8,)), "group", True,
     ),
-    "shard_batch": (lambda g, d: shard_batch(g, shards(), *tensors(d, (1, shards().total))), "group_name", True),
-    "unshard_batch": (lambda g, d: unshard_batch(g, shards(), *tensors(d, (1, TOKENS))), "group_name", True),
-    "context_parallel": (in_context, "group_name", True),
-    "ShardedKVCache": (lambda g, d: cache_of(ShardedKVCache, g, d), "group_name", False),
-    "PagedKVCache": (lambda g, d: cache_of(PagedKVCache, g, d), "group_name", False),
-    "DistributedDecodeAttention": (attention_over_a_cache, "group_name", False),
-    "TPMLP": (lambda g, d: layer(TPMLP, g, d), "group_name", True),
-    "TPAttention": (lambda g, d: layer(TPAttention, g, d), "group_name", True),
+    "shard_batch": (lambda g, d: shard_batch(g, shards(), *tensors(d, (1, shards().total))), "group", True),
+    "unshard_batch": (lambda g, d: unshard_batch(g, shards(), *tensors(d, (1, TOKENS))), "group", True),
+    "context_parallel": (in_context, "group", True),
+    "ShardedKVCache": (lambda g, d: cache_of(ShardedKVCache, g, d), "group", False),
+    "PagedKVCache": (lambda g, d: cache_of(PagedKVCache, g, d), "group", False),
+    "DistributedDecodeAttention": (attention_over_a_cache, "group", False),
+    "TPMLP": (lambda g, d: layer(TPMLP, g, d), "group", True),
+    "TPAttention": (lambda g, d: layer(TPAttention, g, d), "group", True),
     "parallelize": (lambda g, d: parallelize(model(d), g)(torch.ones(1, 4, dtype=torch.long, device=d)), "mesh", True),
     "Engine, kv_group": (lambda g, d: engine(d, False, kv_group=g), "kv_group", False),
     "Engine, tp_group": (lambda g, d: engine(d, True, tp_group=g), "tp_group", False),
@@ -246,7 +244,7 @@ def test_errors_name_the_argument(group, rank_device, call: Callable, argument: 
 
 def test_the_default_group_needs_one(monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(RuntimeError, match=r"group_name None, .* needs an initialised"):
+    with pytest.raises(RuntimeError, match=r"group None, .* needs an initialised"):
         name_of(None)
 
 

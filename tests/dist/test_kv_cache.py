@@ -36,7 +36,7 @@ def step(cache: ShardedKVCache, tokens: int, seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("steps", [[1] * 5, [18, 1, 3, 17, 1], [40], [9, 9, 9], [3, 16, 2]])
 def test_equals_one_process(group: str, rank_device, kv_block, steps: list[int]) -> None:
     """Prompts, single tokens, several tokens over a border, and a second prompt over a sharded cache."""
-    cache = make(rank_device, group_name=group, kv_block=kv_block)
+    cache = make(rank_device, group=group, kv_block=kv_block)
     whole = make(rank_device)
     for seed, tokens in enumerate(steps):
         for ours, expected in zip(
@@ -48,7 +48,7 @@ def test_equals_one_process(group: str, rank_device, kv_block, steps: list[int])
 
 @pytest.mark.parametrize("kv_block", [None, 1, 4])
 def test_each_rank_keeps_its_own_tokens(group: str, rank_device, kv_block) -> None:
-    cache = make(rank_device, capacity=24, group_name=group, kv_block=kv_block)
+    cache = make(rank_device, capacity=24, group=group, kv_block=kv_block)
     values = torch.arange(24.0, device=rank_device)[None, None, :, None].expand(2, 2, 24, 16)
     cache.append(0, values, -values)
     cache.append(1, values, -values)
@@ -62,7 +62,7 @@ def test_each_rank_keeps_its_own_tokens(group: str, rank_device, kv_block) -> No
 
 @pytest.mark.parametrize("kv_block", [None, 1, 4])
 def test_storage_is_a_share_plus_at_most_one_block(group: str, rank_device, kv_block) -> None:
-    cache, whole = make(rank_device, group_name=group, kv_block=kv_block), make(rank_device)
+    cache, whole = make(rank_device, group=group, kv_block=kv_block), make(rank_device)
     per_token = 2 * 2 * 2 * 2 * 16 * 4  # k and v, layers, batch, heads, dim, bytes
     total = 40 * per_token
     block = cache.shards.kv_block
@@ -80,7 +80,7 @@ def test_storage_is_a_share_plus_at_most_one_block(group: str, rank_device, kv_b
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_quantised_shards_hold_what_one_process_holds(group, rank_device, kv_block, kv_dtype):
     """Scales follow from all new tokens, which every rank sees; long prompts attend over a shard read back."""
-    cache = make(rank_device, group_name=group, kv_block=kv_block, kv_dtype=kv_dtype)
+    cache = make(rank_device, group=group, kv_block=kv_block, kv_dtype=kv_dtype)
     whole = make(rank_device, kv_dtype=kv_dtype)
     for seed, tokens in enumerate([3, 18, 1, 16]):
         found, expected = (step(each, tokens, seed) for each in (cache, whole))
@@ -95,7 +95,7 @@ def test_quantised_shards_hold_what_one_process_holds(group, rank_device, kv_blo
 
 def test_more_ranks_than_blocks(group, rank_device) -> None:
     """A rank that never holds a position."""
-    cache = make(rank_device, capacity=3, group_name=group, kv_block=3)
+    cache = make(rank_device, capacity=3, group=group, kv_block=3)
     whole = make(rank_device, capacity=3)
     for seed, tokens in enumerate([2, 1]):
         found, expected = (step(each, tokens, seed) for each in (cache, whole))
@@ -106,7 +106,7 @@ def test_more_ranks_than_blocks(group, rank_device) -> None:
 def test_every_strategy(group, rank_device, hierarchies) -> None:
     whole = make(rank_device)
     caches = [
-        make(rank_device, group_name=group, kv_block=3, **by(strategy, hierarchies, 1))
+        make(rank_device, group=group, kv_block=3, **by(strategy, hierarchies, 1))
         for strategy in PORTABLE
     ]
     for seed, tokens in enumerate([18, 1, 4]):
@@ -117,7 +117,7 @@ def test_every_strategy(group, rank_device, hierarchies) -> None:
 
 
 def test_reset_forgets(group: str, rank_device) -> None:
-    cache, fresh = make(rank_device, group_name=group), make(rank_device, group_name=group)
+    cache, fresh = make(rank_device, group=group), make(rank_device, group=group)
     step(cache, 17, 0)
     cache.reset()
     assert cache.bytes_used() == 0
@@ -131,7 +131,7 @@ def test_ragged_steps_equal_each_sequence_alone(
     group: str, rank_device, kv_block, tokens: list[int]
 ) -> None:
     """Over 4 tokens held; each sequence's tokens are the last columns, the padding is never seen."""
-    cache = make(rank_device, group_name=group, kv_block=kv_block)
+    cache = make(rank_device, group=group, kv_block=kv_block)
     step(cache, 4, 0)
     columns = max(*tokens, 1)
     q, k, v = (torch.randn(2, heads, columns, 16).to(rank_device) for heads in (6, 2, 2))
@@ -143,7 +143,7 @@ def test_ragged_steps_equal_each_sequence_alone(
     ragged.advance(columns)
     assert cache.held == cache.lengths.tolist() == [4 + count for count in tokens]
     for sequence, count in enumerate(tokens):
-        alone = make(rank_device, group_name=group, kv_block=kv_block)
+        alone = make(rank_device, group=group, kv_block=kv_block)
         step(alone, 4, 0)
         if not count:
             continue
@@ -156,7 +156,7 @@ def test_ragged_steps_equal_each_sequence_alone(
 
 @pytest.mark.parametrize("kv_block", [None, 4])
 def test_truncate_keeps_a_prefix(group: str, rank_device, kv_block) -> None:
-    cache, fresh = (make(rank_device, group_name=group, kv_block=kv_block) for _ in range(2))
+    cache, fresh = (make(rank_device, group=group, kv_block=kv_block) for _ in range(2))
     step(cache, 5, 0)
     step(cache, 12, 2)
     step(fresh, 5, 0)
@@ -171,7 +171,7 @@ def test_truncate_keeps_a_prefix(group: str, rank_device, kv_block) -> None:
 
 class TestBadInput:
     def test_overflow(self, group: str, rank_device) -> None:
-        cache = make(rank_device, capacity=8, group_name=group)
+        cache = make(rank_device, capacity=8, group=group)
         step(cache, 6, 0)
         k = torch.randn(2, 2, 3, 16, device=rank_device)
         with pytest.raises(ValueError, match="capacity of 8 tokens, got 3 new tokens after 6"):
@@ -180,7 +180,7 @@ class TestBadInput:
             cache.advance(3)
 
     def test_ragged_overflow(self, group: str, rank_device) -> None:
-        cache = make(rank_device, capacity=8, group_name=group)
+        cache = make(rank_device, capacity=8, group=group)
         step(cache, 6, 0)
         message = "sequence 1 must fit the cache's capacity of 8 tokens, got 3 new tokens after 6"
         with pytest.raises(ValueError, match=message):
@@ -190,7 +190,7 @@ class TestBadInput:
             cache.truncate(-1)
 
     def test_shapes_and_dtypes(self, group: str, rank_device) -> None:
-        cache = make(rank_device, group_name=group)
+        cache = make(rank_device, group=group)
         k = torch.randn(2, 2, 3, 16, device=rank_device)
         with pytest.raises(
             ValueError, match=r"v must have shape \(2, 2, 3, 16\), got \(2, 2, 4, 16\)"
@@ -211,7 +211,7 @@ class TestBadInput:
             (dict(kv_block=-1), "kv_block must be at least 1, got -1"),
             (dict(strategy="none"), "strategy must be one of"),
             (dict(strategy="hierarchical"), "hierarchy must be the names of an inner and an outer"),
-            (dict(group_name="nosuch"), "group_name must name a process group"),
+            (dict(group="nosuch"), "group must name a process group"),
         ],
     )
     def test_options(self, group: str, rank_device, options: dict, message: str) -> None:
@@ -219,7 +219,7 @@ class TestBadInput:
             make(rank_device, **options)
 
     def test_layers_and_types(self, group: str, rank_device) -> None:
-        cache = make(rank_device, group_name=group)
+        cache = make(rank_device, group=group)
         k = torch.randn(2, 2, 3, 16, device=rank_device)
         with pytest.raises(ValueError, match=r"layer must be from 0 to \d, got -1"):
             cache.append(-1, k, k)
@@ -232,7 +232,7 @@ class TestBadInput:
 
 
 def test_values_are_stored_without_their_graphs(group, rank_device) -> None:
-    cache = make(rank_device, group_name=group)
+    cache = make(rank_device, group=group)
     for _ in range(2):  # a second step over what a first one's backward has freed
         k = torch.randn(2, 2, 3, 16, device=rank_device, requires_grad=True)
         q = torch.randn(2, 4, 3, 16, device=rank_device, requires_grad=True)
@@ -246,7 +246,7 @@ def test_values_are_stored_without_their_graphs(group, rank_device) -> None:
 @pytest.mark.parametrize("kv_block", [None, 4])
 def test_as_a_module(group, rank_device, kv_block) -> None:
     layer = DistributedDecodeAttention(
-        2, 2, 30, 16, dtype=torch.float32, device=rank_device, group_name=group, kv_block=kv_block,
+        2, 2, 30, 16, dtype=torch.float32, device=rank_device, group=group, kv_block=kv_block,
         window=(9, 0), scale=0.3,
     )  # fmt: skip
     q, k, v = (torch.randn(2, n, 30, 16, device=rank_device) for n in (6, 2, 2))

@@ -238,7 +238,7 @@ def test_two_dimensional_mesh(group, rank_device, strategy: str) -> None:
     tokens = tokens_for(rank_device)
     expected = greedy(dense, cache_of(dense, rank_device, 2), tokens)
     kv_group = mesh["kv"].get_group().group_name
-    cache = cache_of(parallel, rank_device, 2, group_name=kv_group, kv_block=3)
+    cache = cache_of(parallel, rank_device, 2, group=kv_group, kv_block=3)
     assert torch.equal(greedy(parallel, cache, tokens), expected)
 
 

@@ -236,8 +236,8 @@ def wrong_calls(world: int):
         (dict(shards="striped"), ValueError, "shards must be 'contiguous', 'zigzag'.*got 'striped'"),
         (dict(shards=SequenceShards.contiguous(8, world + 1)), ValueError, "shards must be for the group's"),
         (dict(shards=SequenceShards.contiguous(9 * world, world)), ValueError, "q must have 9 tokens on rank"),
-        (dict(group_name="nobody"), ValueError, "group_name must name a process group"),
-        (dict(group_name=3), TypeError, "group_name must be a process group, its name or"),
+        (dict(group="nobody"), ValueError, "group must name a process group"),
+        (dict(group=3), TypeError, "group must be a process group, its name or"),
         (dict(scale=-1.0), ValueError, "scale must be a positive"),
         (dict(window=(-2, 0)), ValueError, "window must be"),
         (dict(k=torch.randn(1, 2, 7, 16), v=torch.randn(1, 2, 7, 16)), ValueError, "k must have 8 tokens on rank"),
@@ -258,7 +258,7 @@ def test_wrong_calls_before_any_communication(group, rank_device) -> None:
         with pytest.raises(ValueError, match="shards must hold each position"):
             torch.ops.fdattn.ring_attention(*3 * [x.to(rank_device)], group, overlapping)
     for changes, kind, text in wrong_calls(dist.get_world_size()):
-        arguments = dict(q=x, k=x, v=x, group_name=group) | changes
+        arguments = dict(q=x, k=x, v=x, group=group) | changes
         arguments = {
             name: value.to(rank_device) if isinstance(value, torch.Tensor) else value
             for name, value in arguments.items()

@@ -194,8 +194,7 @@ class TestRanksThatDiffer:
         q, k, v = make(rank_device, 1, 2, 1, 1, 8, 16)
         names = dict(strategy="fused", kv_block=1)
         return (
-            dict(q=q, k_shard=k, v_shard=v, kv_lens=lengths([8], rank_device), group_name=group)
-            | names
+            dict(q=q, k_shard=k, v_shard=v, kv_lens=lengths([8], rank_device), group=group) | names
         )
 
     @staticmethod

@@ -249,7 +249,7 @@ class TestBadInput:
             TPAttention.from_module(dense_attention(config(), "ours"), group, strategy, method)
 
     def test_unknown_group(self) -> None:
-        with pytest.raises(ValueError, match="group_name must name a process group"):
+        with pytest.raises(ValueError, match="group must name a process group"):
             TPMLP.from_module(dense_mlp(config(), "ours"), "nosuch", "ag_rs")
 
     def test_activation(self, group) -> None:

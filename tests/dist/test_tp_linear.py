@@ -192,8 +192,8 @@ class TestBadInput:
         ("wrong", "error", "message"),
         [
             (dict(strategy="ring"), ValueError, r"strategy must be one of \('auto', 'collective', .*\), got 'ring'"),
-            (dict(group_name="nosuch"), ValueError, "group_name must name a process group"),
-            (dict(group_name=7), TypeError, "group_name must be a process group, its name or .* got int"),
+            (dict(group="nosuch"), ValueError, "group must name a process group"),
+            (dict(group=7), TypeError, "group must be a process group, its name or .* got int"),
             (dict(x_shard=[1.0]), TypeError, "x_shard must be a torch.Tensor, got list"),
             (dict(weights=torch.ones(4, 6)), TypeError, "weights must be a list of tensors, got Tensor"),
             (dict(weights=[None]), TypeError, "weights must be a list of tensors, got NoneType at 0"),
@@ -221,7 +221,7 @@ class TestBadInput:
         def here(x):
             return x.to(rank_device) if isinstance(x, Tensor) and x.device.type == "cpu" else x
 
-        arguments = dict(x_shard=torch.ones(2, 6), weights=[torch.ones(4, 6)], group_name=group)
+        arguments = dict(x_shard=torch.ones(2, 6), weights=[torch.ones(4, 6)], group=group)
         for name, value in {**arguments, **wrong}.items():
             arguments[name] = [here(x) for x in value] if isinstance(value, list) else here(value)
         with pytest.raises(error, match=message):
@@ -244,7 +244,7 @@ class TestBadInput:
     def test_matmul_all_reduce(self, group, rank_device, options, error, message) -> None:
         x, weight = torch.ones(2, 6, device=rank_device), torch.ones(4, 6, device=rank_device)
         with pytest.raises(error, match=message):
-            matmul_all_reduce(**{"x": x, "weight": weight, "group_name": group, **options})
+            matmul_all_reduce(**{"x": x, "weight": weight, "group": group, **options})
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -256,7 +256,7 @@ class TestBadInput:
         ],
     )
     def test_matmul_reduce_scatter(self, group, options, message) -> None:
-        arguments = dict(x=torch.ones(2, 6), weight=torch.ones(4, 6), group_name=group)
+        arguments = dict(x=torch.ones(2, 6), weight=torch.ones(4, 6), group=group)
         with pytest.raises(TypeError, match=message):
             matmul_reduce_scatter(**{**arguments, **options})
 

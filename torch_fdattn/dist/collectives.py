@@ -264,7 +264,7 @@ for _name in _COLLECTIVES:
 
 
 def _entry(name: str, x: Tensor, group_name: str, **options) -> Tensor:
-    rank, world_size = rank_and_size(group_name)
+    rank, world_size = rank_and_size(group_name, "group_name")
     return getattr(torch.ops.fdattn, name)(
         x, group_name, rank=rank, world_size=world_size, **options
     )

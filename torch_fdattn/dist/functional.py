@@ -13,7 +13,7 @@ from torch_fdattn.functional import window_bounds
 
 
 def decode(
-    q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, group_name: Group, *,
+    q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, group: Group, *,
     page_table: Tensor | None = None, q_start: Tensor | None = None, kv_start: Tensor | None = None,
     kv_block: int | None = None, causal: bool = True, window: tuple[int, int] | None = None,
     scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -30,7 +30,7 @@ def decode(
         k_shard, v_shard: this rank's part of the cache (B, H_kv, local capacity, D or DV); it may be empty.
         kv_lens: int32 (B,), **global** lengths, the new tokens included; the same on every rank; at most
             2**29, which all ranks' shards together may hold.
-        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         page_table: int32 (B, pages a sequence), of this rank alone: k_shard and v_shard are then its pages
             (P, H_kv, page, D or DV), and token j of those that it holds is where `torch_fdattn.paged_decode`
             looks for token j.
@@ -77,7 +77,7 @@ def decode(
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
@@ -105,13 +105,13 @@ def decode(
     )
 
 
-def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
+def one_sided_all_gather(x: Tensor, group: Group) -> Tensor:
     """Every rank's x, stacked in the order of ranks, through memory that the ranks map, in one kernel.
 
     Args:
         x: contiguous, any dtype, of a multiple of 4 bytes; the same shape on every rank. On GPUs of one host, or
             CPU tensors with TRITON_INTERPRET=1.
-        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
 
     Returns:
         (W, *x.shape), the same on all ranks. Every bit is set (NaN in floating point) where a rank's part did
@@ -133,7 +133,7 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
     checks.expect_types((("x", x),))
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("one_sided_all_gather has no gradient: call it under no_grad")
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     rank_and_size(group_name)
     values = {"x's shape": tuple(x.shape), "x's dtype": x.dtype}
     check_equal_on_all_ranks(group_name, x, values, once=True)
@@ -142,7 +142,7 @@ def one_sided_all_gather(x: Tensor, group_name: Group) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group_name: Group, *,
+    q: Tensor, k: Tensor, v: Tensor, group: Group, *,
     shards: SequenceShards | str = "contiguous", causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -152,7 +152,7 @@ def ring_attention(
         q: this rank's queries (B, H, S_r, D); S_r may differ between ranks, and be 0.
         k, v: this rank's keys and values (B, H_kv, S_r, D); with "query_split" those of the whole sequence,
             (B, H_kv, total, D) in order of positions, on every rank.
-        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
         causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
@@ -180,7 +180,7 @@ def ring_attention(
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     rank, world_size = rank_and_size(group_name)
     if not isinstance(shards, SequenceShards):
         shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)

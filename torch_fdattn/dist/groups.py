@@ -21,7 +21,7 @@ Group: TypeAlias = DeviceMesh | dist.ProcessGroup | str | None
 NOT_INITIALISED = "{} needs an initialised torch.distributed: call init_process_group first (or start the program with torchrun)"
 
 
-def name_of(group: Group, argument: str = "group_name") -> str:
+def name_of(group: Group, argument: str = "group") -> str:
     """The name of a group; `argument` is what errors call it. That a name is known, `rank_and_size` finds out.
 
     Raises:
@@ -75,7 +75,7 @@ def pair_of_names(hierarchy: tuple[Group, Group] | None) -> tuple[str, str] | No
 _ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def rank_and_size(group_name: str, argument: str = "group_name") -> tuple[int, int]:
+def rank_and_size(group_name: str, argument: str = "group") -> tuple[int, int]:
     """(rank, world size) of this process in the group; `argument` is what errors call the name.
 
     Raises:
@@ -124,7 +124,7 @@ def given_rank_and_size(
             "rank and world_size must be given where the op is compiled (its Python entry in "
             f"torch_fdattn.dist gives them), got rank={rank}, world_size={world_size}"
         )
-    return rank_and_size(group_name)
+    return rank_and_size(group_name, "group_name")
 
 
 def is_traced(tensor: Tensor) -> bool:

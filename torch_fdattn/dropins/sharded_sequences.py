@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PLACE = 'attn_implementation="fdattn" inside context_parallel'
 _REMEDY = (
     "give the model position_ids, this rank's part of all positions: "
-    "(position_ids,) = shard_batch(group_name, shards, torch.arange(total)[None])"
+    "(position_ids,) = shard_batch(group, shards, torch.arange(total)[None])"
 )
 #: Layers that look at no other token but by attention.
 _LAYERS = {"full_attention", "sliding_attention"}

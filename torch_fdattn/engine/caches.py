@@ -23,7 +23,7 @@ def make_cache(
     config, weight = model.config, model.norm.weight
     sizes = config.num_layers, batch, local_kv_heads(model), capacity, config.head_dim
     common = dict(
-        dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype, group_name=kv_group,
+        dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype, group=kv_group,
         kv_block=kv_block, strategy=strategy, hierarchy=hierarchy,
     )  # fmt: skip
     if kind == "contiguous":

@@ -39,7 +39,7 @@ class PagedKVCache(SharedKVCache):
         capacity: tokens a sequence; it sets the table's width and takes no memory.
         page_size: tokens a page.
         pages: of each rank, shared by the sequences; default: enough for all of them at full capacity.
-        dtype, device, kv_dtype, group_name, kv_block, strategy, hierarchy: as `ShardedKVCache`.
+        dtype, device, kv_dtype, group, kv_block, strategy, hierarchy: as `ShardedKVCache`.
 
     Attributes:
         lengths: int32 (batch,) on the device, tokens stored before the current step.
@@ -64,13 +64,13 @@ class PagedKVCache(SharedKVCache):
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, page_size: int = 16,
-        pages: int | None = None, kv_dtype: str | None = None, group_name: Group = None,
+        pages: int | None = None, kv_dtype: str | None = None, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
         hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
-            kv_dtype=kv_dtype, group_name=group_name, kv_block=kv_block, strategy=strategy,
+            kv_dtype=kv_dtype, group=group, kv_block=kv_block, strategy=strategy,
             hierarchy=hierarchy,
         )  # fmt: skip
         expect_at_least_one("page_size", page_size)

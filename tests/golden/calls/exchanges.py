@@ -17,7 +17,7 @@ B, H, KV, N, D = 4, 32, 8, 8192, 128
 def shard(b: int = B, t: int = 1, d: int = D, dtype: torch.dtype = torch.bfloat16) -> dict[str, object]:  # fmt: skip
     q, k = new(b, H, t, d, dtype=dtype), new(b, KV, N, d, dtype=dtype)
     v = torch.empty_like(k)
-    return dict(q=q, k_shard=k, v_shard=v, kv_lens=lengths(b), group_name="0", kv_block=16)
+    return dict(q=q, k_shard=k, v_shard=v, kv_lens=lengths(b), group="0", kv_block=16)
 
 
 def pages() -> dict[str, object]:
@@ -50,5 +50,5 @@ def calls() -> Iterator[Call]:
     yield one("fp32", shard(dtype=torch.float32, d=64), "two_shot")
     yield one("a100", shard(), "fused", device=A100)
     for name, count in dict(words=1 << 10, tiles=1 << 18).items():
-        x = dict(x=fp32(count), group_name="0")
+        x = dict(x=fp32(count), group="0")
         yield Call(f"one_sided_all_gather/{name}", one_sided_all_gather, x, ("gathered",))

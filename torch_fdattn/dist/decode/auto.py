@@ -28,7 +28,7 @@ def choose(rows: int, world_size: int, one_sided: bool, head_sharded: bool) -> s
 
 
 def chosen_strategy(
-    q: Tensor, group_name: Group, *, head_sharded: bool = False, batch_invariant: bool = False
+    q: Tensor, group: Group, *, head_sharded: bool = False, batch_invariant: bool = False
 ) -> str:
     """What strategy "auto" of `torch_fdattn.dist.decode` takes for queries like q (B, H, T, D).
 
@@ -41,7 +41,7 @@ def chosen_strategy(
         >>> torch_fdattn.dist.chosen_strategy(q, None) in ("none", "all_gather", "fused", "two_shot")
         True
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
     return choose_for(q, exchange, batch_invariant)
 

@@ -17,7 +17,7 @@ class DistributedDecodeAttention(nn.Module):
 
     Args:
         batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy: as `ShardedKVCache`.
-        group_name: as `ShardedKVCache`.
+        group: as `ShardedKVCache`.
         window, scale: as `torch_fdattn.attention`; the mask is causal.
 
     Attributes:
@@ -25,7 +25,7 @@ class DistributedDecodeAttention(nn.Module):
 
     Examples:
         >>> layer = torch_fdattn.dist.DistributedDecodeAttention(
-        ...     2, 2, 256, 16, dtype=torch.float32, device="cpu", group_name=torch.distributed.group.WORLD,
+        ...     2, 2, 256, 16, dtype=torch.float32, device="cpu", group=torch.distributed.group.WORLD,
         ... )
         >>> for tokens in (8, 1, 1):  # a prompt, then two steps
         ...     q, k, v = torch.randn(2, 4, tokens, 16), *torch.randn(2, 2, 2, tokens, 16)
@@ -36,7 +36,7 @@ class DistributedDecodeAttention(nn.Module):
 
     def __init__(
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
-        dtype: torch.dtype, device: torch.device | str, group_name: Group = None,
+        dtype: torch.dtype, device: torch.device | str, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
         window: tuple[int, int] | None = None, scale: float | None = None,
         hierarchy: tuple[Group, Group] | None = None,
@@ -45,7 +45,7 @@ class DistributedDecodeAttention(nn.Module):
         self.window, self.scale = window, scale
         self.cache = ShardedKVCache(
             1, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
-            group_name=group_name, kv_block=kv_block, strategy=strategy,
+            group=group, kv_block=kv_block, strategy=strategy,
             hierarchy=hierarchy,
         )  # fmt: skip
 

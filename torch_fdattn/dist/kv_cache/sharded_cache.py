@@ -44,7 +44,7 @@ class SharedKVCache(BatchKVCache):
     """A `BatchKVCache` whose positions a group may share; how a rank stores its own is its subclasses' matter.
 
     Args:
-        group_name: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
+        group: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
             None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
@@ -56,7 +56,7 @@ class SharedKVCache(BatchKVCache):
 
     def __init__(
         self, *sizes: int, dtype: torch.dtype, device: torch.device | str, kv_dtype: str | None,
-        group_name: Group, kv_block: int | None, strategy: str,
+        group: Group, kv_block: int | None, strategy: str,
         hierarchy: tuple[Group, Group] | None,
     ) -> None:  # fmt: skip
         super().__init__(*sizes, dtype=dtype, device=device, kv_dtype=kv_dtype)
@@ -65,8 +65,9 @@ class SharedKVCache(BatchKVCache):
         hierarchy = pair_of_names(hierarchy)
         check_strategy(strategy, hierarchy)
         rank, world_size = 0, 1
-        if group_name is not None:
-            group_name = name_of(group_name)
+        group_name = None
+        if group is not None:
+            group_name = name_of(group)
             rank, world_size = rank_and_size(group_name)
         # A block larger than the capacity holds it whole, as one of exactly that size does.
         kv_block = min(kv_block or -(-self.capacity // world_size), self.capacity)
@@ -119,7 +120,7 @@ class SharedKVCache(BatchKVCache):
             k, v = self._contiguous(layer, self.shards.local_capacity(longest), q.dtype)
             shard = dict(k_shard=k, v_shard=v)
         return sharded_decode(
-            q, kv_lens=lengths, group_name=self.group_name, kv_block=self.shards.kv_block, scale=scale,
+            q, kv_lens=lengths, group=self.group_name, kv_block=self.shards.kv_block, scale=scale,
             window=window, strategy=self.strategy, hierarchy=self.hierarchy, **shard,
         )[0]  # fmt: skip
 
@@ -138,7 +139,7 @@ class ShardedKVCache(SharedKVCache):
         num_layers, batch, kv_heads, head_dim: the model's shape.
         capacity: tokens a sequence, over all ranks.
         dtype, device: of the keys and values.
-        group_name: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
+        group: the process group that shares the cache: itself, its name or a DeviceMesh of one dimension;
             None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
@@ -155,7 +156,7 @@ class ShardedKVCache(SharedKVCache):
     Examples:
         >>> cache = torch_fdattn.dist.ShardedKVCache(
         ...     1, 2, 2, 256, 16, dtype=torch.float32, device="cpu",
-        ...     group_name=torch.distributed.group.WORLD, kv_block=16,
+        ...     group=torch.distributed.group.WORLD, kv_block=16,
         ... )
         >>> q, k, v = torch.randn(2, 4, 8, 16), *torch.randn(2, 2, 2, 8, 16)  # 8 tokens, the same on all ranks
         >>> cache.append(0, k, v)
@@ -168,13 +169,13 @@ class ShardedKVCache(SharedKVCache):
 
     def __init__(
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
-        dtype: torch.dtype, device: torch.device | str, group_name: Group = None,
+        dtype: torch.dtype, device: torch.device | str, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto", kv_dtype: str | None = None,
         hierarchy: tuple[Group, Group] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
-            kv_dtype=kv_dtype, group_name=group_name, kv_block=kv_block, strategy=strategy,
+            kv_dtype=kv_dtype, group=group, kv_block=kv_block, strategy=strategy,
             hierarchy=hierarchy,
         )  # fmt: skip
         shape = (num_layers, batch, kv_heads, self.shards.local_capacity(capacity), head_dim)

@@ -1,8 +1,8 @@
 """Training on a sequence split over ranks: shard a batch, attend through the ring, join the results.
 
     shards = SequenceShards.zigzag(total, world_size)
-    tokens, positions, labels = shard_batch(group_name, shards, tokens, positions, labels)
-    with context_parallel(group_name, shards=shards):
+    tokens, positions, labels = shard_batch(group, shards, tokens, positions, labels)
+    with context_parallel(group, shards=shards):
         loss = model(tokens, positions, labels)        # its attention calls are ring attention
 
 in the manner of `torch.distributed.tensor.experimental.context_parallel`.
@@ -34,9 +34,7 @@ from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 
 
-def shard_batch(
-    group_name: Group, shards: SequenceShards, *whole: Tensor, dim: int = 1
-) -> list[Tensor]:
+def shard_batch(group: Group, shards: SequenceShards, *whole: Tensor, dim: int = 1) -> list[Tensor]:
     """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
 
     Labels must already be shifted against the tokens: the next token may be another rank's.
@@ -49,12 +47,12 @@ def shard_batch(
         >>> part.shape
         torch.Size([1, 16])
     """
-    rank = _rank(name_of(group_name), shards)
+    rank = _rank(name_of(group), shards)
     return [shards.shard(x, rank, dim).contiguous() for x in whole]
 
 
 def unshard_batch(
-    group_name: Group, shards: SequenceShards, *parts: Tensor, dim: int = 1
+    group: Group, shards: SequenceShards, *parts: Tensor, dim: int = 1
 ) -> list[Tensor]:
     """The whole tensors of all ranks' parts, on every rank; not differentiable.
 
@@ -70,7 +68,7 @@ def unshard_batch(
         >>> torch.equal(whole, tokens)
         True
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     rank = _rank(group_name, shards)
     whole = []
     for part in parts:
@@ -92,13 +90,13 @@ def unshard_batch(
 
 @contextlib.contextmanager
 def context_parallel(
-    group_name: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
+    group: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
     seq_dims: Sequence[int] = (), strategy: str = "ring",
 ) -> Iterator[None]:  # fmt: skip
     """Inside it, attention calls are ring attention over the group.
 
     Args:
-        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds.
         buffers: whole tensors that are this rank's shards inside, in place, and whole again afterwards
             (what they held, not what was written to the shards).
@@ -128,7 +126,7 @@ def context_parallel(
         raise ValueError(
             f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
         )
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     parts = [
         shard_batch(group_name, shards, x, dim=dim)[0]
         for x, dim in zip(buffers, seq_dims, strict=True)
@@ -203,7 +201,7 @@ class RingMode(TorchFunctionMode):
         self._rank = _rank(group_name, shards)
         check_strategy(strategy, "context_parallel")
         self._group_name, self._shards = group_name, shards
-        self._options = dict(group_name=group_name, shards=shards, strategy=strategy)
+        self._options = dict(group=group_name, shards=shards, strategy=strategy)
 
     @property
     def total(self) -> int:

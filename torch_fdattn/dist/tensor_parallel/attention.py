@@ -87,11 +87,11 @@ class TPAttention(TPLayer):
     """
 
     def __init__(
-        self, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str,
+        self, module: nn.Module, group: Group, strategy: str, allreduce_method: str,
         tokens: TokenRows | None, linear_strategy: str,
     ) -> None:  # fmt: skip
         """Called by `from_module`."""
-        group_name = name_of(group_name)
+        group_name = name_of(group)
         super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
         rank, world_size = rank_and_size(group_name)
         check_attention(module, world_size)
@@ -128,7 +128,7 @@ class TPAttention(TPLayer):
 
     @staticmethod
     def from_module(
-        module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
+        module: nn.Module, group: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPAttention:  # fmt: skip
         """This rank's heads of an attention layer: ours, or transformers' LlamaAttention and
@@ -139,7 +139,7 @@ class TPAttention(TPLayer):
                 unknown strategy or method.
         """
         kind = TransformersTPAttention if hasattr(module, "layer_idx") else TPAttention
-        return kind(module, group_name, strategy, allreduce_method, tokens, linear_strategy)
+        return kind(module, group, strategy, allreduce_method, tokens, linear_strategy)
 
     def for_inference(self) -> TPLayer:
         """A `FusedTPAttention` over this layer's weights; the layer itself where they cannot be merged (DTensors), or

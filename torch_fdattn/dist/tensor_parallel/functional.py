@@ -49,7 +49,7 @@ def _expect_linear(x: object, weight: object, bias: object) -> None:
 
 
 def all_gather_matmul(
-    x_shard: Tensor, weights: Sequence[Tensor], group_name: Group,
+    x_shard: Tensor, weights: Sequence[Tensor], group: Group,
     biases: Sequence[Tensor | None] | None = None, *, rows: Sequence[int] | None = None,
     strategy: str = "auto", weight_scales: Sequence[Tensor | None] | None = None, largest: int | None = None,
     activation: str | None = None,
@@ -59,7 +59,7 @@ def all_gather_matmul(
     Args:
         x_shard: this rank's rows (m_r, K), bfloat16, float16, float32 or float64.
         weights: this rank's weights (N_i, K), in x_shard's dtype.
-        group_name: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
+        group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         biases: (N_i,) or None for each weight; None: no biases.
         rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
             this rank on every rank, which only the caller knows to be true.
@@ -97,7 +97,7 @@ def all_gather_matmul(
         >>> [tuple(part.shape) for part in y] == [(4 * world, 32)] * 2
         True
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     expect_tensor("x_shard", x_shard)
     _expect_list("weights", weights, "tensors", Tensor)
     if biases is not None:
@@ -115,7 +115,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group: Group, bias: Tensor | None = None, *,
     rows: Sequence[int] | None = None, strategy: str = "auto", weight_scale: Tensor | None = None,
     largest: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -126,7 +126,7 @@ def matmul_reduce_scatter(
         weight: this rank's columns (N, K_r), in x's dtype.
         bias: (N,), the same on every rank; added once, after the sum.
         rows: how many of the M rows each rank receives, the same list on every rank. None: M / ranks.
-        group_name, strategy: as `all_gather_matmul`.
+        group, strategy: as `all_gather_matmul`.
         weight_scale: of a weight in float8, as `all_gather_matmul`'s.
         largest: the most features K_r that any rank has, as `all_gather_matmul`'s.
 
@@ -144,7 +144,7 @@ def matmul_reduce_scatter(
         >>> torch_fdattn.dist.matmul_reduce_scatter(x, weight, None).shape
         torch.Size([4, 64])
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     _expect_linear(x, weight, bias)
     _expect_rows(rows)
     _expect_largest(largest)
@@ -156,7 +156,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    x: Tensor, weight: Tensor, group_name: Group, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, group: Group, bias: Tensor | None = None, *,
     method: str = "auto", strategy: str = "auto", weight_scale: Tensor | None = None, largest: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``sum over ranks (x @ weight.T) + bias`` on every rank: a row-parallel linear layer.
@@ -172,7 +172,7 @@ def matmul_all_reduce(
             that multiplies as well (up to 128 rows and for an even N, or else it is "low_latency").
         strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_all_reduce"
             and "low_latency" the method of that name.
-        group_name: as `all_gather_matmul`.
+        group: as `all_gather_matmul`.
         weight_scale: of a weight in float8, as `all_gather_matmul`'s. "gemm_all_reduce" reads the weight as it is; for
             the other methods it is made x's dtype first.
         largest: as `matmul_reduce_scatter`.
@@ -190,7 +190,7 @@ def matmul_all_reduce(
         >>> torch_fdattn.dist.matmul_all_reduce(x, weight, None).shape
         torch.Size([4, 64])
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     _expect_linear(x, weight, bias)
     _expect_largest(largest)
     rank, world_size = rank_and_size(group_name)
@@ -201,7 +201,7 @@ def matmul_all_reduce(
 
 
 def matmul_all_reduce_rms_norm(
-    x: Tensor, weight: Tensor, group_name: Group, residual: Tensor, norm_weight: Tensor, eps: float,
+    x: Tensor, weight: Tensor, group: Group, residual: Tensor, norm_weight: Tensor, eps: float,
     bias: Tensor | None = None, *, method: str = "auto", strategy: str = "auto", largest: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A row-parallel linear layer, the residual's addition and the norm behind it: what a transformer's block does
@@ -217,7 +217,7 @@ def matmul_all_reduce_rms_norm(
         residual: (M, N), the same on every rank, in x's dtype.
         norm_weight: (N,), in x's dtype.
         eps: what is added to the mean of squares.
-        x, weight, group_name, bias, method, strategy, largest: as `matmul_all_reduce`.
+        x, weight, group, bias, method, strategy, largest: as `matmul_all_reduce`.
 
     Returns:
         (normed (M, N), added (M, N)), the same on every rank. Differentiable as `matmul_all_reduce`.
@@ -232,7 +232,7 @@ def matmul_all_reduce_rms_norm(
         >>> normed.shape, added.shape
         (torch.Size([4, 64]), torch.Size([4, 64]))
     """
-    group_name = name_of(group_name)
+    group_name = name_of(group)
     _expect_linear(x, weight, bias)
     expect_tensor("residual", residual)
     expect_tensor("norm_weight", norm_weight)

@@ -77,12 +77,12 @@ class TPLayer(nn.Module):
     """Column-parallel layers in, a row-parallel layer out, by one of the strategies."""
 
     def __init__(
-        self, group_name: Group, strategy: str, allreduce_method: str, tokens: TokenRows | None,
+        self, group: Group, strategy: str, allreduce_method: str, tokens: TokenRows | None,
         linear_strategy: str,
     ) -> None:  # fmt: skip
         check_strategy(strategy, allreduce_method, linear_strategy)
         super().__init__()
-        self.group_name, self.strategy = name_of(group_name), strategy
+        self.group_name, self.strategy = name_of(group), strategy
         self.allreduce_method, self.linear_strategy = allreduce_method, linear_strategy
         self.tokens = tokens or TokenRows()
         # Known once: looking the group up costs 10 µs a call, and an eager step makes hundreds.
@@ -157,7 +157,7 @@ class TPMLP(TPLayer):
 
     Args:
         gate_proj, up_proj, down_proj: this rank's slices, of the inner features.
-        group_name: the tensor-parallel process group: itself, its name, a DeviceMesh of one dimension, or None for
+        group: the tensor-parallel process group: itself, its name, a DeviceMesh of one dimension, or None for
             the default one.
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
@@ -173,18 +173,18 @@ class TPMLP(TPLayer):
     """
 
     def __init__(
-        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group_name: Group,
+        self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group: Group,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
         linear_strategy: str = "auto",
     ) -> None:  # fmt: skip
-        super().__init__(group_name, strategy, allreduce_method, tokens, linear_strategy)
+        super().__init__(group, strategy, allreduce_method, tokens, linear_strategy)
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, self.group_name)
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, group_name: Group, strategy: str, allreduce_method: str = "auto",
+        cls, module: nn.Module, group: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPMLP:  # fmt: skip
         """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
@@ -194,7 +194,7 @@ class TPMLP(TPLayer):
             ValueError, TypeError: another activation or layer, or an unknown strategy or method.
         """
         check_mlp(module)
-        group_name = name_of(group_name)
+        group_name = name_of(group)
         rank, world_size = rank_and_size(group_name)
         shares = split_evenly(module.gate_proj.out_features, world_size)
         start = sum(shares[:rank])
