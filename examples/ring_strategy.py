@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch_fdattn.dist import SequenceShards, ring_attention, shard_batch, unshard_batch
 from torch_fdattn.dist.ring_attention.local import Saved, State, add_gradients, zero_gradients
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
-from torch_fdattn.dist.ring_attention.plan import plan
+from torch_fdattn.dist.ring_attention.plan import block_calls
 
 
 def blocks(k, v, problem):
@@ -29,7 +29,7 @@ def blocks(k, v, problem):
         if source == problem.rank:
             torch.stack([k, v], out=block)
         dist.broadcast(block, group=problem.group, group_src=source)
-        calls = plan(runs[problem.rank], runs[source], problem.left, problem.right)
+        calls = block_calls(runs[problem.rank], runs[source], problem.left, problem.right)
         yield source, *block.unbind(), calls
 
 

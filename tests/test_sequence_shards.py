@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from torch_fdattn.dist.ring_attention.plan import Call, plan
+from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 
 
@@ -62,7 +62,7 @@ def test_impossible_sizes_are_refused(arguments):
         SequenceShards.contiguous(*arguments)
 
 
-def pairs_of(call: Call, left: int, right: int) -> set[tuple[int, int]]:
+def pairs_of(call: BlockCall, left: int, right: int) -> set[tuple[int, int]]:
     """The (query, key) pairs that a kernel would see under a call's own positions."""
     seen = set()
     for i, j in itertools.product(
@@ -98,7 +98,7 @@ def test_plans_see_each_visible_pair_once(seed):
             for (i, p), (j, s) in itertools.product(enumerate(queries), enumerate(keys))
             if (right < 0 or s <= p + right) and (left < 0 or s >= p - left)
         }
-        calls = plan(shards.ranks[q_rank], shards.ranks[kv_rank], left, right)
+        calls = block_calls(shards.ranks[q_rank], shards.ranks[kv_rank], left, right)
         found = [pair for call in calls for pair in pairs_of(call, left, right)]
         assert len(found) == len(set(found))
         assert set(found) == visible
@@ -109,5 +109,5 @@ def test_zigzag_makes_few_calls(world):
     """One call a run for the rank's own keys, one in all for another rank's."""
     shards = SequenceShards.zigzag(64 * world, world)
     for q_rank, kv_rank in itertools.product(range(world), repeat=2):
-        calls = plan(shards.ranks[q_rank], shards.ranks[kv_rank], -1, 0)
+        calls = block_calls(shards.ranks[q_rank], shards.ranks[kv_rank], -1, 0)
         assert len(calls) <= (2 if q_rank == kv_rank else 1), (q_rank, kv_rank, calls)

@@ -31,7 +31,7 @@ from torch_fdattn.dist.tensor_parallel.auto import (
     LAYER,
     SCATTER,
     Device,
-    Sizes,
+    LinearSizes,
     lookup,
 )
 from torch_fdattn.dist.tensor_parallel.op import chosen, chosen_method
@@ -96,7 +96,7 @@ def _check_sweep(folder: Path) -> None:
     assert {entry["op"] for entry in document["entries"]} == {*ours, LAYER}
     for entry in document["entries"]:
         assert document["runs"][entry["run"]]["command"].startswith("torchrun --nproc-per-node 2")
-        sizes = Sizes(2, entry["columns"], entry["features"], 2)
+        sizes = LinearSizes(2, entry["columns"], entry["features"], 2)
         found = lookup(document["entries"], entry["op"], Device("cpu", "cpu"), "float32", sizes)
         assert [[2, found]] == entry["choices"]
 
@@ -188,7 +188,7 @@ class TestLookup:
         self, op, rows, columns=4096, features=4096, ranks=2, entries=ENTRIES, gpu="H",
         architecture="sm_90", dtype="bfloat16",
     ):  # fmt: skip
-        sizes = Sizes(rows, columns, features, ranks)
+        sizes = LinearSizes(rows, columns, features, ranks)
         return lookup(entries, op, Device(gpu, architecture), dtype, sizes)
 
     @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ class TestLookup:
 def test_thousands_of_rows_overlap_by_default(gpu: str, ranks: int) -> None:
     """Qwen3-32B's MLP at 4096 rows: never the plain collective on Hopper."""
     for op, columns, features in ((GATHER, 51200 // ranks, 5120), (SCATTER, 5120, 25600 // ranks)):
-        sizes = Sizes(4096, columns, features, ranks)
+        sizes = LinearSizes(4096, columns, features, ranks)
         found = lookup(auto.table(), op, Device(gpu, "sm_90"), "bfloat16", sizes)
         assert found in ("copy_engine", "fused", "low_latency")
 
@@ -265,8 +265,8 @@ def test_float16_takes_no_method_that_has_no_float16(
 ) -> None:
     """The table is bfloat16's, and torch's symmetric-memory kernels are compiled for bfloat16 and float32."""
     x = torch.empty(rows, features, dtype=torch.float16)
-    sizes = Sizes(rows, columns, features, 4)
-    found = chosen_method("auto", "auto", "group", x, sizes, alike=True)
+    sizes = LinearSizes(rows, columns, features, 4)
+    found = chosen_method("auto", "auto", "group", x, sizes, equal_sizes=True)
     assert found not in symmetric_memory.METHODS
 
 
@@ -275,8 +275,8 @@ def test_auto_overlaps_uneven_rows_too(four_h100) -> None:
     x = torch.empty(1, 5120, dtype=torch.bfloat16)
 
     def choice(rows: list[int]) -> str:
-        sizes = Sizes(sum(rows), 2560, 5120, 4)
-        return chosen(GATHER, "auto", "group", x, sizes, rows, alike=True)
+        sizes = LinearSizes(sum(rows), 2560, 5120, 4)
+        return chosen(GATHER, "auto", "group", x, sizes, rows, equal_sizes=True)
 
     assert choice([512] * 4) == "fused"
     assert choice([513, 513, 512, 512]) == "copy_engine"

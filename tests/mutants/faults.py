@@ -428,7 +428,7 @@ FAULTS = (
     ),
     Fault(
         "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",
-        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)', "dq = dq.clone()", DIST,
+        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group.group_name)', "dq = dq.clone()", DIST,
     ),
     Fault(
         "one half for all epochs", "torch_fdattn/dist/symm/signals.py",
@@ -472,7 +472,7 @@ FAULTS = (
     ),
     Fault(
         "parts that nobody wrote", "torch_fdattn/dist/decode/fused_parts.py",
-        "if pieces == 1:", "if pieces == 0:", FUSED_PARTS,
+        "if splits == 1:", "if splits == 0:", FUSED_PARTS,
     ),
     Fault(
         "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.groups import Group
-from torch_fdattn.dist.kv_cache.batch_cache import Columns, expect_at_least_one
+from torch_fdattn.dist.kv_cache.batch_cache import Columns, expect_positive
 from torch_fdattn.dist.kv_cache.sharded_cache import SharedKVCache
 from torch_fdattn.engine.pages import PageTable
 from torch_fdattn.functional import paged_append_kv, paged_decode
@@ -73,13 +73,13 @@ class PagedKVCache(SharedKVCache):
             kv_dtype=kv_dtype, group=group, kv_block=kv_block, strategy=strategy,
             hierarchy=hierarchy,
         )  # fmt: skip
-        expect_at_least_one("page_size", page_size)
+        expect_positive("page_size", page_size)
         # Rank 0 holds the most tokens at any length. All ranks have its number of pages, and so all of them
         # run out of pages at the same step.
         self._fullest = self.shards._replace(rank=0)
         most = self._fullest.local_capacity(capacity)
         pages = batch * -(-most // page_size) if pages is None else pages
-        expect_at_least_one("pages", pages)
+        expect_positive("pages", pages)
         self.table = PageTable(batch, most, page_size, pages, device)
         shape = (num_layers, pages, page_size, kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)

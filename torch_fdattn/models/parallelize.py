@@ -169,8 +169,8 @@ class ShardedTokens(TokenRows):
         # In reentrant checkpoints gradients are off, but asked for all the same.
         if torch.is_grad_enabled() or x.requires_grad or torch.compiler.is_compiling():
             return "all_reduce"
-        sizes = auto.Sizes(x.shape[:-1].numel(), x.shape[-1], self._inner, self.world_size)
-        return auto.choose(auto.LAYER, self.group_name, x, sizes, "all_reduce", alike=True)
+        sizes = auto.LinearSizes(x.shape[:-1].numel(), x.shape[-1], self._inner, self.world_size)
+        return auto.choose(auto.LAYER, self.group_name, x, sizes, "all_reduce", equal_sizes=True)
 
 
 def _is_tied(model: nn.Module) -> bool:

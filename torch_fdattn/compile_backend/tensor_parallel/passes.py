@@ -15,7 +15,13 @@ from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
 from torch_fdattn.compile_backend.tensor_parallel.emit import emit_gather, emit_reduction
 from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Reduction, match
 from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
-from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER, Sizes, may_choose
+from torch_fdattn.dist.tensor_parallel.auto import (
+    ALL_REDUCE,
+    GATHER,
+    SCATTER,
+    LinearSizes,
+    may_choose,
+)
 
 OPTION = "tensor_parallel"
 #: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.
@@ -88,7 +94,7 @@ def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
         found.world_size,
     )
     known = all(isinstance(number, int) for number in numbers)
-    if not may_choose(op, given.device, given.dtype, Sizes(*numbers) if known else None):
+    if not may_choose(op, given.device, given.dtype, LinearSizes(*numbers) if known else None):
         raise Left("not-faster")
 
 

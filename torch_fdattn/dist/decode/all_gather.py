@@ -11,22 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode.exchange import Exchange, merge_rows, pack
+from torch_fdattn.dist.decode.partial_states import MergeGroup, merge_rows, pack
 
 
-def merge(
-    out: Tensor, lse: Tensor, dtype: torch.dtype, exchange: Exchange
-) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tuple[Tensor, Tensor]:
     """The merged (out in `dtype`, lse) from every rank's partial out (B, H, T, D), lse (B, H, T)."""
-    rows, group, world_size = pack(out, lse), exchange.group_name, exchange.world_size
-    if exchange.head_sharded:
+    rows, name, world_size = pack(out, lse), group.group_name, group.world_size
+    if group.head_sharded:
         by_rank = rows.unflatten(1, (world_size, -1)).movedim(1, 0).contiguous()
         shape, share = by_rank.shape, [by_rank[0].numel()] * world_size
         received = torch.ops._c10d_functional.all_to_all_single(
-            by_rank.flatten(), share, share, group
+            by_rank.flatten(), share, share, name
         )
     else:
         shape = (world_size, *rows.shape)
-        received = torch.ops._c10d_functional.all_gather_into_tensor(rows, world_size, group)
+        received = torch.ops._c10d_functional.all_gather_into_tensor(rows, world_size, name)
     received = torch.ops._c10d_functional.wait_tensor(received)
     return merge_rows(received.view(shape), dtype)

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode.exchange import Exchange
+from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import Group, is_traced, name_of, rank_and_size
 from torch_fdattn.dist.symm.availability import available
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
@@ -42,19 +42,19 @@ def chosen_strategy(
         True
     """
     group_name = name_of(group)
-    exchange = Exchange(group_name, *rank_and_size(group_name), head_sharded)
-    return choose_for(q, exchange, batch_invariant)
+    group = MergeGroup(group_name, *rank_and_size(group_name), head_sharded)
+    return choose_for(q, group, batch_invariant)
 
 
-def choose_for(q: Tensor, exchange: Exchange, batch_invariant: bool) -> str:
+def choose_for(q: Tensor, group: MergeGroup, batch_invariant: bool) -> str:
     """`choose` for a call in eager mode without gradients, logged."""
-    tokens, world_size, head_sharded = q.shape[2], exchange.world_size, exchange.head_sharded
+    tokens, world_size, head_sharded = q.shape[2], group.world_size, group.head_sharded
     # Chunks of a prompt are megabytes, for which workspaces would grow and stay.
     one_sided = (
         world_size > 1
         and tokens <= MAX_QUERY_TOKENS
         and q.dtype != torch.float64
-        and _maps_peers(exchange.group_name, q)
+        and _maps_peers(group.group_name, q)
     )
     # A strategy that changes with the batch might change bits with it.
     rows = 0 if batch_invariant else q.shape[0] * q.shape[1] * tokens

@@ -19,7 +19,7 @@ from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import Scores
 
 
-class Extras(NamedTuple):
+class ExtraOptions(NamedTuple):
     """What decode takes besides the mask, in the order of its schema."""
 
     k_scale: Tensor | None = None
@@ -35,7 +35,7 @@ class Extras(NamedTuple):
         return tuple(name for name in names if getattr(self, name) is not None)
 
 
-class Shard(NamedTuple):
+class CacheShard(NamedTuple):
     """This rank's part of the cache, contiguous or pages behind a table."""
 
     k: Tensor
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
         return self.k.shape[2] * pages
 
 
-def check_tensors(q: Tensor, shard: Shard, kv_lens: Tensor | None, q_start, kv_start) -> None:
+def check_tensors(q: Tensor, shard: CacheShard, kv_lens: Tensor | None, q_start, kv_start) -> None:
     """The caller's tensors, by the caller's names."""
     k, v = shard.k, shard.v
     for name, tensor in (("q", q), ("k_shard", k), ("v_shard", v)):
@@ -82,7 +82,7 @@ def check_tensors(q: Tensor, shard: Shard, kv_lens: Tensor | None, q_start, kv_s
 
 
 def check_positions(
-    shard: Shard, kv_block: int | None, kv_start: Tensor | None, world_size: int
+    shard: CacheShard, kv_block: int | None, kv_start: Tensor | None, world_size: int
 ) -> None:
     """The map of positions over the ranks."""
     if kv_block is not None and kv_block < 1:
@@ -100,7 +100,7 @@ def check_positions(
 
 
 def check_local_call(
-    q: Tensor, shard: Shard, mask: Mask, scale: float, extras: Extras, whole: WholeLengths | None = None
+    q: Tensor, shard: CacheShard, mask: Mask, scale: float, extras: ExtraOptions, whole: WholeLengths | None = None
 ) -> None:  # fmt: skip
     """The call that this rank is going to make over its shard."""
     if runs_decode(q):
@@ -123,7 +123,9 @@ def runs_decode(q: Tensor) -> bool:
     return 1 <= q.shape[2] <= MAX_QUERY_TOKENS
 
 
-def refuse_gradients(q: Tensor, shard: Shard, extras: Extras, head_sharded: bool) -> None:
+def refuse_gradients(
+    q: Tensor, shard: CacheShard, extras: ExtraOptions, head_sharded: bool
+) -> None:
     """Where the backward, which is attention's, is not the gradient."""
     found = _beyond_attention(q, shard, extras)
     if head_sharded:
@@ -134,7 +136,7 @@ def refuse_gradients(q: Tensor, shard: Shard, extras: Extras, head_sharded: bool
         )
 
 
-def _beyond_attention(q: Tensor, shard: Shard, extras: Extras) -> list[str]:
+def _beyond_attention(q: Tensor, shard: CacheShard, extras: ExtraOptions) -> list[str]:
     """What the attention kernel, forward and backward, does not know."""
     found = [*extras.given(), *(["softcap"] if extras.softcap else [])]
     if shard.page_table is not None:

@@ -1,6 +1,6 @@
 """From global lengths and positions to those of one rank's shard.
 
-The decode kernels cut global lengths themselves (`whole_mask`); in traces, for the CPU reference, and for more
+The decode kernels cut global lengths themselves (`kernel_mask`); in traces, for the CPU reference, and for more
 query tokens than decode takes, torch does it before the call (`local_mask`), in half a dozen launches.
 """
 
@@ -24,7 +24,7 @@ def _map_of(
     return ShardMap(rank, world_size, kv_block or max(capacity, 1)), most
 
 
-def whole_mask(
+def kernel_mask(
     q: Tensor, capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int, alibi: bool
 ) -> tuple[Mask, WholeLengths]:  # fmt: skip
     """The global mask as the decode kernels take it for this rank's shard; alibi: scores have a bias."""

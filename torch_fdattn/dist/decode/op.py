@@ -6,7 +6,7 @@ rank read inside the op would hand one rank's compiled graph to the others. The
 gradient needs no collective merge: with the global (out, lse) saved, `attention_backward` over the
 local shard gives this shard's exact dK and dV, and a part of dQ that is summed over the ranks.
 
-A strategy is a module with `merge(out, lse, dtype, exchange)`, or the name of a one-sided exchange, which
+A strategy is a module with `merge(out, lse, dtype, group)`, or the name of a one-sided exchange, which
 `one_sided.py` knows.
 """
 
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
 from torch_fdattn.dist.decode import all_gather, hierarchical, one_sided, ring, star
 from torch_fdattn.dist.decode.auto import choose_for
-from torch_fdattn.dist.decode.exchange import Exchange
 from torch_fdattn.dist.decode.inputs import (
-    Extras,
-    Shard,
+    CacheShard,
+    ExtraOptions,
     check_local_call,
     check_positions,
     check_tensors,
     refuse_gradients,
     runs_decode,
 )
-from torch_fdattn.dist.decode.local_mask import local_mask, whole_mask
+from torch_fdattn.dist.decode.local_mask import kernel_mask, local_mask
+from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
@@ -61,11 +61,11 @@ def check_strategy(strategy: str, hierarchy: tuple[str | None, str | None] | Non
         )
 
 
-def _check_exchange(q: Tensor, exchange: Exchange, strategy: str) -> None:
-    if exchange.head_sharded and q.shape[1] % exchange.world_size:
+def _check_merge(q: Tensor, group: MergeGroup, strategy: str) -> None:
+    if group.head_sharded and q.shape[1] % group.world_size:
         raise ValueError(
             "head_sharded must be False where the group's size does not divide q's heads, got True with "
-            f"{q.shape[1]} heads on {exchange.world_size} ranks"
+            f"{q.shape[1]} heads on {group.world_size} ranks"
         )
     if strategy in ONE_SIDED and q.dtype == torch.float64:
         raise TypeError(f"q must not be float64 with strategy={strategy!r}, got {q.dtype}")
@@ -87,7 +87,7 @@ def _attend(q, shard, mask, scale, extras, dtype) -> tuple[Tensor, Tensor]:
     )
 
 
-def _runs_kernels(q: Tensor, shard: Shard, mask: Mask, extras: Extras) -> bool:
+def _runs_kernels(q: Tensor, shard: CacheShard, mask: Mask, extras: ExtraOptions) -> bool:
     """Whether the decode kernels are to be called as they are, global lengths and all."""
     if not runs_decode(q) or is_traced(q) or not library.use_triton(q):
         return False
@@ -95,7 +95,7 @@ def _runs_kernels(q: Tensor, shard: Shard, mask: Mask, extras: Extras) -> bool:
     return library.runs_directly(q, shard.k, shard.v) and library.lie_in_memory(*others)
 
 
-def _merge(out, lse, dtype, exchange, strategy, unmerged=None) -> tuple[Tensor, Tensor]:
+def _merge(out, lse, dtype, group, strategy, unmerged=None) -> tuple[Tensor, Tensor]:
     """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads).
 
     unmerged: what the local decode left for the strategy to merge.
@@ -103,29 +103,32 @@ def _merge(out, lse, dtype, exchange, strategy, unmerged=None) -> tuple[Tensor, 
     library.launches[f"dist_decode/{strategy}"] += 1
     if unmerged is not None:
         return one_sided.merge_parts(
-            out, lse, unmerged, dtype, exchange.group_name, exchange.head_sharded
+            out, lse, unmerged, dtype, group.group_name, group.head_sharded
         )
     out = out.contiguous()
     if strategy == "none":
         return out, lse
     if strategy in PORTABLE:
-        return PORTABLE[strategy].merge(out, lse, dtype, exchange)
-    return one_sided.merge(out, lse, dtype, exchange.group_name, strategy, exchange.head_sharded)
+        return PORTABLE[strategy].merge(out, lse, dtype, group)
+    return one_sided.merge(out, lse, dtype, group.group_name, strategy, group.head_sharded)
 
 
 class _DistDecode(torch.autograd.Function):
     """q and the outputs are replicated: every rank computes the same loss from them."""
 
     @staticmethod
-    def forward(ctx, q, k_shard, v_shard, batch_invariant, exchange, strategy, *mask_and_scale):
+    def forward(ctx, q, k_shard, v_shard, batch_invariant, group, strategy, *mask_and_scale):
         mask, scale = Mask(*mask_and_scale[:-1]), mask_and_scale[-1]
-        shard, extras = Shard(k_shard, v_shard, None), Extras(batch_invariant=batch_invariant)
+        shard, extras = (
+            CacheShard(k_shard, v_shard, None),
+            ExtraOptions(batch_invariant=batch_invariant),
+        )
         dtype = q.dtype if strategy == "none" else _wide(q)
         out, lse = _attend(q, shard, mask, scale, extras, dtype)
-        out, lse = _merge(out, lse, q.dtype, exchange, strategy)
+        out, lse = _merge(out, lse, q.dtype, group, strategy)
         ctx.save_for_backward(q, k_shard, v_shard, out, lse, *mask[:3])
         ctx.options = mask_and_scale[3:]
-        ctx.exchange = exchange
+        ctx.group = group
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -141,24 +144,24 @@ class _DistDecode(torch.autograd.Function):
         dq, dk, dv = torch.ops.fdattn.attention_backward(
             dout, dlse, q, k_shard, v_shard, out, lse, *pointers, *ctx.options, _wide(q)
         )
-        if ctx.exchange.world_size > 1:
-            dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.exchange.group_name)
+        if ctx.group.world_size > 1:
+            dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group.group_name)
             dq = torch.ops._c10d_functional.wait_tensor(dq)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *no_gradients
 
 
 def _run_kernels(
-    exchange: Exchange, strategy: str, scale: float, q, shard, local, whole, extras
+    group: MergeGroup, strategy: str, scale: float, q, shard, local, whole, extras
 ) -> tuple[Tensor, Tensor]:
     dtype = q.dtype if strategy == "none" else _wide(q)
     out, lse, *unmerged = decode_eagerly(
-        q, *shard, *local, scale, dtype, *_own(extras, exchange.rank), whole=whole,
+        q, *shard, *local, scale, dtype, *_own(extras, group.rank), whole=whole,
         leave_parts=strategy == "fused" and one_sided.MERGES_PARTS,
     )  # fmt: skip
-    return _merge(out, lse, q.dtype, exchange, strategy, *unmerged)
+    return _merge(out, lse, q.dtype, group, strategy, *unmerged)
 
 
-def _own(extras: Extras, rank: int) -> Extras:
+def _own(extras: ExtraOptions, rank: int) -> ExtraOptions:
     """A sink is a key whose value is 0: one rank adds it, and the merge needs to know nothing of it."""
     return extras if rank == 0 else extras._replace(sinks=None)
 
@@ -169,23 +172,23 @@ def _dist_decode(
     k_scale=None, v_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
     strategy="auto", head_sharded=False, inner_group=None, outer_group=None,
 ):  # fmt: skip
-    shard = Shard(k_shard, v_shard, page_table)
+    shard = CacheShard(k_shard, v_shard, page_table)
     check_tensors(q, shard, kv_lens, q_start, kv_start)
     hierarchy = None if inner_group is None and outer_group is None else (inner_group, outer_group)
     check_strategy(strategy, hierarchy)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    exchange = Exchange(group_name, rank, world_size, head_sharded, inner_group, outer_group)
-    _check_exchange(q, exchange, strategy)
+    group = MergeGroup(group_name, rank, world_size, head_sharded, inner_group, outer_group)
+    _check_merge(q, group, strategy)
     if hierarchy is not None:
-        hierarchical.check_hierarchy(exchange)
+        hierarchical.check_hierarchy(group)
     check_positions(shard, kv_block, kv_start, world_size)
     mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
     scale = default_scale(q, scale)
-    extras = Extras(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+    extras = ExtraOptions(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
     where = shard.capacity, mask, kv_block, rank, world_size
     runs_kernels = _runs_kernels(q, shard, mask, extras)
     if runs_kernels:
-        local, whole = whole_mask(q, *where, alibi_slopes is not None)
+        local, whole = kernel_mask(q, *where, alibi_slopes is not None)
         check_local_call(q, shard, local, scale, extras, whole)
     else:
         local = local_mask(q, *where)
@@ -196,7 +199,7 @@ def _dist_decode(
         strategy = "none"
     elif strategy == "auto":
         # Asked on every rank, even if some want gradients: a group's first answer is a collective.
-        strategy = "all_gather" if is_traced(q) else choose_for(q, exchange, batch_invariant)
+        strategy = "all_gather" if is_traced(q) else choose_for(q, group, batch_invariant)
         if any(gradients.values()):
             strategy = "all_gather"
     if world_size > 1:
@@ -218,7 +221,7 @@ def _dist_decode(
                 "which of decode's tensors are given": extras.given(),
                 "strategy": strategy,
                 "head_sharded": head_sharded,
-                "the sizes of hierarchy's groups": hierarchical.sizes(exchange),
+                "the sizes of hierarchy's groups": hierarchical.sizes(group),
                 "the dtype": q.dtype,
                 "the cache's dtype": k_shard.dtype,
                 "kv_block": kv_block,
@@ -233,13 +236,13 @@ def _dist_decode(
     if any(gradients.values()):
         refuse_gradients(q, shard, extras, head_sharded)
         return _DistDecode.apply(
-            q, k_shard, v_shard, batch_invariant, exchange, strategy, *local, scale
+            q, k_shard, v_shard, batch_invariant, group, strategy, *local, scale
         )
     if runs_kernels:
-        return _run_kernels(exchange, strategy, scale, q, shard, local, whole, extras)
+        return _run_kernels(group, strategy, scale, q, shard, local, whole, extras)
     dtype = q.dtype if strategy == "none" else _wide(q)
     out, lse = _attend(q, shard, local, scale, _own(extras, rank), dtype)
-    return _merge(out, lse, q.dtype, exchange, strategy)
+    return _merge(out, lse, q.dtype, group, strategy)
 
 
 library.define_composite(

@@ -1,6 +1,6 @@
 """Strategy `ring`: partial states travel from rank to rank and are merged at each hop.
 
-What travels: the heads are dealt in W shares. The triple (see `exchange.py`) of share c starts at rank c + 1, is
+What travels: the heads are dealt in W shares. The triple (see `partial_states.py`) of share c starts at rank c + 1, is
 merged with the own one of every rank on its way, and is whole at rank c; then the whole shares go round once
 more. Each share is merged by one chain, in one order, and its result is copied: the same bits on all ranks,
 whatever the batch. With head_sharded the first round is all there is.
@@ -14,40 +14,38 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.decode.exchange import Exchange, merge_rows, pack, unpack
-from torch_fdattn.dist.ring_attention.layout import exchange as all_to_all
+from torch_fdattn.dist.decode.partial_states import MergeGroup, merge_rows, pack, unpack
+from torch_fdattn.dist.ring_attention.layout import all_to_all
 
 
-def merge(
-    out: Tensor, lse: Tensor, dtype: torch.dtype, exchange: Exchange
-) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tuple[Tensor, Tensor]:
     """The merged (out in `dtype`, lse) from every rank's partial out (B, H, T, D), lse (B, H, T)."""
-    rank, world_size = exchange.rank, exchange.world_size
+    rank, world_size = group.rank, group.world_size
     shares = list(pack(out, lse).split(split_evenly(out.shape[1], world_size), 1))
     travelling = shares[(rank - 1) % world_size]
     for hop in range(1, world_size):
         own = shares[(rank - 1 - hop) % world_size]
-        travelling = _hop(travelling, own.shape, exchange)
+        travelling = _hop(travelling, own.shape, group)
         travelling = pack(*merge_rows(torch.stack([travelling, own]), own.dtype))
-    if exchange.head_sharded:
+    if group.head_sharded:
         return unpack(travelling, dtype)
     shares[rank] = travelling
     for hop in range(1, world_size):
         source = (rank - hop) % world_size
-        travelling = shares[source] = _hop(travelling, shares[source].shape, exchange)
+        travelling = shares[source] = _hop(travelling, shares[source].shape, group)
     return unpack(torch.cat(shares, 1), dtype)
 
 
-def _hop(rows: Tensor, shape: torch.Size, exchange: Exchange) -> Tensor:
+def _hop(rows: Tensor, shape: torch.Size, group: MergeGroup) -> Tensor:
     """rows go to the next rank; those of the previous one, of `shape`, come."""
     to, source = (
-        (exchange.rank + 1) % exchange.world_size,
-        (exchange.rank - 1) % exchange.world_size,
+        (group.rank + 1) % group.world_size,
+        (group.rank - 1) % group.world_size,
     )
     nothing = rows[:0]
-    ranks = range(exchange.world_size)
+    ranks = range(group.world_size)
     return all_to_all(
         [rows if r == to else nothing for r in ranks],
         [shape if r == source else nothing.shape for r in ranks],
-        exchange.group_name,
+        group.group_name,
     )[source]

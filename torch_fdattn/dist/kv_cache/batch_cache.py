@@ -58,7 +58,7 @@ class BatchKVCache:
     ) -> None:  # fmt: skip
         sizes = dict(num_layers=num_layers, batch=batch, kv_heads=kv_heads, capacity=capacity)
         for name, value in sizes.items():
-            expect_at_least_one(name, value)
+            expect_positive(name, value)
         if head_dim % 8 or not 16 <= head_dim <= 256:
             raise ValueError(f"head_dim must be {HEAD_DIMS}, got {head_dim}")
         if dtype not in DTYPES:
@@ -180,7 +180,7 @@ class BatchKVCache:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
             expect_dtype(name, tensor, self.dtype, "the cache")
             expect_device(name, tensor, self.lengths.device, "the cache")
-        if stores and self.scales is not None and not self.scales.known(layer):
+        if stores and self.scales is not None and not self.scales.is_calibrated(layer):
             self.scales.calibrate(layer, k, v, columns.real(tokens))
         self._store(layer, k, v, columns)
 
@@ -283,6 +283,6 @@ def aligned(columns: Columns, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.take_along_dim(columns.places, 2), v.take_along_dim(columns.places, 2)
 
 
-def expect_at_least_one(name: str, value: int) -> None:
+def expect_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")

@@ -59,14 +59,14 @@ class KVScales:
         self._form = form
         self.k = torch.ones(num_layers, kv_heads, device=device)
         self.v = torch.ones(num_layers, kv_heads, device=device)
-        self._known = [False] * num_layers
+        self._calibrated = [False] * num_layers
 
     @property
     def calibrated(self) -> bool:
-        return all(self._known)
+        return all(self._calibrated)
 
-    def known(self, layer: int) -> bool:
-        return self._known[layer]
+    def is_calibrated(self, layer: int) -> bool:
+        return self._calibrated[layer]
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """The ops' keywords, (1, kv_heads, 1): broadcastable over a cache and over pages alike."""
@@ -80,4 +80,4 @@ class KVScales:
                 x = x.masked_fill(~real[:, None, :, None], 0)
             found = x.amax((0, 2, 3)).float() * (self._form.headroom / self._form.largest)
             scales[layer] = torch.where(found > 0, found, 1.0)
-        self._known[layer] = True
+        self._calibrated[layer] = True

@@ -20,7 +20,7 @@ from torch_fdattn.dist.kv_cache.batch_cache import (
     BatchKVCache,
     Columns,
     aligned,
-    expect_at_least_one,
+    expect_positive,
 )
 from torch_fdattn.dist.kv_cache.shard_map import ShardMap
 from torch_fdattn.functional import append_kv
@@ -61,7 +61,7 @@ class SharedKVCache(BatchKVCache):
     ) -> None:  # fmt: skip
         super().__init__(*sizes, dtype=dtype, device=device, kv_dtype=kv_dtype)
         if kv_block is not None:
-            expect_at_least_one("kv_block", kv_block)
+            expect_positive("kv_block", kv_block)
         hierarchy = pair_of_names(hierarchy)
         check_strategy(strategy, hierarchy)
         rank, world_size = 0, 1

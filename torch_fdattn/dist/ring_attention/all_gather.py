@@ -12,11 +12,11 @@ from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.layout import gather, scatter_sum
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
+from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = attend_whole(q, *_gathered(k, v, problem), problem)
+    out, lse = attend_unsharded(q, *_gathered(k, v, problem), problem)
     return out, lse, Saved(q, k, v, out, lse)
 
 
@@ -25,7 +25,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Gathered again: kept from the forward, K and V of the whole sequence would stay for every layer.
     k, v = _gathered(saved.k, saved.v, problem)
-    dq, dkv = gradients_whole(dout, dlse, saved._replace(k=k, v=v), problem)
+    dq, dkv = unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
     dk, dv = scatter_sum(dkv, problem).unbind()
     return dq, dk, dv
 

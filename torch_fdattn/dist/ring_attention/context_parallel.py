@@ -29,13 +29,15 @@ from torch_fdattn.dist.consensus import (
 )
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
-from torch_fdattn.dist.ring_attention.layout import exchange
+from torch_fdattn.dist.ring_attention.layout import all_to_all
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 
 
-def shard_batch(group: Group, shards: SequenceShards, *whole: Tensor, dim: int = 1) -> list[Tensor]:
-    """This rank's part of each whole tensor (…, total, …): tokens, positions, labels, masks.
+def shard_batch(
+    group: Group, shards: SequenceShards, *tensors: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """This rank's part of each tensor (…, total, …): tokens, positions, labels, masks.
 
     Labels must already be shifted against the tokens: the next token may be another rank's.
 
@@ -48,13 +50,13 @@ def shard_batch(group: Group, shards: SequenceShards, *whole: Tensor, dim: int =
         torch.Size([1, 16])
     """
     rank = _rank(name_of(group), shards)
-    return [shards.shard(x, rank, dim).contiguous() for x in whole]
+    return [shards.shard(x, rank, dim).contiguous() for x in tensors]
 
 
 def unshard_batch(
     group: Group, shards: SequenceShards, *parts: Tensor, dim: int = 1
 ) -> list[Tensor]:
-    """The whole tensors of all ranks' parts, on every rank; not differentiable.
+    """The tensors (…, total, …) of all ranks' parts, on every rank; not differentiable.
 
     Raises:
         ValueError: another number of tokens than the rank has, or parts that differ otherwise between ranks.
@@ -64,13 +66,13 @@ def unshard_batch(
         >>> shards = torch_fdattn.dist.SequenceShards.zigzag(16 * world, world)
         >>> tokens = torch.arange(16 * world)[None]
         >>> parts = torch_fdattn.dist.shard_batch(None, shards, tokens)
-        >>> (whole,) = torch_fdattn.dist.unshard_batch(None, shards, *parts)
-        >>> torch.equal(whole, tokens)
+        >>> (joined,) = torch_fdattn.dist.unshard_batch(None, shards, *parts)
+        >>> torch.equal(joined, tokens)
         True
     """
     group_name = name_of(group)
     rank = _rank(group_name, shards)
-    whole = []
+    joined = []
     for part in parts:
         if part.shape[dim] != shards.lengths[rank]:
             raise ValueError(
@@ -78,14 +80,14 @@ def unshard_batch(
                 f"got {part.shape[dim]}"
             )
         rows = part.detach().movedim(dim, 0)
-        same = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
+        equal = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
         check_equal_on_all_ranks(
-            group_name, part, same | {"parts' shape beside dim": tuple(rows.shape[1:])}
+            group_name, part, equal | {"parts' shape beside dim": tuple(rows.shape[1:])}
         )
         shapes = [[length, *rows.shape[1:]] for length in shards.lengths]
-        received = exchange([rows] * shards.world_size, shapes, group_name)
-        whole.append(shards.join(received, dim=0).movedim(0, dim))
-    return whole
+        received = all_to_all([rows] * shards.world_size, shapes, group_name)
+        joined.append(shards.join(received, dim=0).movedim(0, dim))
+    return joined
 
 
 @contextlib.contextmanager
@@ -98,7 +100,7 @@ def context_parallel(
     Args:
         group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds.
-        buffers: whole tensors that are this rank's shards inside, in place, and whole again afterwards
+        buffers: tensors of all positions that become this rank's shards inside, in place, and are restored afterwards
             (what they held, not what was written to the shards).
         seq_dims: the dim of each buffer that is the sequence.
         strategy: as `ring_attention`, "query_split" excepted.
@@ -131,14 +133,14 @@ def context_parallel(
         shard_batch(group_name, shards, x, dim=dim)[0]
         for x, dim in zip(buffers, seq_dims, strict=True)
     ]
-    whole = [x.data for x in buffers]
+    unsharded = [x.data for x in buffers]
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
         with RingMode(group_name, shards, strategy):
             yield
     finally:
-        for x, data in zip(buffers, whole, strict=True):
+        for x, data in zip(buffers, unsharded, strict=True):
             x.data = data
 
 
@@ -185,7 +187,7 @@ def _engine_in(mode: RingMode) -> Iterator[None]:
 
 
 def check_strategy(strategy: str, where: str) -> None:
-    """Raises ValueError for one that `ring_attention` does not have, or that takes whole keys."""
+    """Raises ValueError for one that `ring_attention` does not have, or that takes unsharded keys."""
     usable = tuple(name for name in STRATEGIES if name != "query_split")
     if strategy not in usable:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sequence shards to whole sequences and back, by functional collectives.
+"""From sequence shards to all positions and back, by functional collectives.
 
 x is (…, S, D) with the sequence in dim -2. Uneven shards travel by all-to-alls with split sizes, which no
 padding slows down; sums are taken in rank order on the receiving rank, so that their bits do not depend on
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_fdattn.dist.ring_attention.local import Problem
 
 
-def exchange(
+def all_to_all(
     parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group_name: str
 ) -> list[Tensor]:
     """parts[r] goes to rank r; from rank r comes a tensor of shapes[r]."""
@@ -33,24 +33,24 @@ def with_length(shape: Sequence[int], length: int) -> list[int]:
 
 
 def gather(x: Tensor, problem: Problem) -> Tensor:
-    """All ranks' shards (…, S_r, D) as the whole sequence in the order of positions."""
+    """All ranks' shards (…, S_r, D) joined in the order of positions."""
     shapes = [with_length(x.shape, length) for length in problem.shards.lengths]
     if len(set(problem.shards.lengths)) > 1:
-        parts = exchange([x] * problem.world_size, shapes, problem.group_name)
+        parts = all_to_all([x] * problem.world_size, shapes, problem.group_name)
     else:
-        whole = torch.ops._c10d_functional.all_gather_into_tensor(
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
             x.contiguous(), problem.world_size, problem.group_name
         )
-        whole = torch.ops._c10d_functional.wait_tensor(whole)
-        parts = list(whole.view(problem.world_size, *x.shape).unbind())
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+        parts = list(gathered.view(problem.world_size, *x.shape).unbind())
     return problem.shards.join(parts, dim=-2)
 
 
-def scatter_sum(whole: Tensor, problem: Problem) -> Tensor:
-    """This rank's shard of the sum over all ranks of a whole sequence (…, S, D)."""
-    parts = [problem.shards.shard(whole, r, dim=-2) for r in range(problem.world_size)]
-    own = with_length(whole.shape, problem.shards.lengths[problem.rank])
-    received = exchange(parts, [own] * problem.world_size, problem.group_name)
+def scatter_sum(x: Tensor, problem: Problem) -> Tensor:
+    """This rank's shard of the sum over all ranks of x (…, S, D), all positions."""
+    parts = [problem.shards.shard(x, r, dim=-2) for r in range(problem.world_size)]
+    own = with_length(x.shape, problem.shards.lengths[problem.rank])
+    received = all_to_all(parts, [own] * problem.world_size, problem.group_name)
     return torch.stack(received).sum(0)
 
 

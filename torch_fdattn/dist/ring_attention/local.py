@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.ring_attention.plan import Call
+from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.ops.positions import Mask
 
@@ -51,7 +51,7 @@ class State:
         self._out = self._lse = None
         self._rows: set[tuple[int, int]] = set()  # row ranges that already hold a state
 
-    def add(self, k: Tensor, v: Tensor, calls: Sequence[Call]) -> None:
+    def add(self, k: Tensor, v: Tensor, calls: Sequence[BlockCall]) -> None:
         """Attends to one block of keys, k and v (B, K, N, D)."""
         for call in calls:
             q = self._q[:, :, call.q_begin : call.q_end]
@@ -62,7 +62,7 @@ class State:
             )  # fmt: skip
             self._merge(call, out, lse)
 
-    def _merge(self, call: Call, out: Tensor, lse: Tensor) -> None:
+    def _merge(self, call: BlockCall, out: Tensor, lse: Tensor) -> None:
         rows = slice(call.q_begin, call.q_end)
         if self._out is None:
             if rows == slice(0, self._q.shape[2]):
@@ -106,7 +106,7 @@ class Saved(NamedTuple):
 
 
 def add_gradients(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Sequence[Call], problem: Problem,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Sequence[BlockCall], problem: Problem,
     dq: Tensor, dkv: Tensor,
 ) -> None:  # fmt: skip
     """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32."""
@@ -130,7 +130,7 @@ def zero_gradients(q: Tensor, kv_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     return q.new_zeros(q.shape, dtype=dtype), q.new_zeros((2, *kv_shape), dtype=dtype)
 
 
-def call_mask(call: Call, q: Tensor, problem: Problem) -> Mask:
+def call_mask(call: BlockCall, q: Tensor, problem: Problem) -> Mask:
     """The mask of a call's queries q."""
     if call.q_start is None or call.kv_start is None:
         return Mask()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """Attention of rows q_begin:q_end over keys kv_begin:kv_end, both local indices.
 
     q_start and kv_start are the positions of its first query and key; None: every pair is visible.
@@ -27,12 +27,14 @@ class Call(NamedTuple):
     kv_start: int | None = None
 
 
-def plan(q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int) -> list[Call]:
+def block_calls(
+    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int
+) -> list[BlockCall]:
     """The calls for which some pair is visible under the window (left, right; -1 = unbounded)."""
-    calls: list[Call] = []
+    calls: list[BlockCall] = []
     for q_begin, q_run in _indexed(q_runs):
         found = _calls_of_run(q_begin, q_run, kv_runs, left, right)
-        if len(found) == 1 and calls and _same_keys(calls[-1], found[0]):
+        if len(found) == 1 and calls and _share_keys(calls[-1], found[0]):
             calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
         else:
             calls += found
@@ -49,8 +51,8 @@ def _indexed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
 
 def _calls_of_run(
     q_begin: int, q: Run, kv_runs: Sequence[Run], left: int, right: int
-) -> list[Call]:
-    calls: list[Call] = []
+) -> list[BlockCall]:
+    calls: list[BlockCall] = []
     for kv_begin, kv in _indexed(kv_runs):
         last_query, last_key = q.end - 1, kv.end - 1
         if (right >= 0 and kv.start > last_query + right) or (
@@ -59,7 +61,7 @@ def _calls_of_run(
             continue
         above = right < 0 or last_key <= q.start + right
         below = left < 0 or kv.start >= last_query - left
-        call = Call(q_begin, q_begin + q.length, kv_begin, kv_begin + kv.length)
+        call = BlockCall(q_begin, q_begin + q.length, kv_begin, kv_begin + kv.length)
         previous = calls[-1] if calls and calls[-1].kv_end == kv_begin else None
         full = previous is not None and previous.q_start is None
         if above and below:
@@ -78,7 +80,7 @@ def _calls_of_run(
     return calls
 
 
-def _same_keys(first: Call, second: Call) -> bool:
+def _share_keys(first: BlockCall, second: BlockCall) -> bool:
     """Whether two unmasked calls over the same keys have neighbouring rows."""
     unmasked = first.q_start is None and second.q_start is None
     return unmasked and first.q_end == second.q_begin and first[2:4] == second[2:4]

@@ -1,4 +1,4 @@
-"""Strategy `query_split`: queries are sharded, K and V are whole on every rank; no communication.
+"""Strategy `query_split`: queries are sharded, K and V are replicated; no communication.
 
 K and V (B, K, total, D) are in the order of positions. Their gradients are summed over the ranks, so that
 every rank holds the whole gradient of its copy: the backward's only collective.
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
+from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = attend_whole(q, k, v, problem)
+    out, lse = attend_unsharded(q, k, v, problem)
     return out, lse, Saved(q, k, v, out, lse)
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dkv = gradients_whole(dout, dlse, saved, problem)
+    dq, dkv = unsharded_gradients(dout, dlse, saved, problem)
     dkv = torch.ops._c10d_functional.all_reduce(dkv, "sum", problem.group_name)
     dk, dv = torch.ops._c10d_functional.wait_tensor(dkv).unbind()
     return dq, dk, dv

@@ -26,7 +26,7 @@ from torch_fdattn.dist.ring_attention.local import (
     add_gradients,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import plan
+from torch_fdattn.dist.ring_attention.plan import block_calls
 
 
 class _Hop:
@@ -92,7 +92,9 @@ def _source(problem: Problem, step: int) -> int:
 
 def _calls(problem: Problem, step: int):
     ranks = problem.shards.ranks
-    return plan(ranks[problem.rank], ranks[_source(problem, step)], problem.left, problem.right)
+    return block_calls(
+        ranks[problem.rank], ranks[_source(problem, step)], problem.left, problem.right
+    )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:

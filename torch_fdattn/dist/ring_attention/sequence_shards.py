@@ -97,25 +97,23 @@ class SequenceShards(NamedTuple):
         parts = [torch.arange(run.start, run.end, device=device) for run in self.ranks[rank]]
         return torch.cat([torch.arange(0, device=device), *parts])
 
-    def shard(self, whole: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The rank's part of a whole sequence (a copy, unless it is one run)."""
-        if whole.shape[dim] != self.total:
-            raise ValueError(
-                f"whole must have {self.total} positions in dim {dim}, got {whole.shape[dim]}"
-            )
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """The rank's part of x, which has all positions (a copy, unless it is one run)."""
+        if x.shape[dim] != self.total:
+            raise ValueError(f"x must have {self.total} positions in dim {dim}, got {x.shape[dim]}")
         runs = self.ranks[rank] or (Run(0, 0),)
-        parts = [whole.narrow(dim, run.start, run.length) for run in runs]
+        parts = [x.narrow(dim, run.start, run.length) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole sequence from all ranks' parts (in rank order, each at least as long as its shard)."""
-        pieces = []
+        """All positions from all ranks' parts (in rank order, each at least as long as its shard)."""
+        runs_of_all = []
         for runs, part in zip(self.ranks, parts, strict=True):
             offset = 0
             for run in runs:
-                pieces.append((run.start, part.narrow(dim, offset, run.length)))
+                runs_of_all.append((run.start, part.narrow(dim, offset, run.length)))
                 offset += run.length
-        ordered = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
+        ordered = [part for _, part in sorted(runs_of_all, key=lambda item: item[0])]
         return torch.cat(ordered, dim) if ordered else parts[0].narrow(dim, 0, 0)
 
     def flat(self) -> list[int]:

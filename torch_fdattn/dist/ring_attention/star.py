@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.ring_attention.layout import exchange, gather, scatter_sum
+from torch_fdattn.dist.ring_attention.layout import all_to_all, gather, scatter_sum
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
@@ -20,23 +20,23 @@ from torch_fdattn.dist.ring_attention.local import (
     add_gradients,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import Call, plan
+from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 ROOT = 0
 
 
-def _calls(problem: Problem) -> list[Call]:
+def _calls(problem: Problem) -> list[BlockCall]:
     everything = [Run(0, problem.shards.total)]
-    return plan(everything, problem.shards.ranks[problem.rank], problem.left, problem.right)
+    return block_calls(everything, problem.shards.ranks[problem.rank], problem.left, problem.right)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    whole_q = gather(q, problem)
-    state = State(whole_q, problem)
+    all_queries = gather(q, problem)
+    state = State(all_queries, problem)
     state.add(k, v, _calls(problem))
     out, lse = _merged_by_root(*state.parts(), problem)
-    saved = Saved(whole_q, k, v, out.to(q.dtype), lse)
+    saved = Saved(all_queries, k, v, out.to(q.dtype), lse)
     own_out, own_lse = (problem.shards.shard(x, problem.rank, dim=2) for x in (saved.out, lse))
     return torch.empty_like(q).copy_(own_out), own_lse.clone(), saved
 
@@ -45,7 +45,7 @@ def _merged_by_root(out: Tensor, lse: Tensor, problem: Problem) -> tuple[Tensor,
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
     nothing = packed[:, :, :0]
     is_root = problem.rank == ROOT
-    received = exchange(
+    received = all_to_all(
         [packed if r == ROOT else nothing for r in range(problem.world_size)],
         [packed.shape if is_root else nothing.shape] * problem.world_size,
         problem.group_name,

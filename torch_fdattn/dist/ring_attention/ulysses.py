@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.ring_attention.layout import exchange, in_order_of, with_length
+from torch_fdattn.dist.ring_attention.layout import all_to_all, in_order_of, with_length
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
-from torch_fdattn.dist.ring_attention.whole import attend_whole, gradients_whole
+from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
 def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
@@ -28,7 +28,7 @@ def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     own_q = q
     q, k, v = (_to_heads(x, problem) for x in (q, k, v))
-    out, lse = attend_whole(q, k, v, _one_rank(problem))
+    out, lse = attend_unsharded(q, k, v, _one_rank(problem))
     own_out = in_order_of(own_q, _to_tokens(out, problem))
     own_lse = _to_tokens(lse.unsqueeze(-1), problem).squeeze(-1)
     return own_out, own_lse, Saved(q, k, v, out, lse)
@@ -40,7 +40,7 @@ def backward(
     dout = _to_heads(dout, problem)
     if dlse is not None:
         dlse = _to_heads(dlse.unsqueeze(-1), problem).squeeze(-1)
-    dq, dkv = gradients_whole(dout, dlse, saved, _one_rank(problem))
+    dq, dkv = unsharded_gradients(dout, dlse, saved, _one_rank(problem))
     return tuple(_to_tokens(x.to(saved.q.dtype), problem) for x in (dq, *dkv.unbind()))
 
 
@@ -48,14 +48,14 @@ def _to_heads(x: Tensor, problem: Problem) -> Tensor:
     """(B, H, S_r, D) of this rank's tokens to (B, H / W, S, D) of its heads, in order of positions."""
     parts = x.chunk(problem.world_size, dim=1)
     shapes = [with_length(parts[0].shape, length) for length in problem.shards.lengths]
-    return problem.shards.join(exchange(parts, shapes, problem.group_name), dim=2)
+    return problem.shards.join(all_to_all(parts, shapes, problem.group_name), dim=2)
 
 
 def _to_tokens(x: Tensor, problem: Problem) -> Tensor:
     """The inverse of `_to_heads`."""
     parts = [problem.shards.shard(x, r, dim=2) for r in range(problem.world_size)]
     own = with_length(x.shape, problem.shards.lengths[problem.rank])
-    return torch.cat(exchange(parts, [own] * problem.world_size, problem.group_name), dim=1)
+    return torch.cat(all_to_all(parts, [own] * problem.world_size, problem.group_name), dim=1)
 
 
 def _one_rank(problem: Problem) -> Problem:

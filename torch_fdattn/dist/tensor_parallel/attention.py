@@ -29,7 +29,7 @@ from torch_fdattn.ops.rotary import rotate
 
 #: Attention layers of this form, by package: others have the same parts and another meaning (rotary positions in
 #: pairs, differential heads, layers without positions).
-_KNOWN = {
+_SUPPORTED = {
     "torch_fdattn": ("Attention", "FusedAttention"),
     "transformers": ("LlamaAttention", "Qwen3Attention", "Qwen2Attention", "MistralAttention"),
 }
@@ -39,10 +39,10 @@ def check_attention(module: nn.Module, world_size: int) -> None:
     """Refuses an attention that is not plain and causal, or that has fewer query heads than ranks."""
     expect_linear(module, "q_proj", "k_proj", "v_proj", "o_proj")
     kind = type(module)
-    if kind.__name__ not in _KNOWN.get(kind.__module__.split(".")[0], ()):
+    if kind.__name__ not in _SUPPORTED.get(kind.__module__.split(".")[0], ()):
         raise TypeError(
             "module must be the attention of a torch_fdattn Transformer or transformers' "
-            f"{', '.join(_KNOWN['transformers'])}, got {kind.__module__}.{kind.__name__}"
+            f"{', '.join(_SUPPORTED['transformers'])}, got {kind.__module__}.{kind.__name__}"
         )
     for name, plain in (("sliding_window", None), ("attention_dropout", 0.0), ("is_causal", True)):
         if (value := getattr(module, name, plain)) != plain:

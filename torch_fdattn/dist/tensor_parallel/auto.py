@@ -39,7 +39,7 @@ _TIMED_AS = {"float16": "bfloat16"}
 _LAYER_SIZES = ("columns", "features")
 
 
-class Sizes(NamedTuple):
+class LinearSizes(NamedTuple):
     """A call's: all rows M, the layer's columns N and features K on this rank, ranks."""
 
     rows: int
@@ -98,7 +98,7 @@ def nearest_entries(
 
 
 def lookup(
-    entries: Sequence[dict], op: str, device: Device, dtype: str, sizes: Sizes
+    entries: Sequence[dict], op: str, device: Device, dtype: str, sizes: LinearSizes
 ) -> str | None:
     """What was the fastest at the nearest measured sizes; None: nothing was measured on such devices."""
     best, found = math.inf, None
@@ -116,16 +116,21 @@ def _octaves(measured: int, given: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_lookup(op: str, device: Device, dtype: str, sizes: Sizes) -> str | None:
+def _cached_lookup(op: str, device: Device, dtype: str, sizes: LinearSizes) -> str | None:
     return lookup(table(), op, device, dtype, sizes)
 
 
 def choose(
-    op: str, group_name: str, x: Tensor, sizes: Sizes, otherwise: str, alike: bool = False
+    op: str,
+    group_name: str,
+    x: Tensor,
+    sizes: LinearSizes,
+    otherwise: str,
+    equal_sizes: bool = False,
 ) -> str:
     """The strategy or method for a call with x, the same on all ranks; for LAYER the form of a model's layers.
 
-    alike: whether all ranks ask for the same sizes. Otherwise they compare what they found, in a small collective the
+    equal_sizes: whether all ranks ask for the same sizes. Otherwise they compare what they found, in a small collective the
     first time, and take `otherwise` where they differ. Nothing is chosen in traces.
     """
     if is_traced(x):
@@ -134,7 +139,7 @@ def choose(
     found = _cached_lookup(op, Device.of(x.device), dtype, sizes)
     if found is None:  # on all ranks: it depends on the op, the architecture and the dtype alone
         return otherwise
-    if not alike:
+    if not equal_sizes:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})
         found = consensus(group_name, x, about, sizes, found)
     if found is None or found == otherwise:
@@ -142,7 +147,9 @@ def choose(
     return found if op == LAYER or available(group_name, x.device) else otherwise
 
 
-def may_choose(op: str, device: torch.device, dtype: torch.dtype, sizes: Sizes | None) -> bool:
+def may_choose(
+    op: str, device: torch.device, dtype: torch.dtype, sizes: LinearSizes | None
+) -> bool:
     """Whether `choose` could choose anything but the group's own collective, for a graph that is compiled.
 
     By what is the same on all ranks, whose graphs must have the same collectives: a rank's own sizes may be any.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_fdattn.dist.collectives import collective
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tensor_parallel import auto, one_sided
-from torch_fdattn.dist.tensor_parallel.auto import Sizes
+from torch_fdattn.dist.tensor_parallel.auto import LinearSizes
 from torch_fdattn.dist.tensor_parallel.op import chosen, chosen_method
 from torch_fdattn.ops import library
 
@@ -27,7 +27,7 @@ def _gather(
     """x (m, K), weights (N_i, K) -> [y_i (W m, N_i)], and then, to `keep`, the gathered x (W m, K)."""
     rows = [x.shape[0]] * world_size
     columns = sum(weight.shape[0] for weight in weights)
-    sizes = Sizes(sum(rows), columns, x.shape[1], world_size)
+    sizes = LinearSizes(sum(rows), columns, x.shape[1], world_size)
     strategy = chosen(auto.GATHER, strategy, group_name, x, sizes, rows)
     if strategy != "collective":
         return one_sided.gather(x, weights, group_name, strategy, rows, keep)
@@ -40,7 +40,7 @@ def _scatter(
 ) -> Tensor:  # fmt: skip
     """x (M, K), weight (N, K), bias (N,) -> this rank's M / W rows of the sum over ranks of x @ weight.T + bias."""
     rows = [x.shape[0] // world_size] * world_size
-    sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
+    sizes = LinearSizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows)
     if strategy != "collective":
         rank, _ = rank_and_size(group_name)
@@ -53,7 +53,7 @@ def _all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, world_size: int, strategy: str
 ) -> Tensor:  # fmt: skip
     """x (M, K), weight (N, K), bias (N,) -> the sum (M, N) over ranks of x @ weight.T + bias."""
-    sizes = Sizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
+    sizes = LinearSizes(x.shape[0], weight.shape[0], x.shape[1], world_size)
     method = "nccl" if strategy == "collective" else "auto"
     method = chosen_method(method, strategy, group_name, x, sizes)
     if method in one_sided.METHODS:

@@ -22,16 +22,16 @@ from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradient
 from torch_fdattn.dist.groups import given_rank_and_size
 from torch_fdattn.dist.symm import symmetric_memory
 from torch_fdattn.dist.tensor_parallel import auto, collective, one_sided
-from torch_fdattn.dist.tensor_parallel.auto import Sizes, compute_dtype
+from torch_fdattn.dist.tensor_parallel.auto import LinearSizes, compute_dtype
 from torch_fdattn.ops import library
 from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.swiglu import silu_mul
 
 
-class Plan(NamedTuple):
+class LinearPlan(NamedTuple):
     """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it."""
 
-    way: str
+    strategy: str
     rows: Sequence[int]
     rank: int
     world: int
@@ -62,7 +62,7 @@ def check_linear_strategy(name: str, strategy: str) -> None:
 
 
 def chosen(
-    op: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, rows: Sequence[int], alike: bool = False
+    op: str, strategy: str, group_name: str, x: Tensor, sizes: LinearSizes, rows: Sequence[int], equal_sizes: bool = False
 ) -> str:  # fmt: skip
     """The strategy that runs.
 
@@ -73,7 +73,7 @@ def chosen(
     if sizes.ranks == 1:
         return "collective"
     if strategy == "auto":
-        strategy = auto.choose(op, group_name, x, sizes, "collective", alike)
+        strategy = auto.choose(op, group_name, x, sizes, "collective", equal_sizes)
         if strategy == "fused" and any(count != rows[0] for count in rows):
             strategy = "copy_engine"
     if strategy in one_sided.STRATEGIES:
@@ -87,7 +87,12 @@ def chosen(
 
 
 def chosen_method(
-    method: str, strategy: str, group_name: str, x: Tensor, sizes: Sizes, alike: bool = False
+    method: str,
+    strategy: str,
+    group_name: str,
+    x: Tensor,
+    sizes: LinearSizes,
+    equal_sizes: bool = False,
 ) -> str:
     """The method of all-reduce that runs; `gemm_all_reduce` is `low_latency` for what its kernel is not made for."""
     if strategy == "copy_engine":
@@ -100,7 +105,7 @@ def chosen_method(
     if sizes.ranks == 1:
         return "nccl"
     if method == "auto":
-        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", alike)
+        method = auto.choose(auto.ALL_REDUCE, group_name, x, sizes, "nccl", equal_sizes)
         # The table was measured in bfloat16, for which torch's kernels are compiled; float16 takes it too.
         if method in symmetric_memory.METHODS and compute_dtype(x) not in symmetric_memory.DTYPES:
             method = "low_latency"
@@ -166,7 +171,7 @@ def _all_gather_matmul(
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x_shard", x_shard.shape[0], rank, world_size, own=True)
     columns = largest or sum(weight.shape[0] for weight in weights)
-    sizes = Sizes(sum(rows), columns, x_shard.shape[1], world_size)
+    sizes = LinearSizes(sum(rows), columns, x_shard.shape[1], world_size)
     check_equal_on_all_ranks(
         group_name,
         x_shard,
@@ -180,25 +185,25 @@ def _all_gather_matmul(
         },
         once=strategy in one_sided.STRATEGIES,
     )
-    alike = largest is not None
-    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, alike)
-    plan = Plan(strategy, rows, rank, world_size)
+    equal_sizes = largest is not None
+    strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, equal_sizes)
+    plan = LinearPlan(strategy, rows, rank, world_size)
     return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
 
 
 def run_gather(
-    plan: Plan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None
+    plan: LinearPlan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None
 ) -> list[Tensor]:  # fmt: skip
-    way, rows, rank, world_size = plan[:4]
+    strategy, rows, rank, world_size = plan[:4]
     x = x.to(compute_dtype(x))
     if scales:
         pairs = zip(weights, scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
     gated = activation is not None
-    if gated and one_sided.takes_swiglu(way, x, weights, biases, rows):
-        return one_sided.all_gather_swiglu(x, weights, group_name, way, rows)
-    if way != "collective":
-        ys = one_sided.all_gather_matmul(x, weights, biases, group_name, way, rows, rank)
+    if gated and one_sided.takes_swiglu(strategy, x, weights, biases, rows):
+        return one_sided.all_gather_swiglu(x, weights, group_name, strategy, rows)
+    if strategy != "collective":
+        ys = one_sided.all_gather_matmul(x, weights, biases, group_name, strategy, rows, rank)
     else:
         ys = collective.all_gather_matmul(x, weights, biases, group_name, rows, rank, world_size)  # fmt: skip
     return [silu_mul(*y.chunk(2, -1)) for y in ys] if gated else ys
@@ -212,7 +217,7 @@ def _matmul_reduce_scatter(
     _check_linear(x, weight, bias, weight_scale)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     rows = check_rows(rows, "x", x.shape[0], rank, world_size, own=False)
-    sizes = Sizes(sum(rows), weight.shape[0], largest or x.shape[1], world_size)
+    sizes = LinearSizes(sum(rows), weight.shape[0], largest or x.shape[1], world_size)
     check_equal_on_all_ranks(
         group_name,
         x,
@@ -227,19 +232,19 @@ def _matmul_reduce_scatter(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows, largest is not None)
-    plan = Plan(strategy, rows, rank, world_size)
+    plan = LinearPlan(strategy, rows, rank, world_size)
     return run_scatter(plan, x, weight, bias, group_name, weight_scale)
 
 
 def run_scatter(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
+    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    way, rows, rank, world_size = plan[:4]
+    strategy, rows, rank, world_size = plan[:4]
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
-    if way != "collective":
+    if strategy != "collective":
         x = x.to(compute_dtype(x))
-        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, way, rows, rank)
+        return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, strategy, rows, rank)
     return collective.matmul_reduce_scatter(x, weight, bias, group_name, rows, rank, world_size)  # fmt: skip
 
 
@@ -254,14 +259,14 @@ def _matmul_all_reduce(
 
 def _all_reduce_plan(
     x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None
-) -> Plan:  # fmt: skip
+) -> LinearPlan:  # fmt: skip
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, scale)
     if method in symmetric_memory.METHODS:
         symmetric_memory.check(method, x.device, compute_dtype(x))
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    sizes = Sizes(x.shape[0], weight.shape[0], largest or x.shape[1], world_size)
+    sizes = LinearSizes(x.shape[0], weight.shape[0], largest or x.shape[1], world_size)
     same = {
         "method": method,
         "strategy": strategy,
@@ -272,7 +277,7 @@ def _all_reduce_plan(
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
     check_equal_on_all_ranks(group_name, x, same, once=ours)
     method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
-    return Plan(method, (), rank, world_size)
+    return LinearPlan(method, (), rank, world_size)
 
 
 def _matmul_all_reduce_rms_norm(
@@ -285,7 +290,9 @@ def _matmul_all_reduce_rms_norm(
     )
     plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
-    plan = plan._replace(with_norm=may and one_sided.takes_norm(plan.way, plan.world, x, weight))
+    plan = plan._replace(
+        with_norm=may and one_sided.takes_norm(plan.strategy, plan.world, x, weight)
+    )
     return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
 
 
@@ -301,7 +308,7 @@ def _expect_normed(
 
 
 def run_all_reduce_norm(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
+    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if plan.with_norm:
         return one_sided.matmul_all_reduce_rms_norm(
@@ -309,7 +316,7 @@ def run_all_reduce_norm(
             weight,
             bias,
             group_name,
-            plan.way,
+            plan.strategy,
             residual,
             norm_weight,
             eps,
@@ -319,15 +326,15 @@ def run_all_reduce_norm(
 
 
 def run_all_reduce(
-    plan: Plan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
+    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    way, _, rank, world_size = plan[:4]
-    if way in one_sided.METHODS:
+    strategy, _, rank, world_size = plan[:4]
+    if strategy in one_sided.METHODS:
         x = x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, way, scale)
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, strategy, scale)
     if scale is not None:
         weight = float8.dequantised(weight, scale, compute_dtype(x))
-    return collective.matmul_all_reduce(x, weight, bias, group_name, way, rank, world_size)
+    return collective.matmul_all_reduce(x, weight, bias, group_name, strategy, rank, world_size)
 
 
 def _define(schema: str, function) -> None:

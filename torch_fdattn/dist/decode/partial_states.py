@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Exchange(NamedTuple):
+class MergeGroup(NamedTuple):
     """The ranks that merge their states, and what each is to end up with."""
 
     group_name: str

@@ -16,16 +16,16 @@ from torch_fdattn.dist.ring_attention.local import (
     call_mask,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import Call, plan
+from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
-def _calls(problem: Problem) -> list[Call]:
+def _calls(problem: Problem) -> list[BlockCall]:
     everything = [Run(0, problem.shards.total)]
-    return plan(problem.shards.ranks[problem.rank], everything, problem.left, problem.right)
+    return block_calls(problem.shards.ranks[problem.rank], everything, problem.left, problem.right)
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
     calls = _calls(problem)
     if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):  # nothing to merge: no fp32 state
@@ -39,7 +39,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Ten
     return state.finish()
 
 
-def gradients_whole(
+def unsharded_gradients(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor]:
     """dq, and this rank's part of dkv (2, B, K, total, D), both fp32."""
