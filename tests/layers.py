@@ -146,6 +146,7 @@ def layers(kind: str) -> list[Layer]:
                 "row_norm",
                 "tp_inference",
                 "gathered_swiglu",
+                "call_depth",
                 "float8_weights",
                 "compiled_matmuls",
                 only=f"not ({INDUCED})",

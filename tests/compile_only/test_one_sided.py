@@ -38,13 +38,12 @@ def ranks(world: int):
         fault=types.SimpleNamespace(tensor=words), enter=lambda: None,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for module in (fused, fused_parts, push, push_tiled, two_shot, lamport, one_sided_gather):
+        for module in (rows, two_shot, lamport, one_sided_gather):
             for name, value in (("channel", channel), ("rank_and_size", (1, world))):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, return_value=value))
             if hasattr(module, "INTERPRET"):
                 stack.enter_context(mock.patch.object(module, "INTERPRET", False))
-        stack.enter_context(mock.patch.object(rows, "INTERPRET", False))
         yield
 
 
@@ -130,7 +129,7 @@ def test_exchange_that_merges_parts(
     early = arch == "sm_90"
     with (
         ranks(world),
-        mock.patch.object(fused_parts, "starts_early", return_value=early),
+        mock.patch.object(fused_parts, "uses_pdl", return_value=early),
         recorded() as launches,
     ):
         _, unmerged = launch_decode(

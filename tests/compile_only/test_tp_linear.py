@@ -86,7 +86,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
             lamport_exchange,
             row_norm,
         ):
-            stack.enter_context(mock.patch.object(module, "starts_early", return_value=early))
+            stack.enter_context(mock.patch.object(module, "uses_pdl", return_value=early))
         yield
 
 

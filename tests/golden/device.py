@@ -78,7 +78,7 @@ def install() -> None:
     everywhere(schedule.processors, lambda device: now.device.multiprocessors)
     everywhere(schedule.fast_memory, lambda device: now.device.fast_memory)
     early = pdl.supports_pdl
-    everywhere(dependent.starts_early, lambda tensor: early(now.device.capability))
+    everywhere(dependent.uses_pdl, lambda tensor: early(now.device.capability))
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
         multi_processor_count=now.device.multiprocessors
     )

@@ -506,7 +506,7 @@ FAULTS = (
     ),
     Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",
-        "limit = share if INTERPRET else most", "limit = 1 << 62 if INTERPRET else most", SURVIVORS,
+        "limit = share if INTERPRET else in_a_warp", "limit = 1 << 62 if INTERPRET else in_a_warp", SURVIVORS,
     ),
     Fault(
         "faults outlive their group", "torch_fdattn/dist/symm/faults.py",

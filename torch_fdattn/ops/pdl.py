@@ -8,6 +8,11 @@ from torch_fdattn.launch.pdl import supports_pdl
 from torch_fdattn.ops.attention.configs import device_capability
 
 
-def starts_early(part: Tensor) -> bool:
-    """Whether the kernel may be launched before the one that makes `part` has ended (it waits for it)."""
-    return part.is_cuda and supports_pdl(device_capability(part.device))
+def uses_pdl(tensor: Tensor) -> bool:
+    """Whether a kernel that waits for the one before it (`await_previous`) may be launched while that one runs."""
+    return tensor.is_cuda and supports_pdl(device_capability(tensor.device))
+
+
+def pdl_option(pdl: bool) -> dict[str, bool]:
+    """The launch option; none where there is no PDL."""
+    return {"launch_pdl": True} if pdl else {}

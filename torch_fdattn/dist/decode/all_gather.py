@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode.partial_states import MergeGroup, merge_rows, pack
+from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
+from torch_fdattn.ops.merge_states.op import merge_rows
 
 
 def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tuple[Tensor, Tensor]:

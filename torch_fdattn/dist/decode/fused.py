@@ -18,17 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.dist.decode.rows import (
+    RowExchange,
     Rows,
     merged,
-    outputs,
-    own_heads,
     own_rows,
+    tile_of,
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.symm.channel import Channel, channel
-from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
     as_int64,
     at_rank,
@@ -41,9 +38,8 @@ from torch_fdattn.dist.symm.signals import (
 )
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 
 @triton.jit
@@ -76,15 +72,6 @@ def receive_rows(row, row_in, d, sources, inside, address, rows, epoch, channel,
         sources, epoch, channel[2], channel[3], channel[4],
     )  # fmt: skip
     return payload(values, tl.float32), payload(lses, tl.float32), came
-
-
-@triton.jit
-def tile_of(tile, share, OWNERS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(rows (M,), which of them exist, their owner) of a tile; all ranks take the tiles in the same order."""
-    # With owners, tile t of owner p is number t · OWNERS + p: on all ranks at the same time.
-    owner = tile % OWNERS
-    within = tile // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
-    return owner * share + within, within < share, owner
 
 
 @triton.jit
@@ -144,21 +131,11 @@ def packet_bytes(rows: Rows) -> int:
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
     """The merged (out, lse) of all ranks' partial results."""
-    rows = Rows.of(part, rank_and_size(group_name)[1])
-    where: Channel = channel(group_name, "fused", packet_bytes(rows), part.device)
-    first_head, heads = own_heads(rows.heads, where, head_sharded)
-    out, lse = outputs(part, dtype, heads)
-    owners = rows.world if head_sharded else 1
-    block, tiles = rows.tile(owners)
-    early = starts_early(part)
-    where.enter()
+    call = RowExchange.begin(part, dtype, group_name, "fused", packet_bytes, head_sharded)
+    pdl = uses_pdl(part)
     launches["dist_merge/fused"] += 1
-    with on_device(part):
-        launch(
-            _fused_kernel, owners * tiles,
-            part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, rows.count // owners, first_head,
-            rows.heads, heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
-            early, num_warps=1, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
-    return out, lse
+    launch(
+        _fused_kernel, call.owners * call.tiles,
+        part, part_lse, *call.memory, part.stride(), *call.numbers, *call.constants, pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip
+    return call.out, call.lse

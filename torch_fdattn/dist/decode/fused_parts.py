@@ -16,26 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.decode.fused import exchange_rows, packet_bytes, tile_of
+from torch_fdattn.dist.decode.fused import exchange_rows, packet_bytes
 from torch_fdattn.dist.decode.rows import (
-    Rows,
+    RowExchange,
     coordinates,
-    outputs,
-    own_heads,
     own_rows,
+    tile_of,
 )
-from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.symm.channel import channel
-from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import at_rank, may_send, take_epoch
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
-from torch_fdattn.ops.launch import on_device, power_of_two
+from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Dims a program, and fp32 elements of parts that its one warp holds at once: 128 registers a thread.
 CHUNK, PART_ELEMENTS = 32, 4096
@@ -100,27 +96,16 @@ def merge(
     part: Tensor, part_lse: Tensor, unmerged: Unmerged, dtype: torch.dtype, group_name: str, head_sharded: bool
 ):  # fmt: skip
     """The merged (out, lse) of all ranks' partial results, where this rank's are `unmerged`, or in (part, part_lse)."""
-    rows, cut = Rows.of(part, rank_and_size(group_name)[1]), unmerged.cut
-    where = channel(group_name, "fused", packet_bytes(rows), part.device)
-    first_head, heads = own_heads(rows.heads, where, head_sharded)
-    out, lse = outputs(part, dtype, heads)
-    owners = rows.world if head_sharded else 1
-    block, tiles = rows.tile(owners)
-    chunk = min(CHUNK, rows.block_d)
-    at_once = min(
-        power_of_two(cut.pieces), max(1, PART_ELEMENTS // (block * chunk))
-    )  # fmt: skip
-    early = starts_early(part)
-    where.enter()
+    call = RowExchange.begin(part, dtype, group_name, "fused", packet_bytes, head_sharded)
+    cut, block_d = unmerged.cut, call.rows.block_d
+    chunk = min(CHUNK, block_d)
+    at_once = min(power_of_two(cut.pieces), max(1, PART_ELEMENTS // (call.block * chunk)))
+    pdl = uses_pdl(part)
     launches["dist_merge/fused_parts"] += 1
-    with on_device(part):
-        launch(
-            _fused_parts_kernel, owners * tiles * (rows.block_d // chunk),
-            part, part_lse, unmerged.parts, unmerged.part_lses, *unmerged.bounds, out, lse, where.memory.addresses,
-            where.state, where.fault.tensor, part.stride(), where.half_bytes, timeout_ns(), where.rank, rows.batch,
-            rows.count, rows.count // owners, first_head, *cut.numbers, cut.whole, cut.kv_heads, *cut.flags,
-            cut.least, cut.twice, cut.block_m, cut.block_dv, at_once, rows.heads, heads, rows.q_len, rows.v_dim,
-            rows.world, rows.sources, owners, block, rows.block_d, chunk, early, num_warps=1,
-            **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
-    return out, lse
+    launch(
+        _fused_parts_kernel, call.owners * call.tiles * (block_d // chunk),
+        part, part_lse, unmerged.parts, unmerged.part_lses, *unmerged.bounds, *call.memory, part.stride(),
+        *call.numbers, *cut.numbers, cut.whole, cut.kv_heads, *cut.flags, cut.least, cut.twice, cut.block_m,
+        cut.block_dv, at_once, *call.constants, chunk, pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip
+    return call.out, call.lse

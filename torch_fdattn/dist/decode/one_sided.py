@@ -6,7 +6,8 @@ each other's memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,16 +17,18 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.ops import library
 
-if TYPE_CHECKING:
-    from torch_fdattn.ops.decode.launch import Unmerged
-
 ONE_SIDED = ("symm_all_gather", "push", "push_tiled", "two_shot", "fused")
 #: Whether `fused` merges the parts of a split local decode itself (`fused_parts.py`). Ranks need not agree on it.
 MERGES_PARTS = True
 
 
+def strategy(name: str) -> ModuleType:
+    """The strategy's file; not at import, since it imports Triton."""
+    return importlib.import_module(f"torch_fdattn.dist.decode.{name}")
+
+
 def merge(
-    out: Tensor, lse: Tensor, dtype: torch.dtype, group_name: str, strategy: str, head_sharded: bool
+    out: Tensor, lse: Tensor, dtype: torch.dtype, group_name: str, name: str, head_sharded: bool
 ) -> tuple[Tensor, Tensor]:
     """The merged (out in dtype, lse fp32) of every rank's partial out (B, H, T, DV) and lse (B, H, T), fp32.
 
@@ -36,32 +39,21 @@ def merge(
         PeerTimeout: in an earlier call of this strategy a rank's part did not come.
     """
     return torch.ops.fdattn.dist_merge(
-        out, lse, group_name, strategy, dtype, head_sharded, rank_and_size(group_name)[1]
+        out, lse, group_name, name, dtype, head_sharded, rank_and_size(group_name)[1]
     )
 
 
-def merge_parts(
-    out: Tensor, lse: Tensor, unmerged: Unmerged, dtype: torch.dtype, group_name: str, head_sharded: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`merge` by `fused` of what a local decode has left in parts; without the op, so for eager calls alone."""
-    expect_mapped("strategy 'fused'", group_name, out.device)
-    from torch_fdattn.dist.decode import fused_parts
-
-    return fused_parts.merge(out, lse, unmerged, dtype, group_name, head_sharded)
-
-
-def _merge(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):
-    _check(part, part_lse, strategy, head_sharded, world_size)
-    expect_mapped(f"strategy {strategy!r}", group_name, part.device)
+def _merge(part, part_lse, group_name, name, dtype, head_sharded, world_size):
+    _check(part, part_lse, name, head_sharded, world_size)
+    expect_mapped(f"strategy {name!r}", group_name, part.device)
     if part.numel() == 0:
-        return _merge_fake(part, part_lse, group_name, strategy, dtype, head_sharded, world_size)
-    module = __import__(f"torch_fdattn.dist.decode.{strategy}", fromlist=["merge"])
-    return module.merge(part, part_lse, dtype, group_name, head_sharded)
+        return _merge_fake(part, part_lse, group_name, name, dtype, head_sharded, world_size)
+    return strategy(name).merge(part, part_lse, dtype, group_name, head_sharded)
 
 
-def _check(part, part_lse, strategy, head_sharded, world_size) -> None:
-    if strategy not in ONE_SIDED:
-        raise ValueError(f"strategy must be one of {ONE_SIDED}, got {strategy!r}")
+def _check(part, part_lse, name, head_sharded, world_size) -> None:
+    if name not in ONE_SIDED:
+        raise ValueError(f"strategy must be one of {ONE_SIDED}, got {name!r}")
     checks.expect_4d("out", part)
     checks.expect_shape("lse", part_lse, tuple(part.shape[:3]), "out")
     checks.expect_dtype("lse", part_lse, torch.float32, "every exchange")
@@ -74,7 +66,7 @@ def _check(part, part_lse, strategy, head_sharded, world_size) -> None:
         )
 
 
-def _merge_fake(part, part_lse, group_name, strategy, dtype, head_sharded, world_size):
+def _merge_fake(part, part_lse, group_name, name, dtype, head_sharded, world_size):
     batch, heads, q_len, v_dim = part.shape
     if head_sharded:
         heads = heads // world_size

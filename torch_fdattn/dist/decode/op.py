@@ -30,6 +30,7 @@ from torch_fdattn.dist.decode.inputs import (
 from torch_fdattn.dist.decode.local_mask import kernel_mask, local_mask
 from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
+from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.decode.op import decode_eagerly
@@ -44,7 +45,7 @@ PORTABLE = {
 }
 #: Those of them that never wait for a peer in a kernel.
 COLLECTIVES_ALONE = ("all_gather", "star", "ring")
-#: Through memory that ranks map.
+#: Through symmetric memory.
 ONE_SIDED = one_sided.ONE_SIDED
 STRATEGIES = ("auto", *PORTABLE, *ONE_SIDED)
 
@@ -76,6 +77,10 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _partial_dtype(q: Tensor, strategy: str) -> torch.dtype:
+    return q.dtype if strategy == "none" else _wide(q)
+
+
 def _attend(q, shard, mask, scale, extras, dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) over the rank's shard, by its own mask."""
     if not runs_decode(q):
@@ -95,16 +100,9 @@ def _runs_kernels(q: Tensor, shard: CacheShard, mask: Mask, extras: ExtraOptions
     return library.runs_directly(q, shard.k, shard.v) and library.lie_in_memory(*others)
 
 
-def _merge(out, lse, dtype, group, strategy, unmerged=None) -> tuple[Tensor, Tensor]:
-    """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads).
-
-    unmerged: what the local decode left for the strategy to merge.
-    """
+def _merge(out, lse, dtype, group: MergeGroup, strategy: str) -> tuple[Tensor, Tensor]:
+    """Global (out, lse), the same bits on every rank (with head_sharded, those of its heads)."""
     library.launches[f"dist_decode/{strategy}"] += 1
-    if unmerged is not None:
-        return one_sided.merge_parts(
-            out, lse, unmerged, dtype, group.group_name, group.head_sharded
-        )
     out = out.contiguous()
     if strategy == "none":
         return out, lse
@@ -123,7 +121,7 @@ class _DistDecode(torch.autograd.Function):
             CacheShard(k_shard, v_shard, None),
             ExtraOptions(batch_invariant=batch_invariant),
         )
-        dtype = q.dtype if strategy == "none" else _wide(q)
+        dtype = _partial_dtype(q, strategy)
         out, lse = _attend(q, shard, mask, scale, extras, dtype)
         out, lse = _merge(out, lse, q.dtype, group, strategy)
         ctx.save_for_backward(q, k_shard, v_shard, out, lse, *mask[:3])
@@ -151,14 +149,22 @@ class _DistDecode(torch.autograd.Function):
 
 
 def _run_kernels(
-    group: MergeGroup, strategy: str, scale: float, q, shard, local, whole, extras
+    group: MergeGroup, strategy: str, scale: float, q, shard, local, global_lens, extras
 ) -> tuple[Tensor, Tensor]:
-    dtype = q.dtype if strategy == "none" else _wide(q)
+    """An eager call by the decode kernels. Exchanges through symmetric memory are called without their op."""
+    leaves_parts = strategy == "fused" and one_sided.MERGES_PARTS
     out, lse, *unmerged = decode_eagerly(
-        q, *shard, *local, scale, dtype, *_own(extras, group.rank), whole=whole,
-        leave_parts=strategy == "fused" and one_sided.MERGES_PARTS,
+        q, *shard, *local, scale, _partial_dtype(q, strategy), *_own(extras, group.rank), whole=global_lens,
+        leave_parts=leaves_parts,
     )  # fmt: skip
-    return _merge(out, lse, q.dtype, group, strategy, *unmerged)
+    if strategy not in ONE_SIDED or not out.numel():
+        return _merge(out, lse, q.dtype, group, strategy)
+    library.launches[f"dist_decode/{strategy}"] += 1
+    expect_mapped(f"strategy {strategy!r}", group.group_name, out.device)
+    options = q.dtype, group.group_name, group.head_sharded
+    if leaves_parts and unmerged[0] is not None:
+        return one_sided.strategy("fused_parts").merge(out, lse, unmerged[0], *options)
+    return one_sided.strategy(strategy).merge(out.contiguous(), lse, *options)
 
 
 def _own(extras: ExtraOptions, rank: int) -> ExtraOptions:
@@ -188,8 +194,8 @@ def _dist_decode(
     where = shard.capacity, mask, kv_block, rank, world_size
     runs_kernels = _runs_kernels(q, shard, mask, extras)
     if runs_kernels:
-        local, whole = kernel_mask(q, *where, alibi_slopes is not None)
-        check_local_call(q, shard, local, scale, extras, whole)
+        local, global_lens = kernel_mask(q, *where, alibi_slopes is not None)
+        check_local_call(q, shard, local, scale, extras, global_lens)
     else:
         local = local_mask(q, *where)
         check_local_call(q, shard, local, scale, extras)
@@ -239,8 +245,8 @@ def _dist_decode(
             q, k_shard, v_shard, batch_invariant, group, strategy, *local, scale
         )
     if runs_kernels:
-        return _run_kernels(group, strategy, scale, q, shard, local, whole, extras)
-    dtype = q.dtype if strategy == "none" else _wide(q)
+        return _run_kernels(group, strategy, scale, q, shard, local, global_lens, extras)
+    dtype = _partial_dtype(q, strategy)
     out, lse = _attend(q, shard, local, scale, _own(extras, rank), dtype)
     return _merge(out, lse, q.dtype, group, strategy)
 

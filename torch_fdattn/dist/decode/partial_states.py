@@ -35,8 +35,3 @@ def unpack(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out in `dtype`, lse), both contiguous."""
     out, lse = rows[..., :-1], rows[..., -1]
     return out.to(dtype).contiguous(), lse.contiguous()
-
-
-def merge_rows(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out in `dtype`, lse) of a stack of rows (N, …, D + 1), merged in the order of the stack."""
-    return torch.ops.fdattn.merge_states_forward(parts[..., :-1], parts[..., -1], dtype)

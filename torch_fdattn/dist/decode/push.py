@@ -20,17 +20,13 @@ from torch_fdattn.dist.decode.push_tiled import (
     pushed_rows,
 )
 from torch_fdattn.dist.decode.rows import (
-    Rows,
+    RowExchange,
     merged,
-    outputs,
-    own_heads,
     own_rows,
+    tile_of,
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.symm.channel import channel
-from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
     ARRIVALS,
     as_int64,
@@ -42,7 +38,6 @@ from torch_fdattn.dist.symm.signals import (
     take_epoch,
 )
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
 
@@ -54,9 +49,7 @@ def _push_kernel(
 ):  # fmt: skip
     shape = (batch, heads, q_len, v_dim)
     epoch = read_epoch(state_ptr)
-    owner = tl.program_id(0) % OWNERS
-    within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
-    row, row_in = owner * share + within, within < share
+    row, row_in, owner = tile_of(tl.program_id(0), share, OWNERS, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     sends = may_send(state_ptr, epoch)
@@ -105,27 +98,17 @@ def _merge_pushed_kernel(
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
     """The merged (out, lse) of all ranks' partial results."""
-    rows = Rows.of(part, rank_and_size(group_name)[1])
-    where = channel(group_name, "push", pushed_bytes(rows), part.device)
-    first_head, heads = own_heads(rows.heads, where, head_sharded)
-    out, lse = outputs(part, dtype, heads)
-    owners = rows.world if head_sharded else 1
-    block, tiles = rows.tile(owners)
-    share = rows.count // owners
-    where.enter()
+    call = RowExchange.begin(part, dtype, group_name, "push", pushed_bytes, head_sharded)
+    rows, where = call.rows, call.channel
     launches["dist_merge/push"] += 1
-    memory, strides = where.memory.addresses, part.stride()
-    with on_device(part):
-        launch(
-            _push_kernel, owners * tiles,
-            part, part_lse, memory, where.state, strides, where.half_bytes, where.rank, rows.batch, rows.count, share,
-            rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
-            num_warps=1,
-        )  # fmt: skip
-        launch(
-            _merge_pushed_kernel, tiles,
-            part, part_lse, out, lse, memory, where.state, where.fault.tensor, strides, where.half_bytes,
-            timeout_ns(), where.rank, rows.batch, rows.count, share, first_head, rows.heads, heads, rows.q_len,
-            rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d, num_warps=1,
-        )  # fmt: skip
-    return out, lse
+    launch(
+        _push_kernel, call.owners * call.tiles,
+        part, part_lse, where.memory.addresses, where.state, part.stride(), where.half_bytes, where.rank, rows.batch,
+        rows.count, rows.count // call.owners, rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, call.owners,
+        call.block, rows.block_d, num_warps=1,
+    )  # fmt: skip
+    launch(
+        _merge_pushed_kernel, call.tiles,
+        part, part_lse, *call.memory, part.stride(), *call.numbers, *call.constants, num_warps=1,
+    )  # fmt: skip
+    return call.out, call.lse

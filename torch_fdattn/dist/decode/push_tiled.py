@@ -14,17 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.dist.decode.rows import (
+    RowExchange,
     Rows,
     merged,
-    outputs,
-    own_heads,
     own_rows,
+    tile_of,
     with_own,
     write_rows,
 )
-from torch_fdattn.dist.groups import rank_and_size
-from torch_fdattn.dist.symm.channel import channel
-from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import (
     as_int64,
     at_rank,
@@ -35,7 +32,6 @@ from torch_fdattn.dist.symm.signals import (
     read_epoch,
 )
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import on_device
 from torch_fdattn.ops.library import launches
 
 
@@ -88,9 +84,7 @@ def _push_tiled_kernel(
 ):  # fmt: skip
     shape = (batch, heads, q_len, v_dim)
     epoch = read_epoch(state_ptr)
-    owner = tl.program_id(0) % OWNERS
-    within = tl.program_id(0) // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
-    row, row_in = owner * share + within, within < share
+    row, row_in, owner = tile_of(tl.program_id(0), share, OWNERS, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     own_values, own_lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
     sends = may_send(state_ptr, epoch)
@@ -139,20 +133,10 @@ def pushed_bytes(rows: Rows) -> int:
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
     """The merged (out, lse) of all ranks' partial results."""
-    rows = Rows.of(part, rank_and_size(group_name)[1])
-    where = channel(group_name, "push_tiled", pushed_bytes(rows), part.device)
-    first_head, heads = own_heads(rows.heads, where, head_sharded)
-    out, lse = outputs(part, dtype, heads)
-    owners = rows.world if head_sharded else 1
-    block, tiles = rows.tile(owners)
-    where.enter()
+    call = RowExchange.begin(part, dtype, group_name, "push_tiled", pushed_bytes, head_sharded)
     launches["dist_merge/push_tiled"] += 1
-    with on_device(part):
-        launch(
-            _push_tiled_kernel, owners * tiles,
-            part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, rows.count // owners, first_head,
-            rows.heads, heads, rows.q_len, rows.v_dim, rows.world, rows.sources, owners, block, rows.block_d,
-            num_warps=1,
-        )  # fmt: skip
-    return out, lse
+    launch(
+        _push_tiled_kernel, call.owners * call.tiles,
+        part, part_lse, *call.memory, part.stride(), *call.numbers, *call.constants, num_warps=1,
+    )  # fmt: skip
+    return call.out, call.lse

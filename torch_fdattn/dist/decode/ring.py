@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.decode.partial_states import MergeGroup, merge_rows, pack, unpack
+from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
 from torch_fdattn.dist.ring_attention.layout import all_to_all
+from torch_fdattn.ops.merge_states.op import merge_rows
 
 
 def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ two; M: rows of a tile; D: the dims of a tile, all of DV padded unless said othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.dist.symm.channel import Channel
+from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.symm.channel import Channel, channel
+from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.ops.launch import cdiv, padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
@@ -55,11 +58,64 @@ class Rows(NamedTuple):
     def tile(self, owners: int = 1) -> tuple[int, int]:
         """(rows a tile, tiles of each owner's rows)."""
         share, rows = cdiv(self.count, owners), 1
-        most = max(1, TILE_WORDS // (self.sources * self.block_d))
-        limit = share if INTERPRET else most
+        in_a_warp = max(1, TILE_WORDS // (self.sources * self.block_d))
+        limit = share if INTERPRET else in_a_warp
         while rows < limit and owners * cdiv(share, rows) > ENOUGH:
             rows *= 2
         return rows, cdiv(share, rows)
+
+
+class RowExchange(NamedTuple):
+    """A call of a one-sided strategy, on the host: its results, its channel and its tiles."""
+
+    rows: Rows
+    channel: Channel
+    out: Tensor
+    lse: Tensor
+    first_head: int  # of this rank's result
+    heads: int  # of this rank's result
+    owners: int  # ranks among which rows are dealt; 1: every rank merges all of them
+    block: int  # rows a tile
+    tiles: int  # of each owner
+
+    @classmethod
+    def begin(
+        cls, part: Tensor, dtype: torch.dtype, group_name: str, purpose: str, nbytes: Callable[[Rows], int],
+        head_sharded: bool,
+    ) -> RowExchange:  # fmt: skip
+        """For partial results like `part`; nbytes: of a half of the channel's memory. The launches come next."""
+        rows = Rows.of(part, rank_and_size(group_name)[1])
+        where = channel(group_name, purpose, nbytes(rows), part.device)
+        heads = rows.heads // rows.world if head_sharded else rows.heads
+        owners = rows.world if head_sharded else 1
+        out, lse = outputs(part, dtype, heads)
+        first_head = heads * where.rank if head_sharded else 0
+        where.enter()
+        return cls(rows, where, out, lse, first_head, heads, owners, *rows.tile(owners))
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The kernels' arguments from out_ptr to fault_ptr."""
+        where = self.channel
+        return self.out, self.lse, where.memory.addresses, where.state, where.fault.tensor
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """From half_bytes to first_head."""
+        where, rows = self.channel, self.rows
+        share = rows.count // self.owners
+        return (
+            where.half_bytes, timeout_ns(), where.rank, rows.batch, rows.count, share, self.first_head,
+        )  # fmt: skip
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """From heads to BLOCK_D."""
+        rows = self.rows
+        return (
+            rows.heads, self.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, self.owners, self.block,
+            rows.block_d,
+        )  # fmt: skip
 
 
 def outputs(part: Tensor, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
@@ -69,17 +125,19 @@ def outputs(part: Tensor, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tenso
     return out, torch.empty(batch, heads, q_len, dtype=torch.float32, device=part.device)
 
 
-def own_heads(heads: int, channel: Channel, head_sharded: bool) -> tuple[int, int]:
-    """(first head, heads) of this rank's output."""
-    if not head_sharded:
-        return 0, heads
-    return heads // channel.world * channel.rank, heads // channel.world
-
-
 @triton.jit
 def coordinates(row, batch, q_len):
     """(b, h, t) of rows."""
     return row // q_len % batch, row // (q_len * batch), row % q_len
+
+
+@triton.jit
+def tile_of(tile, share, OWNERS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(rows (M,), which of them exist, their owner) of a tile; all ranks take the tiles in the same order."""
+    # With owners, tile t of owner p is number t · OWNERS + p: on all ranks at the same time.
+    owner = tile % OWNERS
+    within = tile // OWNERS * BLOCK_R + tl.arange(0, BLOCK_R)
+    return owner * share + within, within < share, owner
 
 
 @triton.jit

@@ -10,18 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.decode.partial_states import pack
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.one_sided_gather import all_gather
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.merge_states.op import merge_rows
 
 
 def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, head_sharded: bool):
     """The merged (out, lse) of all ranks' partial results."""
     launches["dist_merge/symm_all_gather"] += 1
-    packed = torch.cat([part, part_lse.unsqueeze(-1)], -1)
-    parts = all_gather(packed, group_name)
+    parts = all_gather(pack(part, part_lse), group_name)
     if head_sharded:
         rank, world = rank_and_size(group_name)
         parts = parts.chunk(world, 2)[rank]
-    out, lse = torch.ops.fdattn.merge_states_forward(parts[..., :-1], parts[..., -1], dtype)
+    out, lse = merge_rows(parts, dtype)
     return out.contiguous(), lse.contiguous()

@@ -54,9 +54,9 @@ from torch_fdattn.dist.symm.lamport import (
 from torch_fdattn.dist.symm.signals import may_send, packed, read_epoch, report, unpacked
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
@@ -203,14 +203,13 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
     where = channel_of(4 * layout.end, group_name, "two_shot", part.device)
     out, lse = outputs(part, dtype, rows.heads)
     block, tiles = rows.tile(rows.world)
-    early = starts_early(part)
+    pdl = uses_pdl(part)
     launches["dist_merge/two_shot"] += 1
-    with on_device(part):
-        launch(
-            _two_shot_kernel, rows.world * tiles,
-            part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
-            bytes_per_buffer(where), timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world), *layout,
-            rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
-            early, num_warps=1, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    launch(
+        _two_shot_kernel, rows.world * tiles,
+        part, part_lse, out, lse, where.memory.addresses, where.state, where.fault.tensor, part.stride(),
+        bytes_per_buffer(where), timeout_ns(), where.rank, rows.batch, rows.count, cdiv(rows.count, rows.world), *layout,
+        rows.heads, rows.q_len, rows.v_dim, rows.world, rows.sources, block, rows.block_d,
+        pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip
     return out, lse

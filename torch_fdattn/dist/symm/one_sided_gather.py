@@ -27,7 +27,7 @@ from torch_fdattn.dist.symm.signals import (
     receive_packets,
 )
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 
 #: Words of all ranks that a program looks at together.
@@ -132,10 +132,9 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
     where = channel(group_name, f"symm_all_gather/{unit}", world * words * 8, x.device)
     where.enter()
     launches["one_sided_all_gather"] += 1
-    with on_device(x):
-        launch(
-            kernel, cdiv(count, block),
-            flat, flat_out, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(),
-            rank, count, world, sources, block, num_warps=1,
-        )  # fmt: skip
+    launch(
+        kernel, cdiv(count, block),
+        flat, flat_out, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(),
+        rank, count, world, sources, block, num_warps=1,
+    )  # fmt: skip
     return out

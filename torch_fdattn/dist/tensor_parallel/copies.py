@@ -44,7 +44,7 @@ from torch_fdattn.dist.symm.signals import (
 )
 from torch_fdattn.launch.driver import copy_async, loaded
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import on_device, power_of_two
+from torch_fdattn.ops.launch import power_of_two
 
 _DATA = 4096
 _MAX_RANKS = _DATA // 8 // 2 - 1
@@ -228,11 +228,10 @@ class Copies:
             self.streams[0].wait_event(self._lane.between)
 
     def start(self) -> None:
-        with on_device(self._channel.state):
-            launch(
-                _start_kernel, 1,
-                *self.device_side, timeout_ns(), self.rank, self.world, self.sources, num_warps=1,
-            )  # fmt: skip
+        launch(
+            _start_kernel, 1,
+            *self.device_side, timeout_ns(), self.rank, self.world, self.sources, num_warps=1,
+        )  # fmt: skip
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
@@ -259,11 +258,10 @@ class Copies:
         copy_async(driver, there + 8 * self.rank, here + 16 * self.world, 8, *where)
 
     def await_(self, peer: int) -> None:
-        with on_device(self._channel.state):
-            launch(
-                _await_kernel, 1,
-                *self.device_side, timeout_ns(), self.rank, peer, self.sources, num_warps=1,
-            )  # fmt: skip
+        launch(
+            _await_kernel, 1,
+            *self.device_side, timeout_ns(), self.rank, peer, self.sources, num_warps=1,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def until_finished(self, outputs: Sequence[Tensor]) -> Iterator[None]:
@@ -279,12 +277,11 @@ class Copies:
                 self.join()
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        with on_device(self._channel.state):
-            launch(
-                _finish_kernel, 1,
-                tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
-                self.world, self.sources, FILL, num_warps=1,
-            )  # fmt: skip
+        launch(
+            _finish_kernel, 1,
+            tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
+            self.world, self.sources, FILL, num_warps=1,
+        )  # fmt: skip
 
 
 class using:

@@ -28,7 +28,7 @@ from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.schedule import processors
 from torch_fdattn.ops.gemm import persistent_swiglu_gemm
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
 
 #: Elements that a program of four warps sums at a time, and its programs a processor: as many looks at flags.
@@ -191,11 +191,10 @@ def matmul_reduce_scatter(
             own = partial[first[rank] : first[rank] + rows[rank]]
             parts = copies.data(rank, x.dtype, world, rows[rank], width)
             programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * processors(x.device))
-            with on_device(x):
-                launch(
-                    _sum_kernel, programs,
-                    own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world,
-                    copies.sources, _BLOCK, num_warps=4,
-                )  # fmt: skip
+            launch(
+                _sum_kernel, programs,
+                own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world,
+                copies.sources, _BLOCK, num_warps=4,
+            )  # fmt: skip
             copies.finished = True
     return out

@@ -29,7 +29,7 @@ from torch_fdattn.ops.gemm.tile_product import (
     tile_for,
     tile_product,
 )
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import INTERPRET, launches
 
 
@@ -111,14 +111,13 @@ def all_gather_matmul(
             tiles = world * cdiv(m, tile.m) * cdiv(n, tile.n)
             if not tiles:
                 continue
-            with on_device(x):
-                given = operands((x, gathered), weight, tile)
-                launch(
-                    _gather_gemm_kernel, programs(tiles, x.device),
-                    y, *given.xs, given.weight, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
-                    given.layout, k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
-                    num_warps=tile.warps,
-                )  # fmt: skip
+            given = operands((x, gathered), weight, tile)
+            launch(
+                _gather_gemm_kernel, programs(tiles, x.device),
+                y, *given.xs, given.weight, weight.stride(), *copies.device_side, timeout_ns(), rank, m, n, k, world,
+                given.layout, k % tile.k == 0, tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype),
+                num_warps=tile.warps,
+            )  # fmt: skip
         if keep:
             keep_rows(copies, gathered, x, rank * m, found[-1])
     return found

@@ -33,7 +33,7 @@ from torch_fdattn.dist.tensor_parallel.fused_gather import programs
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.gemm.tile_product import grouped, operands, tile_for, tile_product
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
 
 
@@ -162,11 +162,10 @@ def matmul_reduce_scatter(
     where = channel(group_name, "fused/reduce_scatter", nbytes, x.device)
     where.enter()
     launches["tensor_parallel/fused_reduce_scatter"] += 1
-    with on_device(x):
-        launch(
-            _gemm_scatter_kernel, programs(world * tiles, x.device),
-            y, *given.xs, given.weight, bias, x.stride(0), weight.stride(), where.memory.addresses, where.state, where.fault.tensor,
-            where.half_bytes, timeout_ns(), rank, m, n, k, world, given.layout, k % tile.k == 0,
-            tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype), num_warps=tile.warps,
-        )  # fmt: skip
+    launch(
+        _gemm_scatter_kernel, programs(world * tiles, x.device),
+        y, *given.xs, given.weight, bias, x.stride(0), weight.stride(), where.memory.addresses, where.state, where.fault.tensor,
+        where.half_bytes, timeout_ns(), rank, m, n, k, world, given.layout, k % tile.k == 0,
+        tile.m, tile.n, tile.k, tile.stages, tile.group, dot_precision(x.dtype), num_warps=tile.warps,
+    )  # fmt: skip
     return y

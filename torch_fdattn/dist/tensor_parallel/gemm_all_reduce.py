@@ -52,9 +52,9 @@ from torch_fdattn.ops.gemm.small_m_gemm import (
     tile_for,
 )
 from torch_fdattn.ops.gemm.tile_product import operands, triton_dtype
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Words that a program zeroes at a time.
 _CLEARED = tl.constexpr(1024)
@@ -157,14 +157,13 @@ def matmul_all_reduce(
     (w,), few, layout = operands((weight,), x, tile)
     if layout != "rows":  # x of one feature may lie by "columns"
         w, few, layout, tile = weight, x, None, smaller(tile)
-    early = starts_early(x)
-    with on_device(x):
-        launch(
-            _gemm_all_reduce_kernel, cdiv(n, tile.m),
-            y, few, w, weight, scale, bias, where.memory.addresses, where.state, where.fault.tensor, x.stride(0),
-            weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
-            m, n, k, world, power_of_two(world), triton_dtype(x.dtype), layout, k % tile.k == 0, tile.n, tile.m, tile.k,
-            tile.stages, dot_precision(x.dtype), early, AHEAD if early and layout else 0, trips,
-            num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    pdl = uses_pdl(x)
+    launch(
+        _gemm_all_reduce_kernel, cdiv(n, tile.m),
+        y, few, w, weight, scale, bias, where.memory.addresses, where.state, where.fault.tensor, x.stride(0),
+        weight.stride(), 0 if scale is None else scale.stride(0), *numbers,
+        m, n, k, world, power_of_two(world), triton_dtype(x.dtype), layout, k % tile.k == 0, tile.n, tile.m, tile.k,
+        tile.stages, dot_precision(x.dtype), pdl, AHEAD if pdl and layout else 0, trips,
+        num_warps=tile.warps, **pdl_option(pdl),
+    )  # fmt: skip
     return y

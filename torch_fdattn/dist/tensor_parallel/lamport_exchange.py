@@ -37,9 +37,9 @@ from torch_fdattn.dist.symm.signals import may_send, read_epoch
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.gemm.tile_product import triton_dtype
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: (bytes up to which, words of all ranks that a program looks at together). On two H200, 160 KiB: 512 takes 0.7 µs
 #: less than 1024; 1.3 MiB: 0.4 more; 10 MiB: 10 more.
@@ -133,13 +133,12 @@ def _run(
     x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
     block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))
-    early = starts_early(y)
-    with on_device(x):
-        launch(
-            _lamport_exchange_kernel, cdiv(words, block),
-            x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
-            triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    pdl = uses_pdl(y)
+    launch(
+        _lamport_exchange_kernel, cdiv(words, block),
+        x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world, power_of_two(world), block, op == "scatter", op == "gather",
+        triton_dtype(x.dtype), pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip
 
 
 def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> None:

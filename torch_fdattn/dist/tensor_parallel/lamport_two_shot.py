@@ -40,9 +40,9 @@ from torch_fdattn.dist.tensor_parallel.lamport_exchange import exchange, summed,
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.gemm.tile_product import triton_dtype
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Bytes of a rank's part times (W - 1) (W - 2) / W, what the wire is spared, from which on two trips are faster. Four
 #: H100, µs in one shot and two: 512 KiB 7.4 and 7.3, 1 MiB 12.5 and 10.0, 2 MiB 21.9 and 17.5; with the product in the
@@ -172,10 +172,9 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> 
     where = channel_for(words, group_name, purpose, x.device, slots(2, world))
     x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     block = 1 << 12 if INTERPRET else _BLOCK_WORDS
-    early = starts_early(y)
-    with on_device(x):
-        launch(
-            _two_shot_kernel, cdiv(words, block),
-            x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world,
-            power_of_two(world), block, triton_dtype(x.dtype), early, num_warps=1, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    pdl = uses_pdl(y)
+    launch(
+        _two_shot_kernel, cdiv(words, block),
+        x, y, where.memory.addresses, where.state, where.fault.tensor, buffer_bytes, limit_ns, rank, words, world,
+        power_of_two(world), block, triton_dtype(x.dtype), pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip

@@ -36,9 +36,9 @@ from torch_fdattn.dist.symm.signals import (
 from torch_fdattn.dist.tensor_parallel import lamport_exchange, lamport_two_shot, tiled_all_reduce
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Words of all ranks that a program looks at together. 512 takes 1 to 2 µs more on two H200, 1024 5.
 _TILE_PACKETS = 256
@@ -151,13 +151,12 @@ def ll_all_reduce(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     where = channel(group_name, "low_latency", world * words * 8, x.device)
     where.enter()
     block = min(power_of_two(words), 1 << 13) if INTERPRET else max(32, _TILE_PACKETS // sources)
-    early = starts_early(y)
-    with on_device(y):
-        launch(
-            _ll_all_reduce_kernel, cdiv(words, block),
-            x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), where.rank,
-            count, world, sources, block, early, num_warps=1, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    pdl = uses_pdl(y)
+    launch(
+        _ll_all_reduce_kernel, cdiv(words, block),
+        x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), where.rank,
+        count, world, sources, block, pdl, num_warps=1, **pdl_option(pdl),
+    )  # fmt: skip
 
 
 def all_reduce(x: Tensor, group_name: str) -> Tensor:

@@ -32,9 +32,9 @@ from torch_fdattn.dist.tensor_parallel.lamport_two_shot import exchange_sums, sh
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.gemm.tile_product import triton_dtype
-from torch_fdattn.ops.launch import on_device, power_of_two
+from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 MAX_COLUMNS = 8192
 #: (rows up to which, words that a warp has). On two H200, 2560 words: 512 takes 0.7 µs less than 1024 for one row, 13
@@ -121,15 +121,14 @@ def sum_norm(
         where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
         of_channel = where.memory.addresses, where.state, where.fault.tensor
         numbers = bytes_per_buffer(where), timeout_ns(), where.rank
-    early, block = starts_early(x), power_of_two(words)
+    pdl, block = uses_pdl(x), power_of_two(words)
     per_warp = next(per for most, per in _WORDS_PER_WARP if most is None or m <= most)
     if trips == 2:
         per_warp = _TWO_SHOT_WORDS_PER_WARP
     warps = 1 if INTERPRET else max(1, min(16, block // per_warp))
-    with on_device(x):
-        launch(
-            _sum_norm_kernel, m,
-            x, bias, residual, weight, normed, added, *of_channel, *numbers, words, eps, world, power_of_two(world), block,
-            triton_dtype(x.dtype), early, trips, num_warps=warps, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    launch(
+        _sum_norm_kernel, m,
+        x, bias, residual, weight, normed, added, *of_channel, *numbers, words, eps, world, power_of_two(world), block,
+        triton_dtype(x.dtype), pdl, trips, num_warps=warps, **pdl_option(pdl),
+    )  # fmt: skip
     return normed, added

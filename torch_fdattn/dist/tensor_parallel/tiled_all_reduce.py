@@ -31,8 +31,8 @@ from torch_fdattn.dist.symm.signals import (
 )
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.launch import cdiv, power_of_two
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Bytes of a tile, which one warp moves, for few numbers and for many. On two H200, 1.3 MiB: 2048 takes 0.9 µs less
 #: than 4096; 10 MiB: 4 more.
@@ -159,11 +159,10 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int, *, 
     nbytes = cdiv(slots * tiles, 2) * 16 + slots * tiles * block * size
     where = channel(group_name, f"low_latency/{shots}_shot", nbytes, x.device)
     where.enter()
-    early = starts_early(y)
-    with on_device(x):
-        launch(
-            _two_shot_kernel if shots == 2 else _one_shot_kernel, tiles,
-            x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), rank,
-            count, world, power_of_two(world), block, early, num_warps=1,
-            **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    pdl = uses_pdl(y)
+    launch(
+        _two_shot_kernel if shots == 2 else _one_shot_kernel, tiles,
+        x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), rank,
+        count, world, power_of_two(world), block, pdl, num_warps=1,
+        **pdl_option(pdl),
+    )  # fmt: skip

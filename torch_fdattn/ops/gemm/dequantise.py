@@ -11,7 +11,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.kernel import unquantised
 from torch_fdattn.ops.decode.launch import E4M3_CAPABILITY
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 
 #: Weights that a program converts.
 _BLOCK = 2048
@@ -43,8 +43,7 @@ def convert(weight: Tensor, scale: Tensor, out: Tensor) -> None:
     if as_bytes(weight):
         weight = weight.view(torch.uint8)
     if out.numel():
-        with on_device(weight):
-            launch(
-                _dequantise_kernel, len(weight) * cdiv(weight.shape[1], _BLOCK),
-                weight, scale, out, scale.stride(0), weight.shape[1], _BLOCK, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _dequantise_kernel, len(weight) * cdiv(weight.shape[1], _BLOCK),
+            weight, scale, out, scale.stride(0), weight.shape[1], _BLOCK, num_warps=4,
+        )  # fmt: skip

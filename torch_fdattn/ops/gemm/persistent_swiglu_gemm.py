@@ -24,7 +24,7 @@ from torch_fdattn.ops.gemm.tile_product import (
     has_large_shared_memory,
     triton_dtype,
 )
-from torch_fdattn.ops.launch import cdiv, on_device
+from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.swiglu import GATED_TILE
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
@@ -63,11 +63,10 @@ def silu_mul_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
     (m, k), n, tile = x.shape, len(weight) // 2, _TILE
     launches["gemm/persistent_swiglu"] += 1
     of_weight = [n * weight.stride(0), weight.stride(0), 1]
-    with on_device(x):
-        launch(
-            _persistent_swiglu_gemm_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
-            TensorDescriptor(y, [m, n], [y.stride(0), 1], [tile.m, tile.n]),
-            TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
-            TensorDescriptor(weight, [2, n, k], of_weight, [2, tile.n, tile.k]),
-            m, n, k, triton_dtype(x.dtype), tile.m, tile.n, tile.k, tile.stages, tile.group, num_warps=tile.warps,
-        )  # fmt: skip
+    launch(
+        _persistent_swiglu_gemm_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
+        TensorDescriptor(y, [m, n], [y.stride(0), 1], [tile.m, tile.n]),
+        TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
+        TensorDescriptor(weight, [2, n, k], of_weight, [2, tile.n, tile.k]),
+        m, n, k, triton_dtype(x.dtype), tile.m, tile.n, tile.k, tile.stages, tile.group, num_warps=tile.warps,
+    )  # fmt: skip

@@ -24,9 +24,9 @@ from torch_fdattn.ops.gemm.tile_product import (
     operands,
     triton_dtype,
 )
-from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
+from torch_fdattn.ops.launch import PROCESSORS, cdiv
 from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
-from torch_fdattn.ops.pdl import starts_early
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
@@ -111,12 +111,11 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     tile = _tile(n, x)
     (w,), few, _ = operands((weight,), x, tile)
-    early = starts_early(x)
+    pdl = uses_pdl(x)
     launches["gemm/swiglu"] += 1
-    with on_device(x):
-        launch(
-            _swiglu_gemm_kernel, cdiv(n, tile.m),
-            y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
-            early, AHEAD if early else 0, num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    launch(
+        _swiglu_gemm_kernel, cdiv(n, tile.m),
+        y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
+        pdl, AHEAD if pdl else 0, num_warps=tile.warps, **pdl_option(pdl),
+    )  # fmt: skip
     return y

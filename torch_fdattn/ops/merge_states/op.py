@@ -65,6 +65,15 @@ def _forward_fake(outs, lses, dtype=None):
     return _empty(outs, lses, dtype)
 
 
+def merge_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out in `dtype`, lse) of a stack of rows (N, …, D + 1), each out and then lse, merged in the order of the stack.
+
+    Not differentiable. Without the dispatcher where nobody would see the op.
+    """
+    merge = _forward if library.runs_unseen(rows) else torch.ops.fdattn.merge_states_forward
+    return merge(rows[..., :-1], rows[..., -1], dtype)
+
+
 def _check_backward(dout, dlse, outs, lses, out, lse):
     _check(outs, lses)
     for name, tensor, shape in (
