@@ -222,7 +222,7 @@ def test_ranks_that_share_positions_may_page_and_quantise_them(tiny):
     [
         pytest.param(
             ("--strategy", "fused"),
-            "--strategy fused needs ranks that map each other's memory",
+            "--strategy fused needs ranks that share symmetric memory",
             marks=pytest.mark.slow,
         ),
         pytest.param(

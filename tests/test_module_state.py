@@ -50,8 +50,8 @@ def kept(path: Path) -> list[str]:
 
 
 ALLOWED = {
-    "dist/symm/channel.py": {"_channels": "memory that ranks map, which only a collective makes"},
-    "dist/symm/availability.py": {"_available": "whether a group's ranks map each other's memory: a collective finds out"},
+    "dist/symm/channel.py": {"_channels": "symmetric memory, which only a collective makes"},
+    "dist/symm/availability.py": {"_available": "whether a group's ranks share symmetric memory: a collective finds out"},
     "dist/symm/faults.py": {"_kept": "pinned words that kernels may still write to"},
     "dist/tensor_parallel/fused_inference.py": {"_row_norm": "a module that imports triton"},
     "dist/groups.py": {
@@ -62,7 +62,7 @@ ALLOWED = {
         "_consensus": "what a group's ranks have answered: a collective",
     },
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
-    "dist/symm/symmetric_memory.py": {"_workspaces": "memory that ranks map, which only a collective makes"},
+    "dist/symm/symmetric_memory.py": {"_workspaces": "symmetric memory, which only a collective makes"},
     "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
     "dist/tensor_parallel/copies.py": {"_lanes": "streams and events of a device"},
     "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},

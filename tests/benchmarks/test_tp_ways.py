@@ -251,7 +251,7 @@ def test_thousands_of_rows_overlap_by_default(gpu: str, ranks: int) -> None:
 
 @pytest.fixture
 def four_h100(monkeypatch) -> None:
-    """Calls are looked up as on four H100 whose ranks map each other's memory."""
+    """Calls are looked up as on four H100 whose ranks share symmetric memory."""
     device = Device("NVIDIA H100 80GB HBM3", "sm_90")
     monkeypatch.setattr(auto.Device, "of", classmethod(lambda cls, of: device))
     monkeypatch.setattr(auto, "available", lambda *_: True)

@@ -1,4 +1,4 @@
-"""One-sided exchanges through memory that ranks map: on CPUs with TRITON_INTERPRET=1, on GPUs over NVLink."""
+"""One-sided exchanges through symmetric memory: on CPUs with TRITON_INTERPRET=1, on GPUs over NVLink."""
 
 from __future__ import annotations
 

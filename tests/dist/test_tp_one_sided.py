@@ -1,4 +1,4 @@
-"""The tensor-parallel matmuls through memory that ranks map: on CPUs with TRITON_INTERPRET=1, on GPUs over NVLink."""
+"""The tensor-parallel matmuls through symmetric memory: on CPUs with TRITON_INTERPRET=1, on GPUs over NVLink."""
 
 from __future__ import annotations
 
@@ -436,7 +436,7 @@ def test_epochs_wrap(group, rank_device) -> None:
 
 @pytest.mark.parametrize("method", ["low_latency", "one_shot", "two_shot", "nccl"])
 def test_calls_between_larger_ones(rank_device, method: str) -> None:
-    """Memory that ranks map grows in between, and the time limit changes."""
+    """Symmetric memory grows in between, and the time limit changes."""
     if method.endswith("shot") and rank_device.type == "cpu":
         pytest.skip("torch's symmetric memory: needs a CUDA device")
     group = dist.new_group(range(dist.get_world_size()))

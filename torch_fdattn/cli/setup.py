@@ -124,7 +124,7 @@ def make_engine(
         hierarchy = _nodes(world)
     elif strategy in ONE_SIDED and (why_not := unsupported_reason(kv_group, world.device)):
         raise UsageError(
-            f"--strategy {strategy} needs ranks that map each other's memory: {why_not}"
+            f"--strategy {strategy} needs ranks that share symmetric memory: {why_not}"
         )
     try:
         return Engine(

@@ -106,7 +106,7 @@ def decode(
 
 
 def one_sided_all_gather(x: Tensor, group: Group) -> Tensor:
-    """Every rank's x, stacked in the order of ranks, through memory that the ranks map, in one kernel.
+    """Every rank's x, stacked in the order of ranks, through symmetric memory, in one kernel.
 
     Args:
         x: contiguous, any dtype, of a multiple of 4 bytes; the same shape on every rank. On GPUs of one host, or
@@ -119,7 +119,7 @@ def one_sided_all_gather(x: Tensor, group: Group) -> Tensor:
 
     Raises:
         TypeError, ValueError: x is no contiguous tensor, or has no multiple of 4 bytes.
-        NotImplementedError: the ranks cannot map each other's memory, or x requires gradients.
+        NotImplementedError: the ranks cannot share symmetric memory, or x requires gradients.
         PeerTimeout: an earlier call on the group did not get a rank's part.
 
     Examples:

@@ -1,4 +1,4 @@
-"""`dist.decode` by the strategies through memory that ranks map, as rank 1 of 4 (or 2 or 8)."""
+"""`dist.decode` by the strategies through symmetric memory, as rank 1 of 4 (or 2 or 8)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 What travels: every rank's fp32 rows, to every rank, which merges all W parts in rank order, so that all
 ranks hold the same bits. With head_sharded an all-to-all takes to each rank the rows of its heads alone.
 Cost: one collective; each rank receives W · B · H · T · (D + 1) · 4 bytes, or a W-th of it with head_sharded.
-Wins where ranks cannot map each other's memory (between nodes, gloo), and is what torch.compile traces.
+Wins where ranks cannot share symmetric memory (between nodes, gloo), and is what torch.compile traces.
 """
 
 from __future__ import annotations

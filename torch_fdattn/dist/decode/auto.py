@@ -19,7 +19,7 @@ _log = logging.getLogger("torch_fdattn")
 
 
 def choose(rows: int, world_size: int, one_sided: bool, head_sharded: bool) -> str:
-    """The strategy for `rows` rows; one_sided: whether the ranks can map each other's memory."""
+    """The strategy for `rows` rows; one_sided: whether the ranks can share symmetric memory."""
     if world_size == 1:
         return "none"
     if not one_sided:

@@ -1,13 +1,13 @@
-"""Strategy `fused`: rows travel as low-latency words, and the kernel that sends them also merges them.
+"""Strategy `fused`: rows travel as LL packets, and the kernel that sends them also merges them.
 
-Every program takes a tile of rows, writes each number together with the call's epoch as one 64-bit word into
-every other rank's memory, looks at its own memory until the words of all ranks are there, and merges them in the
+Every program takes a tile of rows, writes each number together with the call's epoch as one 64-bit packet into
+every other rank's memory, polls its own memory until the packets of all ranks have arrived, and merges them in the
 order of ranks: one launch, one trip over the wire, no flag and no fence (the LL protocol of NCCL, whose docs
 name it for small messages). Cost: (W - 1) · R · (DV + 1) · 8 bytes sent by every rank, twice the payload; so it
 is for few rows, where latency counts. With head_sharded outputs each row goes to its owner alone.
 
-Its programs wait for their own kind on other ranks alone: all ranks take the tiles in the same order, so those
-that run can always finish.
+A program waits only for the program of the same tile on other ranks. All ranks take the tiles in the same order, so
+those that run can always finish.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 @triton.jit
 def slots(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to the words of a source's rows: values' first ones, and lses'."""
+    """Pointers to the packets of a source's rows: to the first of each row's values, and to lses."""
     at = (source * rows + row).to(tl.int64)
     base = as_int64(address)
     return base + at * BLOCK_D, base + (rows * BLOCK_D).to(tl.int64) * WORLD + at
@@ -52,7 +52,7 @@ def slots(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def send_rows(values, lses, row, row_in, d, peer, rank, rows, epoch, channel, v_dim, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Writes rows' dims d (M, D) and lses (M,) as words into a peer's memory."""
+    """Writes rows' dims d (M, D) and lses (M,) as packets into a peer's memory."""
     value_ptr, lse_ptr = slots(
         at_rank(channel[0], peer, epoch, channel[1]), rank, row, rows, WORLD, BLOCK_D
     )
@@ -125,7 +125,7 @@ def _fused_kernel(
 
 
 def packet_bytes(rows: Rows) -> int:
-    """Bytes of all sources' words."""
+    """Bytes of all sources' packets."""
     return rows.world * rows.count * (rows.block_d + 1) * 8
 
 

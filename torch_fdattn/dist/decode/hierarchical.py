@@ -1,7 +1,7 @@
 """Strategy `hierarchical`: states are merged inside each node, and then between the nodes.
 
 The ranks are a mesh (nodes, ranks of a node), `hierarchy` names this rank's row (inner group) and column (outer
-group). What travels: fp32 rows, inside a node by the one-sided `fused` where its ranks can map each other's
+group). What travels: fp32 rows, inside a node by the one-sided `fused` where its ranks can share symmetric
 memory, or else by `all_gather`; then one state a node between ranks of equal place, by `all_gather`. A node's
 ranks hold the same bits after the first step, and all columns merge the nodes in the same order.
 Cost: two exchanges; between nodes W / (ranks of a node) states into every rank, in place of W.

@@ -100,12 +100,12 @@ def check_positions(
 
 
 def check_local_call(
-    q: Tensor, shard: CacheShard, mask: Mask, scale: float, extras: ExtraOptions, whole: WholeLengths | None = None
+    q: Tensor, shard: CacheShard, mask: Mask, scale: float, extras: ExtraOptions, global_lens: WholeLengths | None = None
 ) -> None:  # fmt: skip
     """The call that this rank is going to make over its shard."""
     if runs_decode(q):
         scores = Scores(extras.softcap, extras.alibi_slopes, extras.sinks)
-        check_decode(q, shard.k, shard.v, shard.page_table, mask, scale, scores, whole)
+        check_decode(q, shard.k, shard.v, shard.page_table, mask, scale, scores, global_lens)
         expanded_scale("k_scale", extras.k_scale, shard.k, q)
         expanded_scale("v_scale", extras.v_scale, shard.v, q)
         return

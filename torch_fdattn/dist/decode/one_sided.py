@@ -1,8 +1,4 @@
-"""The op `fdattn::dist_merge`: partial results of all ranks, merged through memory that the ranks map.
-
-One file a strategy does the work; here are the op, and what all of them need: ranks of one host that can map
-each other's memory.
-"""
+"""The op `fdattn::dist_merge`: partial results of all ranks, merged through symmetric memory by a file a strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ def merge(
     head_sharded: of this rank's H / W heads alone.
 
     Raises:
-        NotImplementedError: the ranks cannot map each other's memory.
+        NotImplementedError: the ranks cannot share symmetric memory.
         PeerTimeout: in an earlier call of this strategy a rank's part did not come.
     """
     return torch.ops.fdattn.dist_merge(

@@ -1,8 +1,8 @@
 """Strategy `symm_all_gather`: `all_gather` with the one-sided all-gather in place of the group's collective.
 
-Three steps, each useful by itself: the packed fp32 rows of D + 1 numbers, their all-gather through memory that all
-ranks map, and the merge in rank order. Cost: the bytes of `all_gather` (twice as many for few rows, which travel as
-words), three launches. The yardstick for the strategies that do these steps in one kernel.
+Three steps, each useful by itself: the packed fp32 rows of D + 1 numbers, their all-gather through symmetric
+memory, and the merge in rank order. Cost: the bytes of `all_gather` (twice as many for few rows, which travel as
+LL packets), three launches. The yardstick for the strategies that do these steps in one kernel.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from torch_fdattn.dist.symm.lamport import (
     TURN,
     buffer,
     bytes_per_buffer,
-    channel_of,
+    channel_of_bytes,
     clear_all,
     leave_turn,
     nonzero_words,
@@ -200,7 +200,7 @@ def merge(part: Tensor, part_lse: Tensor, dtype: torch.dtype, group_name: str, h
         return fused.merge(part, part_lse, dtype, group_name, True)
     rows = Rows.of(part, rank_and_size(group_name)[1])
     layout = Layout.of(rows, dtype)
-    where = channel_of(4 * layout.end, group_name, "two_shot", part.device)
+    where = channel_of_bytes(4 * layout.end, group_name, "two_shot", part.device)
     out, lse = outputs(part, dtype, rows.heads)
     block, tiles = rows.tile(rows.world)
     pdl = uses_pdl(part)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can map each other's memory, and why not: what every one-sided exchange needs."""
+"""Whether the ranks of a group can share symmetric memory, and why not: what every one-sided exchange needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _available: weakref.WeakKeyDictionary[object, dict[str, str | None]] = weakref.W
 
 
 def available(group_name: str, device: torch.device) -> bool:
-    """Whether the group's ranks can map each other's memory; see `unsupported_reason`."""
+    """Whether the group's ranks can share symmetric memory; see `unsupported_reason`."""
     return unsupported_reason(group_name, device) is None
 
 
@@ -38,11 +38,11 @@ def unsupported_reason(group_name: str, device: torch.device) -> str | None:
 
 
 def expect_mapped(what: str, group_name: str, device: torch.device) -> None:
-    """Refuses `what` in a group whose ranks cannot map each other's memory."""
+    """Refuses `what` in a group whose ranks cannot share symmetric memory."""
     why_not = unsupported_reason(group_name, device)
     if why_not is not None:
         raise NotImplementedError(
-            f"{what} needs ranks that map each other's memory: {why_not}; 'all_gather' runs everywhere"
+            f"{what} needs ranks that share symmetric memory: {why_not}; 'all_gather' runs everywhere"
         )
 
 

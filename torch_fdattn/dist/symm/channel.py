@@ -1,9 +1,9 @@
 """Channels: what a one-sided exchange keeps between calls, by (group, purpose).
 
-A channel is memory that all ranks map (two halves, `signals.py`), its epoch and clocks on the device, and
+A channel is symmetric memory (two halves, `signals.py`), its epoch and clocks on the device, and
 the word that a time-out leaves for the host. It is made at the first call, which all ranks make with the same
 sizes, and grows by powers of two; what was grown out of stays until the group goes (captured graphs hold its
-address). Purposes and groups share nothing, so overlapping groups cannot meet.
+address). Purposes and groups share nothing, so overlapping groups do not interfere.
 
 Calls on one channel come in one order, the same on all ranks. Where they come on several streams, a call
 waits on the device for the one before. (Replays of a captured graph are not seen here: a program that

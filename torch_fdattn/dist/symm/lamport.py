@@ -1,17 +1,17 @@
-"""The Lamport exchange: words in other ranks' memory that tell themselves that they came.
+"""The Lamport exchange: a 32-bit word in a rank's memory has arrived when it is not zero.
 
-Every rank writes what others need into their memory, with neither flag nor fence behind it, for which a tile waits
-2 µs: memory that waits for values holds zeros, and a 32-bit word of values that is zero travels as minus zero. (The
-Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, there with minus zero for what did not come.) So a
-word is there when it is not zero, each for itself.
+Every rank writes what others need into their memory. No flag and no fence follow, which would cost a tile 2 µs: the
+receiving memory holds zeros, and a word that is zero travels as minus zero. Every word therefore shows for itself
+whether it has arrived. (The Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, which mark what has not
+arrived by minus zero.)
 
-Memory is made zero again by who has read it. Calls take three buffers in turn: one call writes into the first, zeroes
-what the call before used, and knows that the third, which the next call uses, is zero on every rank that has sent
-anything in this call: it zeroed that in the call before. The turn, and how many words the last call used, are on the
-device, so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1
-ranks, the next rank's first.
+The reader zeroes the memory afterwards. Calls take three buffers in turn: a call writes into the first, zeroes what the
+previous call used, and the third, which the next call uses, is already zero on every rank that has sent anything in this
+call: that rank zeroed it in the previous call. The turn, and how many words the previous call used, are on the device,
+so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1 ranks, the
+next rank's first.
 
-state, beside what `signals.py` has there: turn, words of the call before.
+state, besides what `signals.py` keeps there: turn, words of the previous call.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def buffer(addresses_ptr, rank, turn, buffer_bytes):
 
 @triton.jit
 def as_int32(pointer):
-    """A tensor's numbers as words."""
+    """A pointer to numbers as one to 32-bit words."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def words_per_slot(buffer_bytes, WORLD: tl.constexpr):
-    """How many words of a rank a buffer has room for."""
+    """How many words of each rank a buffer can hold."""
     return tl.multiple_of(buffer_bytes // (16 * (WORLD - 1)) * 4, 4)
 
 
@@ -56,20 +56,20 @@ def slot_of(source, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def nonzero_words(words, dtype: tl.constexpr):
-    """words, minus zero in place of zero."""
+    """The words, with minus zero in place of zero."""
     ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
     return tl.where(words == 0, ZERO, words)
 
 
 @triton.jit
 def restore_zeros(words, dtype: tl.constexpr):
-    """`nonzero_words`, undone: a word of minus zeros, whoever wrote it, comes out as zeros."""
+    """Undoes `nonzero_words`; a word that was minus zero from the start becomes zero as well."""
     return tl.where(words == nonzero_words(words - words, dtype), 0, words)
 
 
 @triton.jit
 def halves(words, dtype: tl.constexpr):
-    """The numbers of words, fp32: (the lower, the upper); of one fp32 number twice the same."""
+    """The numbers of words, fp32: (the lower, the upper); for fp32 words the number twice."""
     if dtype.primitive_bitwidth == 16:
         low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
@@ -81,7 +81,7 @@ def halves(words, dtype: tl.constexpr):
 
 @triton.jit
 def joined(low, high, dtype: tl.constexpr):
-    """`halves`, undone and rounded."""
+    """Undoes `halves`, rounding to dtype."""
     if dtype.primitive_bitwidth == 16:
         lower = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
         return lower | (high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
@@ -91,8 +91,8 @@ def joined(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def receive_words(pointers, expected, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """(words (S, B), once all that are expected have come, whether they came); sources (S, B) or (S, 1): the ranks that
-    send them."""
+    """Polls until all `expected` words have arrived: (words (S, B), whether they arrived in time). sources (S, B) or (S, 1):
+    the ranks that send them."""
     words = tl.load(pointers, mask=expected, other=1, volatile=True)
     missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
     looks = 0
@@ -180,18 +180,18 @@ def push(
     tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
 
 
-def channel_of(nbytes: int, group_name: str, purpose: str, device: torch.device) -> Channel:
-    """That of calls whose buffers have so many bytes, a multiple of 16."""
+def channel_of_bytes(nbytes: int, group_name: str, purpose: str, device: torch.device) -> Channel:
+    """The channel of calls whose buffers have so many bytes, a multiple of 16."""
     where = channel(group_name, purpose, cdiv(3 * nbytes, 2), device)
     where.enter()
     return where
 
 
-def channel_for(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
-    """That of calls of so many words a rank."""
-    return channel_of((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
+def channel_of_words(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
+    """The channel of calls of so many words a rank."""
+    return channel_of_bytes((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
 
 
 def bytes_per_buffer(where: Channel) -> int:
-    """Bytes of each of three buffers."""
+    """Bytes of each of the channel's three buffers."""
     return 2 * where.half_bytes // 3 // 16 * 16

@@ -1,6 +1,6 @@
 """A one-sided all-gather: every rank writes its tensor into the memory of all others, in one kernel.
 
-Two protocols (`signals.py`): up to LL_MAX_BYTES a rank, 32 bits travel with the call's epoch in one word, which
+Two protocols (`signals.py`): up to LL_MAX_BYTES a rank, 32 bits travel with the call's epoch in one packet, which
 needs no flag but twice the bytes; beyond, 64 bits at a time, and a flag for each tile.
 """
 
@@ -30,9 +30,9 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 
-#: Words of all ranks that a program looks at together.
+#: Packets of all ranks that a program polls together.
 TILE_PACKETS = 256
-#: Bytes a rank up to which words are faster than flags.
+#: Bytes a rank up to which packets are faster than flags.
 LL_MAX_BYTES = 1 << 16
 #: Bytes of a tile behind a flag.
 _TILE = 4096
@@ -106,7 +106,7 @@ def _gather_tiles_kernel(
 
 
 def all_gather(x: Tensor, group_name: str) -> Tensor:
-    """`torch_fdattn.dist.one_sided_all_gather` of ranks that map each other's memory."""
+    """`torch_fdattn.dist.one_sided_all_gather` of ranks that share symmetric memory."""
     rank, world = rank_and_size(group_name)
     if not x.is_contiguous() or x.nbytes % 4:
         raise ValueError(

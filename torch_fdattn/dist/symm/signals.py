@@ -1,4 +1,4 @@
-"""Device side of one-sided exchanges: epochs, words that say when they arrived, flags, bounded waits.
+"""Device side of one-sided exchanges: epochs, packets, flags, bounded waits.
 
 **Epochs.** The calls on a channel are numbered on the device, so that a replayed CUDA graph goes on counting:
 1, 2, …, 2**32 - 1, 2, … (0 is what fresh memory holds; odd and even alternate). All programs of a launch read the
@@ -8,7 +8,7 @@ number, and the last one to have read it writes the next.
 seen data of call n + 1 from every rank, each of which had then finished call n: nobody reads what it overwrites.
 This holds where every call makes every rank wait, directly or through an owner, for all ranks.
 
-**Words.** 64 bits: 32 of payload and the epoch (NCCL's LL protocol). 8 bytes arrive whole, so a reader that sees
+**Packets.** 64 bits: 32 of payload and the epoch (NCCL's LL protocol). 8 bytes arrive at once, so a reader that sees
 this call's epoch has the payload: no fence and no flag.
 
 **Flags.** 64 bits that follow from the epoch of the data that was written before them, and that no data has by
@@ -57,7 +57,7 @@ LOOKS = tl.constexpr(1 if INTERPRET else 32)
 if INTERPRET:
 
     def clock_ns():
-        time.sleep(2e-5)  # others may need this processor to come
+        time.sleep(2e-5)  # others may need this core to get here
         return time.monotonic_ns()
 
 else:
@@ -103,7 +103,7 @@ def leave_epoch(state_ptr, epoch, programs):
 
 @triton.jit
 def may_send(state_ptr, epoch):
-    """Whether the channel was whole before this call: its own programs may send what peers wait for."""
+    """Whether the channel was intact before this call: its own programs may send what peers wait for."""
     return was_intact(tl.load(state_ptr + BROKEN), epoch)
 
 
@@ -156,7 +156,7 @@ def packed(values, dtype: tl.constexpr):
 
 @triton.jit
 def unpacked(bits, dtype: tl.constexpr):
-    """The rows (M, D) again, fp32."""
+    """Undoes `packed`: the rows (M, D), fp32."""
     if dtype.primitive_bitwidth == 16:
         low = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
@@ -168,7 +168,7 @@ def unpacked(bits, dtype: tl.constexpr):
 
 @triton.jit
 def _is_stale(words, inside, epoch):
-    """1 where a word is still of another epoch."""
+    """1 where a packet is still of another epoch."""
     return (inside & (((words >> 32) & 0xFFFFFFFF) != epoch)).to(tl.int32)
 
 
@@ -209,9 +209,9 @@ def report(peer, epoch, state_ptr, fault_ptr):
 def receive_packets(
     values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
 ):
-    """Words of values (S, M, D) and lses (S, M) from sources (S,), once all that are `in` have come.
+    """Packets of values (S, M, D) and lses (S, M) from sources (S,), once all that are `in` have arrived.
 
-    Returns (values, lses, whether they came).
+    Returns (values, lses, whether they arrived in time).
     """
     values = tl.load(values_ptr, mask=values_in, other=0, volatile=True)
     lses = tl.load(lses_ptr, mask=lses_in, other=0, volatile=True)

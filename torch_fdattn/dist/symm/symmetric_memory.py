@@ -1,4 +1,4 @@
-"""Memory that every rank of a group maps, and all-reduces on workspaces in it.
+"""Symmetric memory, which every rank of a group maps, and all-reduces on workspaces in it.
 
     allocate     bytes with every rank's address of them: torch's symmetric memory on CUDA, shared memory between
                  CPU processes. What kernels of ours that reach into other ranks' memory are given.
@@ -44,7 +44,7 @@ def allocate(group_name: str, nbytes: int, device: torch.device) -> PeerMemory:
     """Zeroed bytes that every rank of the group maps; all ranks call it, with the same size.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, or the ranks cannot map each other's memory.
+        RuntimeError: a CUDA graph is being captured, or the ranks cannot share symmetric memory.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -171,7 +171,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group_name: str, method: str) -
 
 
 def _summed_later(like: Tensor, count: int, group_name: str) -> Tensor:
-    """Memory that all ranks map, of so many elements and some more: two_shot gives every rank an aligned share."""
+    """Symmetric memory of so many elements and some more: two_shot gives every rank an aligned share."""
     world_size = distributed_c10d._resolve_process_group(group_name).size()
     unit = _ALIGNMENT // like.element_size() * world_size
     padded = -(-count // unit) * unit

@@ -1,4 +1,4 @@
-"""Chunks that copy engines move into other ranks' memory while processors multiply.
+"""Chunks that copy engines move into other ranks' memory while SMs multiply.
 
 A call's copies go to addresses that the host knows, so that a captured graph copies to the same place at every
 replay: there is one buffer, not one of odd and one of even epochs (`signals.py`), and it must be seen to be free.

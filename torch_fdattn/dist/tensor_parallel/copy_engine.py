@@ -1,8 +1,8 @@
 """Strategy `copy_engine`: chunks travel by the copy engines while BLAS multiplies what is there.
 
-The copies take no processor, and the products are the device's BLAS (with SwiGLU `persistent_swiglu_gemm.py`) on whole chunks (a
+The copies take no SM, and the products are the device's BLAS (with SwiGLU `persistent_swiglu_gemm.py`) on whole chunks (a
 rank's rows): what it costs is what is lost where a product is cut. Products alternate between two streams, so that one
-begins where the other leaves processors idle. Own rows first when gathering, last when scattering: all copies then have
+begins where the other leaves SMs idle. Own rows first when gathering, last when scattering: all copies then have
 a product beside them.
 What is sent comes first also in a graph, which has no order but what is waited for: gathering begins with the kernel
 that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it. An
@@ -31,7 +31,7 @@ from torch_fdattn.ops.gemm import persistent_swiglu_gemm
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
 
-#: Elements that a program of four warps sums at a time, and its programs a processor: as many looks at flags.
+#: Elements that a program of four warps sums at a time, and its programs an SM: each of them polls the flags.
 _BLOCK = 2048
 _PROGRAMS = 8
 

@@ -65,7 +65,7 @@ def all_gather_matmul(
             this rank on every rank, which only the caller knows to be true.
         strategy: "auto" is what was measured to be the fastest for these sizes on this GPU, and "collective" where
             nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS beside the group's own
-            collective and runs everywhere. For ranks that map each other's memory (see `docs/tensor-parallelism.md`),
+            collective and runs everywhere. For ranks that share symmetric memory (see `docs/tensor-parallelism.md`),
             "copy_engine" and "fused" overlap the two, and "low_latency" is BLAS beside one launch, for few rows.
             "fused" is "collective" where `rows` differ. With "auto" all ranks ask each other in the same calls,
             those whose sizes are new to them: where shards are unequal and from one call to the next change on some
@@ -168,7 +168,7 @@ def matmul_all_reduce(
         method: "auto" is what was measured to be the fastest, and "nccl" where nothing was. "nccl" is the functional
             all-reduce of the group's backend, gloo included; "one_shot" and "two_shot" are torch's
             symmetric-memory kernels (CUDA, one host, bfloat16 or float32). Ours, for the few rows of a decode step
-            and ranks that map each other's memory: "low_latency" is one launch after BLAS; "gemm_all_reduce" one
+            and ranks that share symmetric memory: "low_latency" is one launch after BLAS; "gemm_all_reduce" one
             that multiplies as well (up to 128 rows and for an even N, or else it is "low_latency").
         strategy: "auto" or "collective"; where no method is given, "fused" is method "gemm_all_reduce"
             and "low_latency" the method of that name.

@@ -1,7 +1,7 @@
 """Method `gemm_all_reduce`: a product of few rows and its sum over the ranks in one launch.
 
-A program has some columns of y, for all rows (`small_m_gemm.py`). A finished tile goes to all other ranks as values that
-tell themselves that they came (`dist/symm/lamport.py`); then the program takes theirs and sums in fp32, in the order of ranks:
+A program has some columns of y, for all rows (`small_m_gemm.py`). A finished tile goes to all other ranks by a
+Lamport exchange (`dist/symm/lamport.py`); then the program takes theirs and sums in fp32, in the order of ranks:
 the same bits on all ranks. Many bytes of three ranks or more go in two trips (`lamport_two_shot.py`): of each tile a rank
 owns some rows.
 
@@ -23,7 +23,7 @@ from torch_fdattn.dist.symm.lamport import (
     as_int32,
     buffer,
     bytes_per_buffer,
-    channel_for,
+    channel_of_words,
     clear,
     halves,
     joined,
@@ -151,7 +151,7 @@ def matmul_all_reduce(
     # A rank that owned no row would hear of the others through the owners alone, and name one of them for a late one.
     trips = shots(y.nbytes, world) if m >= world else 1
     purpose = "gemm_all_reduce" if trips == 1 else "gemm_all_reduce/two_shot"
-    where = channel_for(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
+    where = channel_of_words(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
     numbers = bytes_per_buffer(where), timeout_ns(), rank
     tile = tile_for(m, x)
     (w,), few, layout = operands((weight,), x, tile)

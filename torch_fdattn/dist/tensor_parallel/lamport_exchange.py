@@ -21,7 +21,7 @@ from torch_fdattn.dist.symm.lamport import (
     as_int32,
     buffer,
     bytes_per_buffer,
-    channel_for,
+    channel_of_words,
     clear,
     halves,
     joined,
@@ -129,7 +129,7 @@ def word_aligned(x: Tensor) -> Tensor:
 def _run(
     op: str, x: Tensor, y: Tensor, words: int, group_name: str, rank: int, world: int
 ) -> None:  # fmt: skip
-    where = channel_for(words, group_name, f"low_latency/{op}", x.device, world)
+    where = channel_of_words(words, group_name, f"low_latency/{op}", x.device, world)
     x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     tile = next(tile for most, tile in _TILE_WORDS if most is None or 4 * words <= most)
     block = 1 << 12 if INTERPRET else max(32, tile // power_of_two(world))

@@ -23,7 +23,7 @@ from torch_fdattn.dist.symm.lamport import (
     as_int32,
     buffer,
     bytes_per_buffer,
-    channel_for,
+    channel_of_words,
     clear,
     halves,
     joined,
@@ -58,7 +58,7 @@ def shots(nbytes: int, world: int) -> int:
 
 
 def slots(shots: int, world: int) -> int:
-    """The `world` of `channel_for` and `words_per_slot` for calls in so many shots."""
+    """The `world` of `channel_of_words` and `words_per_slot` for calls in so many shots."""
     return world + 1 if shots == 2 else world
 
 
@@ -169,7 +169,7 @@ def all_reduce(x: Tensor, y: Tensor, group_name: str, rank: int, world: int) -> 
     """As `lamport_exchange.all_reduce`, in two trips; three ranks or more."""
     words = x.nbytes // 4
     purpose = "low_latency/lamport_two_shot"
-    where = channel_for(words, group_name, purpose, x.device, slots(2, world))
+    where = channel_of_words(words, group_name, purpose, x.device, slots(2, world))
     x, buffer_bytes, limit_ns = word_aligned(x), bytes_per_buffer(where), timeout_ns()
     block = 1 << 12 if INTERPRET else _BLOCK_WORDS
     pdl = uses_pdl(y)

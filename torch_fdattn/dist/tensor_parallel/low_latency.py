@@ -1,11 +1,11 @@
 """Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
 
-Values that tell themselves that they came (`lamport_exchange.py`) gather and scatter, and sum up to `lamport_bytes`; beyond,
-two ranks send them in parts, and more ranks tiles with flags (`tiled_all_reduce.py`). Sums are in fp32, in an order that is
+A Lamport exchange (`lamport_exchange.py`) gathers and scatters, and sums up to `lamport_bytes`; beyond, two ranks send
+parts one after another, and more ranks tiles with flags (`tiled_all_reduce.py`). Sums are in fp32, in an order that is
 the same everywhere: the same bits on all ranks.
 
-Here: words of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 a word, for an odd number of 16-bit
-ones. Cost: (W - 1) times twice the bytes sent by every rank, no flag, no fence, no barrier.
+Here: LL packets of 32 bits and the epoch (`signals.py`), two 16-bit numbers or one fp32 each, for an odd number of
+16-bit ones. Cost: (W - 1) times twice the bytes sent by every rank, no flag, no fence, no barrier.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
-#: Words of all ranks that a program looks at together. 512 takes 1 to 2 µs more on two H200, 1024 5.
+#: Packets of all ranks that a program polls together. 512 takes 1 to 2 µs more on two H200, 1024 5.
 _TILE_PACKETS = 256
-#: Bytes of a rank's part up to which words, whose bytes are twice as many, are faster than tiles: on two H200 by
+#: Bytes of a rank's part up to which LL packets, twice the bytes, are faster than tiles: on two H200 by
 #: 1.4 µs at 160 and 320 KiB, as fast at 640, slower by 2 µs at 1280.
 LL_MAX_BYTES = 1 << 19
-#: Bytes up to which values take the place of tiles and words: on two H200 they are faster by 0.6 to 2 µs to 320 KiB,
-#: 4.4 at 640 and 4.1 at 1280, 2.6 at 2.5 MiB, 7.6 at 10 and 10 at 40. They take three times their bytes of memory.
+#: Bytes up to which a Lamport exchange takes the place of tiles and packets: on two H200 they are faster by 0.6 to 2 µs to 320 KiB,
+#: 4.4 at 640 and 4.1 at 1280, 2.6 at 2.5 MiB, 7.6 at 10 and 10 at 40. It takes three times the bytes of memory.
 LAMPORT_BYTES = 48 << 20
-#: Bytes that the wire carries in the time of `tiled_all_reduce`' second trip, 4.5 µs. An estimate: not measured.
+#: Bytes that the wire carries in the time of `tiled_all_reduce`'s second trip, 4.5 µs. An estimate: not measured.
 SECOND_TRIP_BYTES = 1_700_000
 
-#: Bytes of a rank's part up to which values in two trips (`lamport_two_shot.py`) take the place of tiles with flags. Four
-#: H100, µs of values and of tiles: 2 MiB 17.5 and 21.4, 4 MiB 30.6 and 30.6, 8 MiB 56.1 and 49.3.
+#: Bytes of a rank's part up to which a Lamport exchange in two trips (`lamport_two_shot.py`) takes the place of tiles with flags. Four
+#: H100, µs of words and of tiles: 2 MiB 17.5 and 21.4, 4 MiB 30.6 and 30.6, 8 MiB 56.1 and 49.3.
 TWO_SHOT_LAMPORT_BYTES = 4 << 20
 
 
@@ -138,7 +138,7 @@ def matmul_reduce_scatter(
 
 
 def lamport_bytes(world: int) -> int:
-    """Bytes of a rank's part up to which it goes as values, in one shot; two send 2 / W of that shot's bytes."""
+    """Bytes of a rank's part up to which it goes by a Lamport exchange in one shot; two send 2 / W of that shot's bytes."""
     if world == 2:
         return LAMPORT_BYTES
     return min(LAMPORT_BYTES, SECOND_TRIP_BYTES * world // ((world - 1) * (world - 2)))

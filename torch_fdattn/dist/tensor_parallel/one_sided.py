@@ -1,4 +1,4 @@
-"""Linear layers whose chunks travel through memory that the ranks map: raw ops, and their derivatives.
+"""Linear layers whose chunks travel through symmetric memory: raw ops, and their derivatives.
 
 A file for each strategy or method has the work. The backward of all-gather → matmul is matmul → reduce-scatter by the
 same strategy, and the other way round; that of matmul → all-reduce needs no communication. What the backward of the
@@ -39,7 +39,7 @@ def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
 
     Raises:
         TypeError: dtype, which x is computed in, is none of theirs.
-        NotImplementedError: the ranks cannot map each other's memory, or the interpreter cannot compute in dtype.
+        NotImplementedError: the ranks cannot share symmetric memory, or the interpreter cannot compute in dtype.
     """
     if dtype not in DTYPES:
         raise TypeError(f"{what} needs bfloat16, float16 or float32, got {dtype}")
@@ -52,7 +52,7 @@ def check(what: str, group_name: str, x: Tensor, dtype: torch.dtype) -> None:
     why_not = unsupported_reason(group_name, x.device)
     if why_not is not None:
         raise NotImplementedError(
-            f"{what} needs ranks that map each other's memory: {why_not}; strategy 'collective' runs everywhere"
+            f"{what} needs ranks that share symmetric memory: {why_not}; strategy 'collective' runs everywhere"
         )
 
 

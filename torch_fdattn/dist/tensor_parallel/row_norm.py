@@ -1,6 +1,6 @@
 """An all-reduce of few rows, the residual's addition and RMSNorm in one launch, which are three otherwise.
 
-A program has a row: it sends this rank's part of it to all others, as values that tell themselves that they came
+A program has a row: it sends this rank's part of it to all others by a Lamport exchange
 (`dist/symm/lamport.py`), and sums all parts in fp32 in the order of ranks: the same bits on all ranks. The sum is rounded
 to the dtype before the residual is added, and so is what they give before it is normalised, as three launches round
 them.
@@ -22,7 +22,7 @@ from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
     as_int32,
     bytes_per_buffer,
-    channel_for,
+    channel_of_words,
     halves,
     joined,
     leave_turn,
@@ -118,7 +118,7 @@ def sum_norm(
         _, world = rank_and_size(group_name)
         trips = shots(4 * m * words, world)
         purpose = "low_latency/rows" if trips == 1 else "low_latency/two_shot_rows"
-        where = channel_for(m * words, group_name, purpose, x.device, slots(trips, world))
+        where = channel_of_words(m * words, group_name, purpose, x.device, slots(trips, world))
         of_channel = where.memory.addresses, where.state, where.fault.tensor
         numbers = bytes_per_buffer(where), timeout_ns(), where.rank
     pdl, block = uses_pdl(x), power_of_two(words)

@@ -70,7 +70,7 @@ AHEAD = 1024
 
 def tile_for(rows: int, like: torch.Tensor) -> Tile:
     """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as shared memory has room for: 80
-    programs on 132 processors are the faster the more each of them has in flight, to the last one that fits.
+    programs on 132 SMs are the faster the more each of them has in flight, to the last one that fits.
 
     like: of the product's dtype and device.
     """

@@ -58,7 +58,7 @@ def _swiglu_gemm_kernel(
 
 
 def _tile(columns: int, x: Tensor) -> Tile:
-    """Two weights a stage in place of one; of 128 rows stages of two programs a processor, where there are as many."""
+    """Two weights a stage in place of one; of 128 rows stages of two programs an SM, where there are as many."""
     tile = tile_for(len(x), x)
     if INTERPRET or not has_large_shared_memory(x.device):
         return tile
