@@ -151,7 +151,7 @@ def _run_kernels(
 ) -> tuple[Tensor, Tensor]:
     dtype = q.dtype if strategy == "none" else _wide(q)
     out, lse, *unmerged = decode_eagerly(
-        q, *shard, *local, scale, dtype, *_own(extras, exchange.rank), whole=whole,
+        q, *shard, _own(extras, exchange.rank).options(local, scale, dtype), global_lens=whole,
         leave_parts=strategy == "fused" and one_sided.MERGES_PARTS,
     )  # fmt: skip
     return _merge(out, lse, q.dtype, exchange, strategy, *unmerged)
