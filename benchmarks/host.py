@@ -27,7 +27,7 @@ from .shapes import DecodeCase
 from .timing import HOST_CALLS
 
 ENTRY, STAGE = "fdattn", "stage/"
-_OP, _LAUNCH = "torch_fdattn.ops.decode.op", "torch_fdattn.ops.decode.launch"
+_OP = "torch_fdattn.ops.decode.op"
 _DIRECT = "torch_fdattn.launch.driver_launch"
 #: What a stage is in: the function of ours that the call runs, and which run of it; the other stages have calls of
 #: their own. Then its title in the table, and the stages inside it, which are taken off there.
@@ -45,7 +45,7 @@ STAGES: dict[str, dict[str, Stage]] = {
         "kernel": (
             (_OP, "decode_eagerly", 0), "key of the metadata, decisions", ("checks", "allocation", "launch"),
         ),
-        "checks": ((_OP, "check_decode", 0), "checks", ()),
+        "checks": ((_OP, "checked_call", 0), "checks", ()),
         "allocation": ((_OP, "empty_state", 0), "allocation of out and lse", ()),
         "launch": ((_OP, "decode_reference", 0), "the reference in place of a launch", ()),
         **_BESIDE,
@@ -56,7 +56,7 @@ STAGES: dict[str, dict[str, Stage]] = {
             (_OP, "decode_eagerly", 0), "plan of the metadata, allocation of out and lse", ("launch",),
         ),
         "launch": (
-            (_LAUNCH, "Plan.launch", 0), "room for partial results, addresses", ("submission", "merge"),
+            (_OP, "PreparedDecode.run", 0), "room for partial results, addresses", ("submission", "merge"),
         ),
         "submission": (
             (_DIRECT, "DriverLaunch.__call__", 0), "first kernel: writing addresses, the driver", (),

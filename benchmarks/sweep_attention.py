@@ -59,6 +59,7 @@ class Measured(NamedTuple):
 def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]:
     """The named kernel with inputs of the case; valid inside the context."""
     from torch_fdattn.ops.attention import backward, configs, forward
+    from torch_fdattn.ops.options import AttentionOptions
     from torch_fdattn.ops.positions import Mask
 
     made = generator(timer.device, 0)
@@ -68,12 +69,13 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
         torch.randn(shape, generator=made, device=timer.device, dtype=DTYPES[case.dtype])
         for shape in (q_shape, q_shape, kv_shape, kv_shape)
     )
-    mask, scale = Mask(window_right=0 if case.causal else -1), case.head_dim**-0.5
+    mask = Mask(window_right=0 if case.causal else -1)
+    options = AttentionOptions(mask, case.head_dim**-0.5)
     like = (case.head_dim, q.dtype, configs.device_capability(timer.device))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def launch_forward(config: TileConfig) -> None:
-        forward.launch_forward(q, k, v, mask, scale, out, lse, config=config)
+        forward.launch_forward(q, k, v, options, out, lse, config=config)
 
     if kernel == "forward":
         default = configs.forward_config(*like, forward.has_borders(mask, case.seq_len))
@@ -86,9 +88,7 @@ def problem(kernel: str, case: AttentionCase, timer: Timer) -> Iterator[Problem]
 
     def launch_backward(config: TileConfig) -> None:
         chosen = dataclasses.replace(both, **{kernel: config})
-        backward.launch_backward(
-            dout, None, q, k, v, out, lse, mask, scale, dq, dk, dv, config=chosen
-        )
+        backward.launch_backward(dout, None, q, k, v, out, lse, options, dq, dk, dv, config=chosen)
 
     default = getattr(both, kernel)
     with _left_out(backward, "_dq_kernel", "_dkdv_kernel"):

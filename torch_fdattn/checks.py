@@ -40,10 +40,14 @@ def check_qkv(
 
 
 def expect_types(
-    tensors: tuple[tuple[str, object], ...], lengths: tuple[object, ...] = (), scale: object = None
-) -> None:
-    """The types that the dispatcher would refuse with a whole schema in place of an argument's name."""
-    for name, tensor in tensors:
+    tensors: tuple[tuple[str, object], ...], lengths: tuple[object, ...] = (), scale: object = None,
+    softcap: object = 0.0, dropout_p: object = 0.0, **optional: object,
+) -> None:  # fmt: skip
+    """The types that the dispatcher would refuse with a whole schema in place of an argument's name.
+
+    optional: further tensors, or None.
+    """
+    for name, tensor in (*tensors, *((name, x) for name, x in optional.items() if x is not None)):
         expect_tensor(name, tensor)
     for name, tensor in zip(("kv_lens", "q_start", "kv_start"), lengths, strict=False):
         if tensor is not None and not isinstance(tensor, Tensor):
@@ -52,6 +56,10 @@ def expect_types(
             )
     if scale is not None and type(scale) is not float:
         expect_convertible("scale", scale)
+    if type(softcap) is not float:
+        expect_convertible("softcap", softcap)
+    if type(dropout_p) is not float:
+        expect_convertible("dropout_p", dropout_p)
 
 
 def expect_convertible(name: str, value: object) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_fdattn import checks, functional
+from torch_fdattn import checks
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention.op import default_scale
-from torch_fdattn.ops.decode import op as decode_op
+from torch_fdattn.ops.attention.configs import dot_precision
+from torch_fdattn.ops.attention.inputs import empty_state
+from torch_fdattn.ops.decode.entry import call_op, check_types
+from torch_fdattn.ops.decode.inputs import check_workspace, checked_call, plain_numbers
+from torch_fdattn.ops.decode.op import PreparedDecode
+from torch_fdattn.ops.options import DecodeOptions, options_to_mask, window_bounds
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 
 
 class DecodePlan:
@@ -23,15 +27,26 @@ class DecodePlan:
     changes nothing of it, and a profiler sees its kernels, but no op.
     """
 
-    def __init__(self, inputs: dict[str, Tensor | None], options: dict[str, Any]) -> None:
-        """inputs: of each call, by name; options: of all calls, tensors too."""
-        self._paged = "page_table" in inputs
-        self._options = options
-        call = _checked_call(inputs, options)
-        self._expected = {name: _metadata(x) for name, x in inputs.items()}
-        self._held = [x for x in options.values() if isinstance(x, Tensor)]
-        plain = library.runs_directly(inputs["q"], *self._held)
-        self._direct = decode_op.DirectDecode.of(call) if plain else None
+    def __init__(self, inputs: tuple[Tensor, ...], options: DecodeOptions) -> None:
+        """inputs: q, k_cache, v_cache, and page_table over pages; options: those of all calls, and kv_lens of one."""
+        check_types(inputs, options)
+        q, k, v, page_table = *inputs, *(None,) * (4 - len(inputs))
+        call = checked_call(q, k, v, page_table, plain_numbers(q, options))
+        self._paged, kv_lens = len(inputs) == 4, options.mask.kv_lens
+        named = dict(q=q, k_cache=k, v_cache=v, page_table=page_table, kv_lens=kv_lens)
+        self._expected = {name: _metadata(x) for name, x in named.items()}
+        self._options = options._replace(mask=options.mask._replace(kv_lens=None))
+        # As the kernel takes them, around the page table and behind kv_lens.
+        self._starts, self._others = options.mask[1:3], call.tensors[4:]
+        held = *self._starts, options.k_scale, options.v_scale, *options.scores[1:]
+        self._held = [x for x in held if x is not None]
+        # torch's own setting decides how float32 is multiplied.
+        self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
+        self._prepared: PreparedDecode | None = None
+        if library.runs_directly(q, *self._held):
+            out, lse = empty_state(q, v)
+            self._written = dict(out=_metadata(out), lse=_metadata(lse))
+            self._prepared = PreparedDecode.of(call, out, lse)
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor | None = None, *,
@@ -63,22 +78,45 @@ class DecodePlan:
             self._refuse("kv_lens", kv_lens)
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
-        direct, written = self._direct, () if out is None else out
+        prepared, written = self._prepared, () if out is None else out
         if (
-            direct is None
+            prepared is None
             or checks.CHECK_VALUES
             or (out is not None and (type(out) is not tuple or len(out) != 2))
-            or not _is_direct(q, k_cache, v_cache, *written, *self._held)
-            or not direct.is_current()
+            or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
+            or not self._is_current()
         ):
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
-        return direct(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
+        if workspace is not None:
+            check_workspace(workspace, prepared.plan.floats, q.device)
+        if out is not None:
+            self._check_out(*out)
+            torch.autograd.graph.increment_version([*out])
+        elif workspace is not None:
+            out = empty_state(q, v_cache)
+        others = kv_lens, *self._starts, page_table, *self._others
+        return prepared.run(q, k_cache, v_cache, others, None if out is None else (*out, workspace))
+
+    def _is_current(self) -> bool:
+        """Whether torch's setting of tf32 is the one that it was planned under."""
+        return self._precision is None or dot_precision(torch.float32) == self._precision
 
     def _by_op(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
-        given = dict(out=out, workspace=workspace, **self._options)
-        if self._paged:
-            return functional.paged_decode(q, k_cache, v_cache, page_table, kv_lens, **given)
-        return functional.decode(q, k_cache, v_cache, kv_lens, **given)
+        options = self._options
+        mask = Mask(kv_lens, *options.mask[1:])
+        options = DecodeOptions(mask, *options[1:])
+        inputs = (q, k_cache, v_cache, page_table) if self._paged else (q, k_cache, v_cache)
+        return call_op(inputs, options, out, workspace)
+
+    def _check_out(self, out: Tensor, lse: Tensor) -> None:
+        for name, tensor in (("out", out), ("lse", lse)):
+            planned = self._written[name]
+            if _metadata(tensor) != planned:
+                shape, strides, dtype, _ = planned
+                raise ValueError(
+                    f"{name} must be as planned, {dtype} of shape {tuple(shape)} and strides {strides}, "
+                    f"got {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                )
 
     def _refuse(self, name: str, tensor: object) -> None:
         planned = _described(self._expected.get(name))
@@ -88,7 +126,7 @@ class DecodePlan:
         )
 
 
-def _is_direct(*tensors: Tensor) -> bool:
+def _need_no_dispatch(*tensors: Tensor) -> bool:
     """Whether nobody but the kernels has to see these."""
     if library.is_watched():
         return False
@@ -97,25 +135,6 @@ def _is_direct(*tensors: Tensor) -> bool:
         if (type(x) is not Tensor and type(x) is not Parameter) or (grad and x.requires_grad) or x.is_neg():  # fmt: skip
             return False
     return True
-
-
-def _checked_call(inputs: dict[str, Any], options: dict[str, Any]) -> decode_op.Call:
-    """Raises as `decode` does."""
-    q, k, v, kv_lens = (inputs[name] for name in ("q", "k_cache", "v_cache", "kv_lens"))
-    given = {"page_table": None, "attn_mask": None} | inputs | options
-    names = "k_scale", "v_scale", "alibi_slopes", "sinks", "attn_mask"
-    softcap, scale = given["softcap"], given["scale"]
-    bounds = kv_lens, given["q_start"], given["kv_start"]
-    needed = [(name, x) for name, x in inputs.items() if name != "kv_lens"]
-    functional.expect_types(needed, bounds, scale, softcap, **{name: given[name] for name in names})
-    checks.expect_int64(kv_block=given["kv_block"], kv_stride=given["kv_stride"])
-    checks.expect_bool(causal=given["causal"])
-    left, right = functional.window_bounds(given["window"])
-    positions = left, 0 if given["causal"] else right, given["kv_block"], given["kv_stride"]
-    return decode_op.Call(
-        q, k, v, given["page_table"], *bounds, *positions, default_scale(q, scale), given["k_scale"], given["v_scale"],
-        float(softcap), given["alibi_slopes"], given["sinks"], bool(given["batch_invariant"]), given["attn_mask"],
-    )  # fmt: skip
 
 
 def _metadata(x: object) -> tuple | None:
@@ -164,13 +183,12 @@ def plan_decode(
 
     Source: plan and run of FlashInfer, arXiv:2501.01005.
     """
-    inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, kv_lens=kv_lens)
-    options = dict(
-        causal=causal, window=window, scale=checks.number("scale", scale), q_start=q_start, kv_start=kv_start,
-        kv_block=kv_block, kv_stride=kv_stride, k_scale=k_scale, v_scale=v_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, batch_invariant=batch_invariant, attn_mask=attn_mask,
-    )  # fmt: skip
-    return DecodePlan(inputs, options)
+    checks.expect_bool(causal=causal)
+    bounds = kv_lens, q_start, kv_start
+    mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
+    scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), checks.number("scale", scale)
+    options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
+    return DecodePlan((q, k_cache, v_cache), options)
 
 
 def plan_paged_decode(
@@ -196,10 +214,9 @@ def plan_paged_decode(
 
     Source: plan and run of FlashInfer, arXiv:2501.01005; PagedAttention, arXiv:2309.06180.
     """
-    inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, kv_lens=kv_lens)
-    options = dict(
-        causal=causal, window=window, scale=checks.number("scale", scale), q_start=q_start, kv_start=kv_start,
-        kv_block=kv_block, kv_stride=kv_stride, k_scale=k_scale, v_scale=v_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, batch_invariant=batch_invariant,
-    )  # fmt: skip
-    return DecodePlan(inputs, options)
+    checks.expect_bool(causal=causal)
+    bounds = kv_lens, q_start, kv_start
+    mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
+    scores, scale = Scores(softcap, alibi_slopes, sinks), checks.number("scale", scale)
+    options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
+    return DecodePlan((q, k_cache, v_cache, page_table), options)

@@ -107,7 +107,7 @@ def test_host_time_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
     # What it watched is as it was.
     from torch_fdattn.ops.decode import op
 
-    assert op.check_decode.__module__ == "torch_fdattn.ops.decode.inputs"
+    assert op.checked_call.__module__ == "torch_fdattn.ops.decode.inputs"
 
 
 def test_a_stage_that_is_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,10 @@ from torch_fdattn.ops.attention.configs import (
 )
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import has_borders, launch_forward
-from torch_fdattn.ops.decode.launch import Cache, launch_decode
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
+from torch_fdattn.ops.decode.launch import launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
+from torch_fdattn.ops.options import AttentionOptions, DecodeOptions
 from torch_fdattn.ops.packed import Packed, by_heads, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import empty_ranges
@@ -154,7 +156,7 @@ def _decode(case: Case) -> None:
         *mask[3:],
     )
     launch_decode(
-        q, cache, mask, dim**-0.5, out, lse, config=case.tile, wanted=64,
+        DecodeCall(q, cache, DecodeOptions(mask, dim**-0.5)), out, lse, config=case.tile, target_splits=64,
         capability=ARCHS[case.arch].capability,
     )  # fmt: skip
 
@@ -197,7 +199,7 @@ def _packed(case: Case) -> Packed | None:
 
 def _attention(case: Case) -> None:
     dtype, dim, capability = DTYPES[case.dtype], case.head_dim, ARCHS[case.arch].capability
-    mask, scale = MASKS[case.mask], dim**-0.5
+    mask = MASKS[case.mask]
     q, k = meta(2, 32, 4096, dim, dtype=dtype), meta(2, 8, 4096, dim, dtype=dtype)
     packed = _packed(case)
     if packed is not None:
@@ -206,6 +208,7 @@ def _attention(case: Case) -> None:
             k = _cache("same-paged", dim, dtype).k
     v_dim, scores = case.v_dim or dim, SCORES[case.scores]
     dropout = Dropout(case.dropout_p, meta(2, dtype=torch.int64))
+    options = AttentionOptions(mask, dim**-0.5, scores, dropout)
     v, out = (meta(*x.shape[:3], v_dim, dtype=dtype) for x in (k, q))
     lse, widest = meta(*q.shape[:-1]), max(dim, v_dim)
     ranges = None if packed else empty_ranges(scores.attn_mask, q, k)
@@ -215,17 +218,16 @@ def _attention(case: Case) -> None:
         config = case.tile or forward_config(
             widest, dtype, capability, borders, scores, dropout, short
         )
-        launch_forward(q, k, v, mask, scale, out, lse, scores, dropout, config, packed, ranges)
+        launch_forward(q, k, v, options, out, lse, config, packed, ranges)
         return
     config = backward_config(widest, dtype, capability, scores, dropout, short)
     if case.tile:
         config = BackwardConfig(case.tile, case.tile)
     trained = [x if x is not None and x.is_floating_point() else None for x in scores[1:]]
-    wanted = Scores(0.0, *(None if x is None else torch.empty_like(x) for x in trained))
+    score_grads = Scores(0.0, *(None if x is None else torch.empty_like(x) for x in trained))
     launch_backward(
-        out.clone(), lse.clone(), q, k, v, out, lse, mask, scale,
-        torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), scores, wanted, dropout, config,
-        packed, ranges=ranges,
+        out.clone(), lse.clone(), q, k, v, out, lse, options,
+        torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), score_grads, config, packed, ranges=ranges,
     )  # fmt: skip
 
 

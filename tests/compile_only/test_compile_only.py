@@ -18,7 +18,7 @@ from tests.compile_only.compiled import resources
 from tests.compile_only.launches import DTYPES, Case
 from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.attention.configs import TileConfig, backward_config, forward_config
-from torch_fdattn.ops.decode.launch import decode_config
+from torch_fdattn.ops.decode.configs import decode_config
 
 HEAD_DIMS = range(16, 257, 8)
 CONFIGS = {"forward": forward_config, "backward": backward_config}

@@ -15,9 +15,11 @@ from tests.compile_only.targets import ARCHS
 from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
 from torch_fdattn.dist.symm import lamport, one_sided_gather
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
-from torch_fdattn.ops.decode.inputs import WholeLengths
-from torch_fdattn.ops.decode.launch import Cache, launch_decode
+from torch_fdattn.launch.launches import run
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall, WholeLengths
+from torch_fdattn.ops.decode.launch import DecodeLaunchPlan
 from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.options import DecodeOptions
 from torch_fdattn.ops.positions import Mask
 
 pytestmark = pytest.mark.skipif(
@@ -132,10 +134,13 @@ def test_exchange_that_merges_parts(
         mock.patch.object(fused_parts, "uses_pdl", return_value=early),
         recorded() as launches,
     ):
-        _, unmerged = launch_decode(
-            q, Cache(k, k.clone(), None), Mask(*numbers, 4095, 0, 16, 16 * world), 0.1, part, lse,
-            capability=ARCHS[arch].capability, whole=WholeLengths(16, 16, 16 * world, 1 << 20), leave_parts=True,
-        )  # fmt: skip
+        options = DecodeOptions(Mask(*numbers, 4095, 0, 16, 16 * world), 0.1)
+        shard = WholeLengths(16, 16, 16 * world, 1 << 20)
+        call = DecodeCall(q, Cache(k, k.clone()), options, shard)
+        plan = DecodeLaunchPlan(call, part, capability=ARCHS[arch].capability)
+        parts, others = meta(plan.floats), call.tensors
+        run(plan.launches(q, *call.cache[:2], part, lse, parts, *others, merge=False))
+        unmerged = plan.unmerged(parts, others[:3])
         fused_parts.merge(part, lse, unmerged, torch.bfloat16, "0", head_sharded)
     assert [launch.kernel.__name__ for launch in launches] == [
         "_decode_kernel",

@@ -30,6 +30,7 @@ from torch_fdattn.ops import (
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.kernel import launch_append
 from torch_fdattn.ops.attention import backward as attention_backward
+from torch_fdattn.ops.attention import derivative_op
 from torch_fdattn.ops.attention import forward as attention_forward
 from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.attention.backward import launch_backward
@@ -37,6 +38,7 @@ from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import launch_forward
 from torch_fdattn.ops.merge_states.kernel import _merge_kernel, launch_merge
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
@@ -148,7 +150,8 @@ def forward(case: str):
         slopes, sinks = draw(4, dtype=torch.float32), draw(4)
         scores = Scores(30.0, slopes, sinks, draw(4, 64, 64))
         dropout = Dropout(0.25, draw(2, dtype=torch.int64))
-    launch_forward(q, k, v, Mask(lens, None, lens, 9, 0), 0.5, out, lse, scores, dropout, TILE)
+    options = AttentionOptions(Mask(lens, None, lens, 9, 0), 0.5, scores, dropout)
+    launch_forward(q, k, v, options, out, lse, TILE)
 
 
 def pages() -> None:
@@ -156,23 +159,24 @@ def pages() -> None:
     k, v = (draw(20, 2, 16, 32) for _ in range(2))
     out, lse = by_heads(draw(40, 4, 32)), draw(4, 40, dtype=torch.float32)
     packed = Packed(draw(4, dtype=torch.int32), None, draw(3, 6, dtype=torch.int32))
-    launch_forward(q, k, v, Mask(lens, window_right=0), 0.5, out, lse, config=TILE, packed=packed)
+    options = AttentionOptions(Mask(lens, window_right=0), 0.5)
+    launch_forward(q, k, v, options, out, lse, config=TILE, packed=packed)
 
 
 def backward(case: str) -> None:
     q, out, dout, dq = (draw(2, 4, 64, 32) for _ in range(4))
     k, v, dk, dv = (draw(2, 2, 64, 32) for _ in range(4))
     lse, dlse = (draw(2, 4, 64, dtype=torch.float32) for _ in range(2))
-    scores = wanted = Scores()
+    scores = score_grads = Scores()
     if case == "gradients":
         slopes, bias = draw(4, dtype=torch.float32), draw(4, 64, 64)
         scores = Scores(alibi_slopes=slopes, attn_mask=bias)
-        wanted = Scores(
+        score_grads = Scores(
             alibi_slopes=draw(*slopes.shape, dtype=torch.float32), attn_mask=draw(4, 64, 64)
         )
     launch_backward(
-        dout, dlse if case == "plain" else None, q, k, v, out, lse, Mask(window_right=0), 0.5, dq, dk, dv, scores,
-        wanted, config=BackwardConfig(TILE, TILE),
+        dout, dlse if case == "plain" else None, q, k, v, out, lse, AttentionOptions(Mask(window_right=0), 0.5, scores),
+        dq, dk, dv, score_grads, config=BackwardConfig(TILE, TILE),
     )  # fmt: skip
 
 
@@ -181,12 +185,12 @@ def packed_backward() -> None:
     k, v, dk, dv = (by_heads(draw(80, 2, 32)) for _ in range(4))
     lse, slopes = draw(4, 96, dtype=torch.float32), draw(3, 4, dtype=torch.float32)
     begins = Packed(*(draw(4, dtype=torch.int32) for _ in range(2)))
-    scores, wanted = (
+    scores, score_grads = (
         Scores(alibi_slopes=x) for x in (slopes, draw(*slopes.shape, dtype=torch.float32))
     )
     launch_backward(
-        dout, None, q, k, v, out, lse, Mask(), 0.5, dq, dk, dv, scores, wanted, config=BackwardConfig(TILE, TILE),
-        packed=begins,
+        dout, None, q, k, v, out, lse, AttentionOptions(Mask(), 0.5, scores), dq, dk, dv, score_grads,
+        config=BackwardConfig(TILE, TILE), packed=begins,
     )  # fmt: skip
 
 
@@ -406,7 +410,7 @@ def test_copies_are_no_tensors_of_the_call(
     strided: str, packed: bool, driver: Driver, on_a_gpu
 ) -> None:
     """What a kernel takes in place of a strided tensor is not there when the call comes again."""
-    op, lead = (varlen_op, ()) if packed else (attention_op, (2,))
+    op, lead = (varlen_op, ()) if packed else (derivative_op, (2,))
     lens, where = draw(2, dtype=torch.int32), (draw(3, dtype=torch.int32), None) if packed else ()
     q = draw((96, 4, 32) if packed else (2, 4, 96, 32))
     rows = {"lse": draw((*lead, 4, 96), dtype=torch.float32), "dlse": draw((*lead, 4, 96), dtype=torch.float32)}  # fmt: skip
@@ -435,9 +439,10 @@ def test_known_calls_of_attention(
     way: str, packed: bool, row: bool, driver: Driver, on_a_gpu, monkeypatch
 ) -> None:
     """Past its checks a raw op hands the driver what it does with them."""
-    op = varlen_op if packed else attention_op
-    checked = mock.Mock(wraps=op.check_inputs if op is attention_op else op._checked)
-    monkeypatch.setattr(op, "check_inputs" if op is attention_op else "_checked", checked)
+    of_attention = attention_op if way == "forward" else derivative_op
+    op, name = (varlen_op, "check_varlen") if packed else (of_attention, "check_inputs")
+    checked = mock.Mock(wraps=getattr(op, name))
+    monkeypatch.setattr(op, name, checked)
 
     def call() -> None:
         shape, of_keys = ((96, 4, 32), (96, 2, 32)) if packed else ((2, 4, 96, 32), (2, 2, 96, 32))

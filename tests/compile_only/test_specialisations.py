@@ -16,8 +16,11 @@ from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import backward_config, forward_config
 from torch_fdattn.ops.attention.forward import launch_forward
-from torch_fdattn.ops.decode.launch import Cache, known_row, launch_decode
+from torch_fdattn.ops.decode.configs import known_row
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
+from torch_fdattn.ops.decode.launch import launch_decode
 from torch_fdattn.ops.mask_strides import mask_strides, of_vectors
+from torch_fdattn.ops.options import AttentionOptions, DecodeOptions
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import empty_ranges
@@ -47,10 +50,10 @@ def kernels(caches, masks=()) -> set[str]:
         for cache, mask in itertools.zip_longest(caches, masks):
             batch = cache.shape[0]
             q, lens = meta(batch, 4, 1, 128), meta(batch, dtype=torch.int32)
-            launch_decode(
-                q, Cache(cache, cache), Mask(lens), 0.1, torch.empty_like(q), meta(batch, 4, 1),
-                Scores(attn_mask=mask), capability=ARCH.capability,
-            )  # fmt: skip
+            options = DecodeOptions(Mask(lens), 0.1, Scores(attn_mask=mask))
+            call = DecodeCall(q, Cache(cache, cache), options)
+            out, lse = torch.empty_like(q), meta(batch, 4, 1)
+            launch_decode(call, out, lse, capability=ARCH.capability)
     return specialisations(launches)["_decode_kernel"]
 
 
@@ -77,8 +80,8 @@ def test_packed_sequences():
                 k = meta(sequences * 3, 2, 16, 128)
                 packed = Packed(begins, None, meta(sequences, tokens, dtype=torch.int32))
             launch_forward(
-                by_heads(q), k, k, Mask(window_right=0), 0.1, by_heads(torch.empty_like(q)), meta(4, tokens),
-                config=config, packed=packed,
+                by_heads(q), k, k, AttentionOptions(Mask(window_right=0), 0.1), by_heads(torch.empty_like(q)),
+                meta(4, tokens), config=config, packed=packed,
             )  # fmt: skip
     assert len(specialisations(launches)["_attention_forward_kernel"]) <= 8
 
@@ -98,18 +101,19 @@ def test_known_rows_are_the_compilers():
         assert known_row(cache) == row
 
 
-def attention_launches(q, k, scores=NO_SCORES, wanted=NO_SCORES):
+def attention_launches(q, k, scores=NO_SCORES, score_grads=NO_SCORES):
     """Those of a causal call, its kernels' forward ones and its backward ones."""
     out, lse = torch.empty_like(q), meta(*q.shape[:3], dtype=torch.float32)
-    grads, mask = [torch.empty_like(x) for x in (q, k, k)], Mask(window_right=0)
+    grads = [torch.empty_like(x) for x in (q, k, k)]
+    options = AttentionOptions(Mask(window_right=0), 0.1, scores)
     forward = forward_config(128, torch.bfloat16, ARCH.capability, scores=scores)
     backward = backward_config(128, torch.bfloat16, ARCH.capability, scores)
     ranges = empty_ranges(scores.attn_mask, q, k)
     with recorded() as of_forward:
-        launch_forward(q, k, k, mask, 0.1, out, lse, scores, config=forward, ranges=ranges)
+        launch_forward(q, k, k, options, out, lse, config=forward, ranges=ranges)
     with recorded() as of_backward:
         launch_backward(
-            out, None, q, k, k, out, lse, mask, 0.1, *grads, scores, wanted, config=backward, ranges=ranges
+            out, None, q, k, k, out, lse, options, *grads, score_grads, config=backward, ranges=ranges
         )  # fmt: skip
     return of_forward, of_backward
 

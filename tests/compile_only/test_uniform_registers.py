@@ -16,7 +16,9 @@ from tests.compile_only.targets import ARCHS
 from tests.compile_only.uniform_registers import disassembled, read_before_written
 from torch_fdattn.ops.attention import forward
 from torch_fdattn.ops.decode import launch
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.launch import padded
+from torch_fdattn.ops.options import AttentionOptions, DecodeOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -51,12 +53,12 @@ def found(case: str) -> list[str]:
     if "gaps" in case:
         k, scales, v_scales = meta(1, 1, dim, length, dtype=dtype).mT, None, None
     mask = Mask(lens(), lens(), None, -1, 0 if invariant else -1, 3, 9)
-    options = Scores(softcap=softcap, sinks=meta(heads) if softcap else None)
+    scores = Scores(softcap=softcap, sinks=meta(heads) if softcap else None)
+    options = DecodeOptions(mask, 0.1, scores, batch_invariant=invariant)
     out, lse = meta(1, heads, 16, v_dim, dtype=dtype), meta(1, heads, 16)
     with recorded() as launches:
-        launch.launch_decode(
-            q, launch.Cache(k, v, None, scales, v_scales), mask, 0.1, out, lse, options, invariant, capability=(9, 0)
-        )  # fmt: skip
+        call = DecodeCall(q, Cache(k, v, None, scales, v_scales), options)
+        launch.launch_decode(call, out, lse, capability=(9, 0))
     cubin = compile_launch(launches[0], ARCHS["sm_90"]).asm["cubin"]
     return read_before_written(disassembled(cubin))
 
@@ -84,7 +86,8 @@ def in_attention(case: str) -> list[str]:
         mock.patch.object(forward, "device_capability", return_value=(9, 0)),
         recorded() as launches,
     ):
-        forward.launch_forward(q, k, v, Mask(window_right=0), 0.1, out, meta(2, 4, 300), scores)
+        options = AttentionOptions(Mask(window_right=0), 0.1, scores)
+        forward.launch_forward(q, k, v, options, out, meta(2, 4, 300))
     code = compile_launch(launches[0], ARCHS["sm_90"]).asm["cubin"]
     return read_before_written(disassembled(code))
 

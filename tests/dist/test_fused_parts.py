@@ -21,6 +21,8 @@ from torch_fdattn.dist.decode import fused_parts, one_sided
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops.decode import op, schedule
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.options import DecodeOptions
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.testing import attention_oracle
 
 __all__ = ["_kernels"]  # a fixture
@@ -145,11 +147,10 @@ def test_a_batch_without_lengths(group, rank_device) -> None:
     """Which `dist.decode` always has: the exchange alone."""
     torch.manual_seed(dist.get_rank())
     q, k, v = make(rank_device, 2, 4, 2, 1, 2 * TILE, 16)
-    whole = q, k, v, None, None, None, None, -1, 0, 0, 0, None, torch.float32
-    extras = None, None, 0.0, None, None, False
-    *part, unmerged = op.decode_eagerly(*whole, *extras, leave_parts=True)
+    call = q, k, v, None, DecodeOptions(Mask(window_right=0), dtype=torch.float32)
+    *part, unmerged = op.decode_eagerly(*call, leave_parts=True)
     found = one_sided.merge_parts(*part, unmerged, torch.float32, group, False)
-    part = op.decode_eagerly(*whole, *extras)
+    part = op.decode_eagerly(*call)
     expect(found, one_sided.merge(*part, torch.float32, group, "fused", False))
 
 

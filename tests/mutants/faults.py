@@ -282,13 +282,12 @@ FAULTS = (
         "scores = softcap * tanh(scores / softcap)", "scores = softcap * tanh(scores / softcap * 1.01)", DECODE,
     ),
     Fault(
-        "batch invariance forgotten", f"{_KERNELS}/decode/op.py",
-        "self.batch_invariant, self.whole = batch_invariant, whole", "self.batch_invariant, self.whole = False, whole", DECODE,
+        "batch invariance forgotten", f"{_KERNELS}/decode/launch.py",
+        "batch_invariant = options.batch_invariant", "batch_invariant = False", DECODE,
     ),
     Fault(
         "a plan for every scale", f"{_KERNELS}/decode/op.py",
-        "window_left, window_right, kv_block, kv_stride, scale, out_dtype,",
-        "window_left, window_right, kv_block, kv_stride, out_dtype,", DECODE,
+        "v.device, mask[3:], scale, dtype,", "v.device, mask[3:], dtype,", DECODE,
     ),
     Fault(
         "merge without weights", f"{_KERNELS}/online_softmax.py",
@@ -352,8 +351,8 @@ FAULTS = (
     ),
     Fault(
         "fake outputs contiguous", f"{_KERNELS}/attention/op.py",
-        "dropout)\n    return empty_state(q, v, out_dtype)", "dropout)\n    return empty_state(q.contiguous(), v, out_dtype)",
-        FRAMEWORK,
+        "options)\n    return empty_state(q, v, options.dtype)",
+        "options)\n    return empty_state(q.contiguous(), v, options.dtype)", FRAMEWORK,
     ),
     Fault(
         "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
@@ -416,7 +415,7 @@ FAULTS = (
     ),
     Fault(
         "strided lengths given for their copies", f"{_KERNELS}/attention/op.py",
-        "if call is None or not all(x is None or x.is_contiguous() for x in options[:3]):", "if call is None:", PREPARED,
+        "if call is None or not all(x is None or x.is_contiguous() for x in tensors[:3]):", "if call is None:", PREPARED,
     ),
     Fault(
         "ranks deal blocks to a neighbour", "torch_fdattn/dist/kv_cache/shard_map.py",

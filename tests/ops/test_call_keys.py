@@ -6,6 +6,7 @@ import torch
 import torch_fdattn  # noqa: F401
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops.append_kv import op as append_op
+from torch_fdattn.ops.attention import derivative_op
 from torch_fdattn.ops.attention import op as attention_op
 from torch_fdattn.ops.decode import op as decode_op
 from torch_fdattn.ops.varlen_attention import op as varlen_op
@@ -23,7 +24,7 @@ PAGES, TABLE = torch.zeros(6, 2, 16, 32, dtype=F16), torch.zeros(2, 3, dtype=I32
 #: Arguments of each raw op by the names in its schema; the others are their defaults, or None.
 OPS = {
     "attention_forward": (attention_op._forward, dict(q=Q, k=K, v=K)),
-    "attention_backward": (attention_op._backward, dict(dout=Q, q=Q, k=K, v=K, out=Q, lse=LSE)),
+    "attention_backward": (derivative_op._backward, dict(dout=Q, q=Q, k=K, v=K, out=Q, lse=LSE)),
     "varlen_attention_forward": (varlen_op._forward, dict(q=PACKED, k=KEYS, v=KEYS, cu_seqlens_q=STARTS)),
     "varlen_attention_backward": (
         varlen_op._backward, dict(dout=PACKED, q=PACKED, k=KEYS, v=KEYS, out=PACKED, lse=LSE[0], cu_seqlens_q=STARTS)

@@ -2,6 +2,7 @@
 
 from torch_fdattn.ops import flops
 from torch_fdattn.ops.append_kv import op as _append_kv  # noqa: F401
+from torch_fdattn.ops.attention import derivative_op as _attention_derivatives  # noqa: F401
 from torch_fdattn.ops.attention import op as _attention  # noqa: F401
 from torch_fdattn.ops.decode import op as _decode  # noqa: F401
 from torch_fdattn.ops.library import launches

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch._C import _dispatch_tls_local_include_set as _included_keys
-from torch._C import _get_tracing_state, _len_torch_function_stack
+from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from torch_fdattn.environment import INTERPRET
@@ -98,12 +100,7 @@ def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
 
     False also for what is no tensor, so that such a call meets the checks of its types.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._autograd._profiler_enabled()
-        or first is None
-    ):
+    if is_compiling() or _is_any_autocast_enabled() or _profiler_enabled() or first is None:
         return False
     return runs_directly(first, *others)
 

@@ -303,13 +303,13 @@ def test_head_dims_above_256(head_dim, v_dim, dtype, device):
 )  # fmt: skip
 def test_kernels_are_given_pythons_numbers(numbers, device, monkeypatch):
     """Triton's launcher refuses NumPy's."""
-    given, attend = [], attention_op._attend
+    given, attend = [], attention_op.attend_eagerly
 
-    def noted(call, q, k, v, mask, scale, *dtype, scores):
-        given.extend((*mask[3:], scale, scores.softcap))
-        return attend(call, q, k, v, mask, scale, *dtype, scores=scores)
+    def noted(key, q, k, v, options):
+        given.extend((*options.mask[3:], options.scale, options.scores.softcap))
+        return attend(key, q, k, v, options)
 
-    monkeypatch.setattr(attention_op, "_attend", noted)
+    monkeypatch.setattr(attention_op, "attend_eagerly", noted)
     q = torch.randn(1, 2, 5, 16, device=device)
     torch_fdattn.attention(q, q, q, window=(np.int64(3), np.int8(0)), causal=np.bool_(False),
         q_start=torch.zeros(1, dtype=torch.int32, device=device), **numbers)  # fmt: skip

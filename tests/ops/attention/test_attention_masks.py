@@ -270,7 +270,7 @@ def test_nan_that_no_query_sees_leaves_no_gradient(broadcast, device):
 def test_long_rows_of_a_gradient(monkeypatch):
     """An expanded mask's rows lie in one place, its gradient's 2**23 elements apart: a tile spans 2**31."""
     from torch_fdattn.ops.attention import backward
-    from torch_fdattn.ops.positions import Mask
+    from torch_fdattn.ops.options import AttentionOptions
     from torch_fdattn.ops.scores import Scores
 
     seen = {}
@@ -284,7 +284,7 @@ def test_long_rows_of_a_gradient(monkeypatch):
         k, v, dk, dv = (torch.empty(1, 1, keys, 16, device="meta") for _ in range(4))
         bias = torch.empty(keys, device="meta").expand(300, -1)
         backward.launch_backward(
-            dout, None, q, k, v, out, torch.empty(1, 1, 300, device="meta"), Mask(), 0.25, dq, dk, dv,
-            Scores(attn_mask=bias), Scores(attn_mask=torch.empty(bias.shape, device="meta")),
+            dout, None, q, k, v, out, torch.empty(1, 1, 300, device="meta"), AttentionOptions(scores=Scores(attn_mask=bias)),
+            dq, dk, dv, Scores(attn_mask=torch.empty(bias.shape, device="meta")),
         )  # fmt: skip
         assert seen[backward._dq_kernel] is wide

@@ -19,6 +19,7 @@ from torch_fdattn.ops.attention import configs, dispatch
 from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.testing import make_tensor
@@ -117,7 +118,7 @@ def test_what_is_chosen_is_what_runs(dtype, device) -> None:
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("float64 runs on the CPU only")
     q, k, v = (make_tensor((1, 2, 20, 16), dtype=dtype, device=device).requires_grad_() for _ in range(3))  # fmt: skip
-    kernel = dispatch.choose("forward", q, v, Mask(), NO_SCORES, NO_DROPOUT)
+    kernel = dispatch.choose("forward", q, v, AttentionOptions())
     assert kernel == ("triton" if device == "cuda" or (INTERPRET and dtype != torch.float64) else "reference")  # fmt: skip
     launches.clear()
     torch_fdattn.attention(q, k, v)[0].sum().backward()
@@ -128,13 +129,14 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
     """What a new row above the portable ones does."""
     q = torch.empty(1, 1, 4, 16)
     some = Row("special", ("forward",), frozenset(("CPU", "interpreter")), (torch.float32,), 64, frozenset(("causal", "lengths")), "")  # fmt: skip
-    plain = dispatch.choose("forward", q, q, Mask(), NO_SCORES, NO_DROPOUT)
+    plain = dispatch.choose("forward", q, q, AttentionOptions())
     dispatch._rows.cache_clear()
     try:
         with mock.patch.object(dispatch, "TABLE", (some, *TABLE)):
 
             def chosen(way="forward", v=q, mask=None, scores=NO_SCORES, dropout=NO_DROPOUT):
-                return dispatch.choose(way, q, v, mask or Mask(), scores, dropout)
+                options = AttentionOptions(mask or Mask(), 1.0, scores, dropout)
+                return dispatch.choose(way, q, v, options)
 
             assert chosen() == chosen(mask=Mask(window_right=0)) == "special"
             assert chosen(mask=Mask(window_left=3)) == chosen("backward") == plain
@@ -147,9 +149,8 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
 
 def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
-    found = dispatch.features_of(
-        Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY), Dropout(0.5, ANY)
-    )
-    assert found == FEATURES
-    assert dispatch.features_of(Mask(), NO_SCORES, NO_DROPOUT) == frozenset()
-    assert dispatch.features_of(Mask(window_right=3, kv_block=2, kv_stride=4), NO_SCORES, NO_DROPOUT) == {"window", "positions"}  # fmt: skip
+    mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)
+    every = AttentionOptions(mask, 1.0, scores, Dropout(0.5, ANY))
+    assert dispatch.features_of(every) == FEATURES
+    assert dispatch.features_of(AttentionOptions()) == frozenset()
+    assert dispatch.features_of(AttentionOptions(Mask(window_right=3, kv_block=2, kv_stride=4))) == {"window", "positions"}  # fmt: skip

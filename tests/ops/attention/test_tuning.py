@@ -16,10 +16,9 @@ from torch_fdattn.launch import prepared
 from torch_fdattn.ops.attention import backward, forward, trials, tuning
 from torch_fdattn.ops.attention.candidates import CANDIDATES, FP32, candidates, parse_configs
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
-from torch_fdattn.ops.attention.dropout import NO_DROPOUT
 from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.scores import NO_SCORES
 from torch_fdattn.testing import FeatureCase, assert_launched, expected_attention, make_tensor
 
 CASE = FeatureCase(
@@ -62,10 +61,10 @@ def test_short_windows_are_searched_by_themselves() -> None:
     """Their tiles differ in the table, too; windows that hide nothing are not short."""
     q = torch.empty(1, 2, 8192, 128, device="meta")
     masks = [Mask(window_left=left, window_right=0) for left in (255, 1023, 4095, 8191)]
-    names = [str(tuning.Call(q, q, q, mask, NO_SCORES, NO_DROPOUT)) for mask in masks]
+    names = [str(tuning.TuningCase(q, q, q, AttentionOptions(mask))) for mask in masks]
     assert names[0] == names[1] != names[2] == names[3]
     short = torch.empty(1, 2, 1024, 128, device="meta")
-    assert "short" not in str(tuning.Call(short, short, short, masks[1], NO_SCORES, NO_DROPOUT))
+    assert "short" not in str(tuning.TuningCase(short, short, short, AttentionOptions(masks[1])))
 
 
 @pytest.mark.interpreter

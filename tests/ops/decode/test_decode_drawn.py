@@ -48,7 +48,9 @@ def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
     """Fewer than items, several an item, more than there are keys; by groups of sequences."""
     monkeypatch.setattr(schedule, "GROUP", group)
     monkeypatch.setattr(schedule, "SHORT", 0)
-    from torch_fdattn.ops.decode.launch import Cache, launch_decode
+    from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
+    from torch_fdattn.ops.decode.launch import launch_decode
+    from torch_fdattn.ops.options import DecodeOptions
     from torch_fdattn.ops.positions import Mask
 
     case = draw_decode(seed, kernel_device)
@@ -62,5 +64,6 @@ def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
     scale = case.scale or case.head_dim**-0.5
     with assert_launched(f"{PATH}/triton"):
-        launch_decode(q, Cache(k, v), mask, scale, out, lse, wanted=wanted)
+        call = DecodeCall(q, Cache(k, v), DecodeOptions(mask, scale))
+        launch_decode(call, out, lse, target_splits=wanted)
     expected_attention(case, kernel_device, backward=False).check(lse, out=out)

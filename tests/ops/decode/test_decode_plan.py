@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn import decode, paged_decode, plan_decode, plan_paged_decode
+from torch_fdattn import decode, decode_plan, paged_decode, plan_decode, plan_paged_decode
 from torch_fdattn.launch import launches
 from torch_fdattn.ops import library
-from torch_fdattn.ops.decode import op as decode_op
 
 
 def inputs(device, tokens=1, dtype=torch.float32, seed=0):
@@ -131,8 +130,8 @@ def test_what_the_op_has_to_see(kernel_device, monkeypatch):
         plain(q, k, v, lens, out=out)
     with pytest.raises(TypeError, match="out must be a pair"):
         plain(q, k, v, lens, out=(out[0].detach(),))
-    monkeypatch.setattr(decode_op, "dot_precision", lambda dtype: "another")
-    assert not plain._direct.is_current()
+    monkeypatch.setattr(decode_plan, "dot_precision", lambda dtype: "another")
+    assert not plain._is_current()
 
 
 def test_compiled_it_is_the_op(device):

@@ -7,10 +7,13 @@ import torch
 
 import torch_fdattn
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.decode import launch, op
+from torch_fdattn.ops.decode import op
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.kernel import _decode_kernel
+from torch_fdattn.ops.decode.launch import DecodeLaunchPlan
 from torch_fdattn.ops.decode.merge import _merge_kernel
 from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.options import DecodeOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -42,8 +45,9 @@ def test_order(lens, starts, sinks, paged, workspace, masked, monkeypatch):
         attn_mask=torch.zeros(keys) if masked else None,
     )
     out, lse = torch.empty_like(q), torch.empty(batch, heads, 1)
-    cache = launch.Cache(k, v, table)
-    plan = launch.Plan(q, cache, mask, 0.1, out, scores, False, wanted=64, capability=(9, 0))
+    options = DecodeOptions(mask, 0.1, scores)
+    call = DecodeCall(q, Cache(k, v, table), options)
+    plan = DecodeLaunchPlan(call, out, target_splits=64, capability=(9, 0))
     assert plan._merge is not None
     seen = []
 
@@ -56,10 +60,8 @@ def test_order(lens, starts, sinks, paged, workspace, masked, monkeypatch):
     parts = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **b: parts.append(empty(*a, **b)) or parts[-1])
-    plan.launch(
-        q, k, v, out, lse, *mask[:3], table, None, None, scores.alibi_slopes, scores.attn_mask,
-        scores.sinks, workspace=room,
-    )  # fmt: skip
+    made = op.PreparedDecode(plan, q, out, lse)
+    made.run(q, k, v, call.tensors, (out, lse, room))
     (room,) = [room] if workspace else parts
     tensors = dict(
         q=q, k=k, v=v, out=out, lse=lse, parts=room, part_lses=room[plan.lse_offset :], kv_lens=mask[0],
@@ -76,17 +78,15 @@ def test_a_plan_is_whole_before_others_find_it(monkeypatch):
     """Two threads that make the same first call: none may find a plan that lacks what the other still adds."""
     found = []
 
-    def remember(key, plan) -> None:
-        assert plan.lse_shape == (2, 4, 1)
-        assert plan.out is None
+    def remember(key, made) -> None:
+        assert made.lse_shape == (2, 4, 1)
+        assert made.out is None
+        assert isinstance(made.plan, DecodeLaunchPlan)
         found.append(key)
 
     monkeypatch.setattr(op.prepared, "remember", remember)
-
-    class Plan:
-        pass
-
-    monkeypatch.setattr(op.Call, "run", lambda self, *_: (Plan(), None))
+    monkeypatch.setattr(op.library, "use_triton", lambda _: True)
+    monkeypatch.setattr(op.PreparedDecode, "run", lambda self, *_: None)
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 8, 16)
     torch_fdattn.decode(q, k, k)
     assert len(found) == 1

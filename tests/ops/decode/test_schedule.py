@@ -8,10 +8,11 @@ import torch
 import torch_fdattn
 from torch_fdattn.ops.attention.configs import TileConfig
 from torch_fdattn.ops.decode import schedule
-from torch_fdattn.ops.decode.launch import Cache, Plan, launch_decode
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
+from torch_fdattn.ops.decode.launch import DecodeLaunchPlan, launch_decode
 from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.options import DecodeOptions
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.scores import Scores
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 
@@ -71,9 +72,8 @@ def plan(batch, capacity, *, paged=False, dtype=torch.bfloat16, invariant=False,
             meta(batch, capacity // 16, dtype=torch.int32),
         )
     lens = meta(batch, dtype=torch.int32)
-    return Plan(
-        q, Cache(k, k, table), Mask(lens), 1.0, q, Scores(), invariant, capability=capability
-    )
+    options = DecodeOptions(Mask(lens), 1.0, batch_invariant=invariant)
+    return DecodeLaunchPlan(DecodeCall(q, Cache(k, k, table), options), q, capability=capability)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -167,11 +167,10 @@ def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):
     )
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     # Guards behind what the plan asks for: no program writes beyond its slots.
-    plan = Plan(q, Cache(k, v), mask, 0.2, out, Scores(), False, tile, wanted)
+    call = DecodeCall(q, Cache(k, v), DecodeOptions(mask, 0.2))
+    plan = DecodeLaunchPlan(call, out, tile, wanted)
     room = torch.full((plan.floats + 512,), 77.0, device=kernel_device)
-    launch_decode(
-        q, Cache(k, v), mask, 0.2, out, lse, workspace=room.view(torch.int32), config=tile, wanted=wanted
-    )  # fmt: skip
+    launch_decode(call, out, lse, room.view(torch.int32), config=tile, target_splits=wanted)
     assert (room[plan.floats :] == 77).all()
     expected, expected_lse = attention_oracle(q, k, v, lens, scale=0.2)
     torch.testing.assert_close(out, expected.to(out), atol=2e-5, rtol=0)
@@ -182,7 +181,7 @@ def test_no_grid_is_too_wide():
     """y and z of a CUDA grid end at 65535: many heads go to x."""
     q = torch.empty(2, 70000, 1, 16, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 70000, 64, 16, dtype=torch.bfloat16, device="meta")
-    grid = Plan(q, Cache(k, k), Mask(), 1.0, q, Scores(), False)._decode.grid
+    grid = DecodeLaunchPlan(DecodeCall(q, Cache(k, k), DecodeOptions(scale=1.0)), q)._decode.grid
     assert grid[0] >= 70000
     assert max(grid[1:]) < 65536
 

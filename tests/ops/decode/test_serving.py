@@ -142,14 +142,18 @@ def test_a_workspace_for_calls_of_several_sizes(invariant, device):
 @pytest.mark.interpreter
 def test_a_workspace_for_more_sequences_than_a_launch_scans(kernel_device, monkeypatch):
     """17 sequences are halved, and the 8, in groups of 3, 3 and 2, take more room than the 9 do."""
-    from torch_fdattn.ops.decode.launch import Plan
+    from torch_fdattn.ops.decode.launch import DecodeLaunchPlan
 
     for name, value in (("MAX_BATCH", 9), ("GROUP", 3), ("SHORT", 0)):
         monkeypatch.setattr(schedule, name, value)
     q, k, v, kv_lens = caches(kernel_device, lens=(1,) * 17, capacity=1024)
     room = torch_fdattn.decode_workspace(q, k, v)
     taken = []
-    monkeypatch.setattr(Plan, "launch", lambda plan, *_, **__: taken.append(plan.floats))
+    launches = DecodeLaunchPlan.launches
+    monkeypatch.setattr(
+        DecodeLaunchPlan, "launches",
+        lambda plan, *a, **b: (taken.append(plan.floats), launches(plan, *a, **b))[1],
+    )  # fmt: skip
     torch_fdattn.decode(q, k, v, kv_lens, workspace=room)
     assert len(taken) == 2
     assert max(taken) <= room.numel()
@@ -439,22 +443,23 @@ def decode_plans() -> list:
 @pytest.mark.interpreter
 def test_given_outputs_and_workspaces_have_plans(kernel_device, monkeypatch):
     """A call into given tensors decides once, and anew where one of them is laid out otherwise."""
-    from torch_fdattn.ops.decode import launch
+    from torch_fdattn.ops.decode.launch import DecodeLaunchPlan
+    from torch_fdattn.ops.decode.op import PreparedDecode
 
     q, k, v, lens = caches(kernel_device)
     expected = torch_fdattn.decode(q, k, v, lens)
     made, launched = [], []
-    plan_init, plan_launch = launch.Plan.__init__, launch.Plan.launch
+    plan_init, run = DecodeLaunchPlan.__init__, PreparedDecode.run
     prepared.forget()
     monkeypatch.setattr(
-        launch.Plan,
+        DecodeLaunchPlan,
         "__init__",
         lambda plan, *a, **b: (made.append(plan), plan_init(plan, *a, **b))[1],
     )
     monkeypatch.setattr(
-        launch.Plan,
-        "launch",
-        lambda plan, *a, **b: (launched.append(plan), plan_launch(plan, *a, **b))[1],
+        PreparedDecode,
+        "run",
+        lambda self, *a, **b: (launched.append(self), run(self, *a, **b))[1],
     )
     room = torch.empty(10**5, dtype=torch.int32, device=kernel_device)
     contiguous, lse = torch.empty_like(q), torch.empty_like(expected[1])
@@ -504,8 +509,8 @@ def test_numpy_scalars(entry, kernel_device):
         if entry == "out":
             options = options | {"out": (torch.empty_like(q), torch.empty_like(q[..., 0]))}
         found = call(q, k, v, lens, **options)
-        (plan,) = decode_plans()
-        flat = [y for x in plan._decode.numbers for y in (x if isinstance(x, tuple) else (x,))]
+        (made,) = decode_plans()
+        flat = [y for x in made.plan._decode.numbers for y in (x if isinstance(x, tuple) else (x,))]
         assert {type(x) for x in flat} <= {int, float, bool, str, type(None)}
     again = call(q, k, v, lens, **(given | ({"out": options["out"]} if entry == "out" else {})))
     assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))

@@ -106,8 +106,8 @@ def test_expanded_masks(of, to, device) -> None:
 def test_expanded_rows_fewer_than_a_sequence_has(kernel_device: str) -> None:
     """Only checked where lengths lie on the host: elsewhere nothing is written behind the mask's own rows."""
     from torch_fdattn.ops.attention.backward import launch_backward
+    from torch_fdattn.ops.options import AttentionOptions
     from torch_fdattn.ops.packed import Packed, by_heads
-    from torch_fdattn.ops.positions import Mask
     from torch_fdattn.ops.scores import Scores
 
     tokens, rows = 40, 3
@@ -118,8 +118,8 @@ def test_expanded_rows_fewer_than_a_sequence_has(kernel_device: str) -> None:
     bias = torch.zeros(1, 1, 1, tokens, device=kernel_device).expand(-1, -1, rows, -1)
     memory = torch.full((1, 1, tokens, tokens), 7.0, device=kernel_device)
     launch_backward(
-        dout, None, q, k, v, out, lse, Mask(), 0.25, dq, dk, dv, Scores(0.0, None, None, bias),
-        Scores(0.0, None, None, memory[:, :, :rows]), packed=Packed(begins((tokens,), kernel_device)),
+        dout, None, q, k, v, out, lse, AttentionOptions(scale=0.25, scores=Scores(attn_mask=bias)), dq, dk, dv,
+        Scores(attn_mask=memory[:, :, :rows]), packed=Packed(begins((tokens,), kernel_device)),
     )  # fmt: skip
     assert memory[:, :, :rows].ne(7).all()
     assert memory[:, :, rows:].eq(7).all()

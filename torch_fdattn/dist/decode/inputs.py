@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.ops.attention.op import check_inputs
+from torch_fdattn.ops.attention.inputs import check_inputs
 from torch_fdattn.ops.decode.inputs import (
     MAX_QUERY_TOKENS,
     QUANTISED,
@@ -15,6 +16,7 @@ from torch_fdattn.ops.decode.inputs import (
     check_decode,
     expanded_scale,
 )
+from torch_fdattn.ops.options import AttentionOptions, DecodeOptions
 from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -28,6 +30,12 @@ class ExtraOptions(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     batch_invariant: bool = False
+
+    def options(self, mask: Mask, scale: float, dtype: torch.dtype | None = None) -> DecodeOptions:
+        scores = Scores(self.softcap, self.alibi_slopes, self.sinks)
+        return DecodeOptions(
+            mask, scale, scores, self.k_scale, self.v_scale, self.batch_invariant, dtype
+        )
 
     def given(self) -> tuple[str, ...]:
         """The names of the tensors that are not None."""
@@ -104,8 +112,8 @@ def check_local_call(
 ) -> None:  # fmt: skip
     """The call that this rank is going to make over its shard."""
     if runs_decode(q):
-        scores = Scores(extras.softcap, extras.alibi_slopes, extras.sinks)
-        check_decode(q, shard.k, shard.v, shard.page_table, mask, scale, scores, global_lens)
+        options = extras.options(mask, scale)
+        check_decode(q, shard.k, shard.v, shard.page_table, options, global_lens)
         expanded_scale("k_scale", extras.k_scale, shard.k, q)
         expanded_scale("v_scale", extras.v_scale, shard.v, q)
         return
@@ -115,7 +123,8 @@ def check_local_call(
             f"q must have 1 to {MAX_QUERY_TOKENS} query tokens (dimension 2) with {', '.join(found)}, "
             f"got {q.shape[2]}"
         )
-    check_inputs(q, shard.k, shard.v, mask, scale, ("q", "k_shard", "v_shard"))
+    names = "q", "k_shard", "v_shard"
+    check_inputs(q, shard.k, shard.v, AttentionOptions(mask, scale), names)
 
 
 def runs_decode(q: Tensor) -> bool:

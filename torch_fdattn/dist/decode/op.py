@@ -154,8 +154,8 @@ def _run_kernels(
     """An eager call by the decode kernels. Exchanges through symmetric memory are called without their op."""
     leaves_parts = strategy == "fused" and one_sided.MERGES_PARTS
     out, lse, *unmerged = decode_eagerly(
-        q, *shard, *local, scale, _partial_dtype(q, strategy), *_own(extras, group.rank), whole=global_lens,
-        leave_parts=leaves_parts,
+        q, *shard, _own(extras, group.rank).options(local, scale, _partial_dtype(q, strategy)),
+        global_lens=global_lens, leave_parts=leaves_parts,
     )  # fmt: skip
     if strategy not in ONE_SIDED or not out.numel():
         return _merge(out, lse, q.dtype, group, strategy)

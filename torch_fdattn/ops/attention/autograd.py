@@ -16,9 +16,10 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.options import AttentionOptions, with_dtype
 from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.scores import NO_SCORES, Scores
+from torch_fdattn.ops.scores import Scores
 
 _MASKS, _SCORES, _DROPOUT = (len(x._fields) for x in (Mask, Scores, Dropout))
 #: Of the positional arguments of the functions below: the mask, the scale and the cap, between v and the slopes.
@@ -68,8 +69,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), out in q's dtype or this one."""
     options, where = rest[:_OPTIONS], rest[_OPTIONS:]
-    scale_end = _MASKS + 1
-    return raw_forward(q, k, v, *where, *options[:scale_end], dtype, *options[scale_end:])
+    return raw_forward(q, k, v, *where, *with_dtype(options, dtype))
 
 
 def _run_for_backward(
@@ -114,19 +114,18 @@ def _gradients(ctx, saved: _Saved, dout, dlse, call: Callable) -> tuple[Tensor |
     if dout is None:
         dout = torch.zeros_like(saved.out, dtype=saved.q.dtype)
     state = dout, dlse, saved.q, saved.k, saved.v, saved.out, saved.lse, *saved.where
-    wanted = ctx.needs_input_grad[4 + _NO_TENSORS : 3 + _NO_TENSORS + _SCORES]
-    if not any(wanted):
+    options = *saved.mask_and_scale, None, *saved.scores
+    flags = ctx.needs_input_grad[4 + _NO_TENSORS : 3 + _NO_TENSORS + _SCORES]
+    if not any(flags):
         backward = getattr(torch.ops.fdattn, f"{saved.name}_backward")
-        found = call(backward, *state, *saved.mask_and_scale, None, *saved.scores)
-        return None, *found, *no_tensors, *no_scores, *after
+        return None, *call(backward, *state, *options), *no_tensors, *no_scores, *after
     backward = getattr(torch.ops.fdattn, f"{saved.name}_backward_all")
-    dq, dk, dv, *found = call(backward, *state, *wanted, *saved.mask_and_scale, None, *saved.scores)
-    tensors = saved.scores[1:_SCORES]
-    found = [
-        _placed_as(x, tensor) if flag else None
-        for x, tensor, flag in zip(found, tensors, wanted, strict=True)
+    dq, dk, dv, *of_scores = call(backward, *state, *flags, *options)
+    of_scores = [
+        _placed_as(grad, tensor) if flag else None
+        for grad, tensor, flag in zip(of_scores, saved.scores[1:_SCORES], flags, strict=True)
     ]
-    return None, dq, dk, dv, *no_tensors, *found, *after
+    return None, dq, dk, dv, *no_tensors, *of_scores, *after
 
 
 def _placed_as(gradient: Tensor, tensor: Tensor) -> Tensor:
@@ -178,18 +177,19 @@ class _AttendForward(torch.autograd.Function):
 
 
 def attend(
-    raw_forward, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores = NO_SCORES,
-    dropout: Dropout = NO_DROPOUT, where: tuple[Tensor | None, ...] = (),
+    raw_forward, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions,
+    where: tuple[Tensor | None, ...] = (),
 ):  # fmt: skip
     """Calls a raw forward, through autograd only where a derivative is wanted.
 
     where: (cu_seqlens_q, cu_seqlens_k) of packed sequences, which are varlen_attention's to differentiate.
     """
     library.meet(q)
-    inputs = q, k, v, *mask, scale, *scores, *dropout, *where
-    if library.in_forward_mode(q, k, v, *scores):
+    inputs = q, k, v, *options.to_raw(has_dtype=False), *where
+    tensors = q, k, v, *options.scores[1:]
+    if library.in_forward_mode(*tensors):
         return _AttendForward.apply(raw_forward, *inputs)[:2]
-    if torch.is_grad_enabled() and any(library.requires_grad(x) for x in (q, k, v, *scores)):
+    if torch.is_grad_enabled() and any(map(library.requires_grad, tensors)):
         return _Attend.apply(raw_forward, *inputs)
     return _run(raw_forward, *inputs)
 

@@ -43,7 +43,6 @@ from torch_fdattn.ops.attention.configs import (
     is_short_window,
     mask_gradient_config,
 )
-from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -57,8 +56,8 @@ from torch_fdattn.ops.launch import (
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.mask_strides import mask_strides, of_vectors, opaque
 from torch_fdattn.ops.online_softmax import LN2
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, kernel_arguments
-from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges_kernel import ranges_launch
 from torch_fdattn.ops.scores import NO_SCORES, Scores, sink_gradient
 
@@ -70,32 +69,34 @@ def launch_backward(*args, **kwargs) -> None:
 
 def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    mask: Mask, scale: float, dq: Tensor, dk: Tensor, dv: Tensor, scores: Scores = NO_SCORES,
-    wanted: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT, config: BackwardConfig | None = None,
-    packed: Packed | None = None, rows: tuple[Tensor, Tensor] | None = None, ranges: Tensor | None = None,
+    options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, score_grads: Scores = NO_SCORES,
+    config: BackwardConfig | None = None, packed: Packed | None = None,
+    rows: tuple[Tensor, Tensor] | None = None, ranges: Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    Where gradients of `scores` are wanted, torch adds some of them up between and behind the launches.
+    score_grads: tensors for the gradients of the scores' options, None for those that nobody asks for; torch adds some
+    of them up between and behind the launches.
 
-    `wanted` holds the tensors for the gradients of `scores`, None where none is wanted. Of packed sequences all are
-    by `packed.by_heads`, and lse and dlse (H, T). Scratch memory: rows (`empty_rows`) and ranges (`empty_ranges`).
+    Of packed sequences all are by `packed.by_heads`, and lse and dlse (H, T). Scratch memory: rows (`empty_rows`) and
+    ranges (`empty_ranges`).
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_capacity = k.shape[1:3]
     v_dim = v.shape[3]
+    mask, scale, scores, dropout, _ = options
     if config is None:
         config = backward_config(
             max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout,
             is_short_window(mask, kv_capacity),
         )  # fmt: skip
         if tuning.state.active:
-            call = tuning.Call(q, k, v, mask, scores, dropout, packed)
-            again = partial(
-                launch_backward, dout, dlse, q, k, v, out, lse, mask, scale, dq, dk, dv, scores, wanted, dropout,
-                packed=packed, ranges=ranges,
+            case = tuning.TuningCase(q, k, v, options, packed)
+            trial = partial(
+                launch_backward, dout, dlse, q, k, v, out, lse, options, dq, dk, dv, score_grads, packed=packed,
+                ranges=ranges,
             )  # fmt: skip
-            config = tuning.chosen("backward", config, call, (dq, dk, dv), again)
+            config = tuning.chosen("backward", config, case, (dq, dk, dv), trial)
     mask = contiguous_mask(mask)
     op, row_blocks = "attention_backward", partial(cdiv, q_len)
     kv_blocks = partial(cdiv, kv_capacity)
@@ -105,7 +106,7 @@ def backward_launches(
     launches[f"{op}/triton"] += 1
     lse2, delta = rows or empty_rows(q, packed)
     padded_len = lse2.shape[2]
-    slope_rows = None if wanted.alibi_slopes is None else torch.empty_like(lse2)
+    slope_rows = None if score_grads.alibi_slopes is None else torch.empty_like(lse2)
     sizes = (
         q_len,
         kv_capacity,
@@ -120,14 +121,14 @@ def backward_launches(
     switches = {**mask_flags(mask), "PRECISION": dot_precision(q.dtype)}
     block_d, block_dv = tile_dims(k, v)
     switches |= {"BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    options = kernel_options(scores, q, k, dropout, packed)
-    dmask, masks = wanted.attn_mask, broadcast_mask(scores, q, k, packed)
+    score_options = kernel_options(scores, q, k, dropout, packed)
+    dmask, masks = score_grads.attn_mask, broadcast_mask(scores, q, k, packed)
     if dmask is not None:
-        masks += broadcast_mask(wanted, q, k, packed)
+        masks += broadcast_mask(score_grads, q, k, packed)
     # Where dQ's sweep itself writes the mask's gradient.
     in_dq = masks[1] if dmask is not None and dmask.numel() == masks[1].numel() else None
     # No kernels of their own for whole tiles where a mask's entries cost more than those would save.
-    ragged = packed is not None or not of_vectors(options[6])
+    ragged = packed is not None or not of_vectors(score_options[6])
     ragged_q = ragged or q_len % WHOLE_TILES != 0
     ragged_kv = ragged or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
     borders = not mask.hides_nothing or ragged_q or ragged_kv
@@ -154,7 +155,7 @@ def backward_launches(
         yield Launch(
             _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
             q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
-            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), options,
+            q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), score_options,
             heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
             *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -166,7 +167,7 @@ def backward_launches(
             _dq_kernel, row_blocks(tile.block_m) * heads * batch,
             q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
             q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-            None if in_dq is None else mask_strides(in_dq), options,
+            None if in_dq is None else mask_strides(in_dq), score_options,
             heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
             *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
@@ -188,22 +189,22 @@ def backward_launches(
                 _dmask_kernel, prod(mask_sizes),
                 q, k, v, dout, lse2, delta, dmask, *mask[:3],
                 q.stride(), k.stride(), v.stride(), dout.stride(),
-                tuple(map(opaque, masks[1].stride())), options, *sizes, batch if packed is None else packed.sequences,
+                tuple(map(opaque, masks[1].stride())), score_options, *sizes, batch if packed is None else packed.sequences,
                 tuple(map(opaque, mask_sizes)), **switches, BY_ROW=by_row, BY_KEY=by_key,
                 BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
-    if wanted.alibi_slopes is not None:
-        over = (0, 2) if wanted.alibi_slopes.dim() == 1 else 2
+    if score_grads.alibi_slopes is not None:
+        over = (0, 2) if score_grads.alibi_slopes.dim() == 1 else 2
         rows = slope_rows[:, :, :q_len]
         if packed is not None:
             rows = slope_rows.new_empty(packed.sequences, heads, 1)
             yield _sum_by_sequence(slope_rows, rows, packed, q_len)
-        wanted.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # rows cancel
-    if wanted.sinks is not None:
+        score_grads.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # rows cancel
+    if score_grads.sinks is not None:
         if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
             lse, q_len = lse2 * LN2.value, padded_len
-        wanted.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
+        score_grads.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
 
 
 def empty_rows(q: Tensor, packed: Packed | None = None) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.configs import device_capability
-from torch_fdattn.ops.attention.dropout import Dropout
-from torch_fdattn.ops.positions import Mask
-from torch_fdattn.ops.scores import Scores
+from torch_fdattn.ops.options import AttentionOptions
 
 #: CUDA devices by the first number of their compute capability; all other GPUs count as sm_80.
 GENERATIONS = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_100"}
@@ -50,15 +48,15 @@ TABLE = (
 )  # fmt: skip
 
 
-def choose(way: str, q: Tensor, v: Tensor, mask: Mask, scores: Scores, dropout: Dropout) -> str:
+def choose(way: str, q: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """The kernel for checked inputs."""
     compiled = library.use_triton(q)  # refuses what no row has, with its reason
     hardware = _gpu(q.device) if q.is_cuda else "interpreter" if compiled else "CPU"
     rows = _rows(way, hardware, q.dtype, max(q.shape[3], v.shape[3]))
     if rows[0].features is FEATURES:
         return rows[0].kernel
-    wanted = features_of(mask, scores, dropout)
-    return next(row.kernel for row in rows if wanted <= row.features)
+    asked = features_of(options)
+    return next(row.kernel for row in rows if asked <= row.features)
 
 
 @functools.cache
@@ -76,8 +74,9 @@ def _rows(way: str, hardware: str, dtype: torch.dtype, head_dim: int) -> tuple[R
     )  # fmt: skip
 
 
-def features_of(mask: Mask, scores: Scores, dropout: Dropout) -> frozenset[str]:
+def features_of(options: AttentionOptions) -> frozenset[str]:
     """What a call asks of its kernel, of FEATURES."""
+    mask, scores, dropout = options.mask, options.scores, options.dropout
     asked = {
         "causal": mask.window_right == 0,
         "window": mask.window_left >= 0 or mask.window_right > 0,
@@ -89,4 +88,4 @@ def features_of(mask: Mask, scores: Scores, dropout: Dropout) -> frozenset[str]:
         "mask": scores.attn_mask is not None,
         "dropout": dropout.p > 0,
     }
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    return frozenset(name for name, needed in asked.items() if needed)

@@ -31,7 +31,6 @@ from torch_fdattn.ops.attention.configs import (
     heads_beside,
     is_short_window,
 )
-from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -44,12 +43,12 @@ from torch_fdattn.ops.launch import (
 )
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, kernel_arguments, key_capacity
 from torch_fdattn.ops.packed_tiles import listed, packed_block
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges_kernel import ranges_launch
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
-from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.tiles import (
     block_coordinates,
     key_range,
@@ -185,8 +184,7 @@ def launch_forward(*args, **kwargs) -> None:
 
 
 def forward_launches(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor,
-    scores: Scores = NO_SCORES, dropout: Dropout = NO_DROPOUT,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor,
     config: TileConfig | None = None, packed: Packed | None = None, ranges: Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes attention of q, k, v into out (B, H, M, DV, any float dtype) and lse (fp32, contiguous).
@@ -198,6 +196,7 @@ def forward_launches(
     batch, heads, q_len, head_dim = q.shape
     if q.numel() == 0:
         return
+    mask, scale, scores, dropout, _ = options
     v_dim = v.shape[3]
     kv_capacity = key_capacity(k, packed)
     borders = packed is not None or has_borders(mask, kv_capacity)
@@ -207,11 +206,9 @@ def forward_launches(
             is_short_window(mask, kv_capacity),
         )  # fmt: skip
         if tuning.state.active:
-            call = tuning.Call(q, k, v, mask, scores, dropout, packed)
-            again = partial(
-                launch_forward, q, k, v, mask, scale, out, lse, scores, dropout, packed=packed, ranges=ranges,
-            )  # fmt: skip
-            config = tuning.chosen("forward", config, call, (out, lse), again)
+            case = tuning.TuningCase(q, k, v, options, packed)
+            trial = partial(launch_forward, q, k, v, options, out, lse, packed=packed, ranges=ranges)  # fmt: skip
+            config = tuning.chosen("forward", config, case, (out, lse), trial)
     op, row_blocks = "attention_forward", cdiv(q_len, config.block_m)
     if packed is not None:
         op, row_blocks = "varlen_attention_forward", packed.blocks(q_len, config.block_m)

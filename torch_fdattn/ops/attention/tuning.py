@@ -22,12 +22,10 @@ from torch import Tensor
 from torch_fdattn.ops.attention import trials
 from torch_fdattn.ops.attention.candidates import candidates
 from torch_fdattn.ops.attention.configs import TileConfig, dot_precision, is_short_window
-from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.remembered import Memory
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, key_capacity
-from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges import has_ranges
-from torch_fdattn.ops.scores import Scores
 from torch_fdattn.sources import hash_of
 
 #: What `tiles` can speak of: the forward, and the backward's sweeps for dK and dV, for dQ, and for a mask's gradient.
@@ -149,26 +147,24 @@ class autotune:
         state.set(memory=self._before)
 
 
-class Call(NamedTuple):
+class TuningCase(NamedTuple):
     """What a launch has that its best tiles depend on."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Mask
-    scores: Scores
-    dropout: Dropout
+    options: AttentionOptions
     packed: Packed | None = None
 
     def __str__(self) -> str:
-        mask, scores = self.mask, self.scores
+        mask, scores, dropout = self.options.mask, self.options.scores, self.options.dropout
         precision = dot_precision(self.q.dtype) if self.q.dtype == torch.float32 else ""
         right = {-1: "", 0: "causal"}.get(mask.window_right, "right")
         words = [
             str(self.q.dtype).removeprefix("torch."), precision, f"D{self.q.shape[3]}/{self.v.shape[3]}", right,
             "left" * (mask.window_left >= 0), "short" * is_short_window(mask, key_capacity(self.k, self.packed)), "lens" * (mask.kv_lens is not None), "striped" * (mask.kv_block > 0),
             "softcap" * (scores.softcap > 0), "alibi" * (scores.alibi_slopes is not None),
-            "sinks" * (scores.sinks is not None), "dropout" * (self.dropout.p > 0),
+            "sinks" * (scores.sinks is not None), "dropout" * (dropout.p > 0),
             "" if scores.attn_mask is None else f"mask:{str(scores.attn_mask.dtype).removeprefix('torch.')}",
             "row" * (self.packed is None and has_ranges(scores.attn_mask, self.q, self.k)),
             *self._sizes(),
@@ -188,7 +184,7 @@ class Call(NamedTuple):
 
 
 def chosen(
-    op: str, config: Any, call: Call, outputs: Sequence[Tensor], launch: Callable[[Any], None]
+    op: str, config: Any, case: TuningCase, outputs: Sequence[Tensor], launch: Callable[[Any], None]
 ) -> Any:  # fmt: skip
     """What takes the place of the table's config for this launch, which launch(config) makes into `outputs`."""
     parts = trials.parts_of(op, config)
@@ -197,19 +193,19 @@ def chosen(
     memory = state.memory
     if memory is None:
         return config
-    where, name = _where(call.q.device), f"{op} {call}"
+    where, name = _where(case.q.device), f"{op} {case}"
 
     def known() -> dict[str, TileConfig] | None:
         found = memory.get(where, name)
         return found if found is not None and set(found) == set(parts) else None
 
-    if known() is None and not _may_search(call.q):
+    if known() is None and not _may_search(case.q):
         return config
     with _searching:
         found = known()
         if found is None:
             given = [x for x in outputs if x.numel()]
-            dims = max(call.q.shape[3], call.v.shape[3]), call.q.dtype
+            dims = max(case.q.shape[3], case.v.shape[3]), case.q.dtype
             best = config
             if given:
                 choice = functools.partial(_candidates, dims)

@@ -17,6 +17,7 @@ idea, a counter at which the last program merges, and programs that take several
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -120,6 +121,52 @@ def most_pieces(
         pieces = min(longest, ragged // items + 1)
         return min(batch * items * pieces, ragged + batch * items), pieces
     return batch * items * pieces, pieces
+
+
+class Splits(NamedTuple):
+    """How the keys of a launch's items are shared out; an item is one sequence's KV head and block of query rows."""
+
+    even: bool  # all items alike, without a look at the lengths
+    target: int  # splits of an item where they are even, else of all items of a group
+    ragged_target: int  # the same where some sequences are longer than others
+    min_units: int  # units a split at least
+    twice: bool  # whether long splits are cut in two
+    groups: int
+    group_size: int  # sequences
+    programs: int  # of a group
+    per_item: int  # splits of an item at most
+    max_ctas_per_sm: int | None
+
+
+def choose_splits(
+    batch: int, items: int, kv_capacity: int, num_sms: int, *, load: float, block_n: int, equal_lengths: bool,
+    twice: bool, uncut: bool, batch_invariant: bool, target: int | None = None,
+) -> Splits:  # fmt: skip
+    """
+    Args:
+        items: of a sequence.
+        load: KV heads an SM.
+        twice: whether two programs an SM are better than one for long splits.
+        uncut: whether nothing is split, however long.
+        target: splits of an even batch, where not as `wanted_pieces` has it.
+    """
+    target = target or wanted_pieces(batch * items, num_sms)
+    min_units = max(MIN_SHARE, block_n // UNIT.value)
+    ragged = ragged_pieces(target, num_sms)
+    even, max_ctas = equal_lengths, None
+    if not batch_invariant and (not even or load > MOST_BESIDE):
+        max_ctas = side_by_side(batch * items, target, twice, num_sms)
+    count, size = (1, batch) if even else groups(batch)
+    if count > 1:
+        target, ragged = (cdiv(x * size, batch) for x in (target, ragged))
+    programs, per_item = most_pieces(
+        size, items, kv_capacity, target, ragged, min_units, even, twice, batch_invariant
+    )
+    if uncut or per_item == 1:  # nothing to cut, so nothing to scan
+        even, count, size, per_item = True, 1, batch, 1
+    if even:
+        target = even_share(batch * items, target)
+    return Splits(even, target, ragged, min_units, twice, count, size, programs, per_item, max_ctas)
 
 
 @triton.jit

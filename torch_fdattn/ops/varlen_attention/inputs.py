@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.ops.attention.op import Call
+from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import FAR, Mask
 
 
-def check_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, call: Call) -> None:
+def check_varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, options: AttentionOptions
+) -> None:
     """q (T, H, D), k (T_k, H_kv, D), v (T_k, H_kv, DV), or pages (P, H_kv, page, D) behind page_table."""
-    mask, scores, dropout = call.mask, call.scores, call.dropout
+    mask, scores, dropout = options.mask, options.scores, options.dropout
     checks.expect_packed("q", q)
     checks.expect_float("q", q)
     tokens, heads, head_dim = q.shape
@@ -47,7 +49,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, call: Call) ->
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, capacity,
         positions or dropout.p > 0, batch,
     )  # fmt: skip
-    checks.check_scale(call.scale)
+    checks.check_scale(options.scale)
     checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q, batch)
     checks.check_attn_mask(scores.attn_mask, q, (batch, heads, None, None))
     _check_mask_covers(scores.attn_mask, packed, mask, capacity)

@@ -19,28 +19,25 @@ from torch_fdattn import checks
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
-from torch_fdattn.ops.attention.dropout import Dropout
-from torch_fdattn.ops.attention.op import (
-    GRADIENTS,
-    MASK_SCHEMA,
-    OPTIONS_SCHEMA,
-    SCORES_SCHEMA,
+from torch_fdattn.ops.attention.derivative_op import (
+    FLAGS,
     STATE_SCHEMA,
-    Call,
-    call_of,
-    copy_state,
-    default_scale,
-    drawn_seed,
-    empty_gradients,
-    empty_state,
-    key_of,
-    options_to_mask,
-    or_nothing,
-    wanted_of,
+    copy_gradients,
+    empty_score_grads,
+    returned,
 )
+from torch_fdattn.ops.attention.inputs import check_state, copy_state, empty_gradients, empty_state
+from torch_fdattn.ops.attention.op import key_of, seeded_dropout
 from torch_fdattn.ops.launch import contiguous_mask
+from torch_fdattn.ops.options import (
+    COMPOSITE_SCHEMA,
+    MASK_SCHEMA,
+    SCORES_SCHEMA,
+    AttentionOptions,
+    default_scale,
+    options_to_mask,
+)
 from torch_fdattn.ops.packed import Packed, by_heads
-from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
@@ -52,34 +49,28 @@ from torch_fdattn.ops.varlen_attention.reference import (
 _WHERE = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
 
 
-def _call_of(rest: tuple) -> Call:
-    call = call_of(rest)
-    return call._replace(mask=call.mask.clamped)
-
-
-def _checked(q, k, v, packed: Packed, rest: tuple) -> Call:
-    call = _call_of(rest)
-    check_varlen(q, k, v, packed, call)
-    return call
-
-
 def _runs_kernels(q: Tensor, packed: Packed) -> bool:
     return library.use_triton(q) and packed.sequences > 0
 
 
+def _lse_shape(q: Tensor) -> tuple[int, int]:
+    return q.shape[1], q.shape[0]
+
+
 def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    return empty_state(q, v, out_dtype, (q.shape[1], q.shape[0]))
+    return empty_state(q, v, out_dtype, _lse_shape(q))
 
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
-    key = key_of("varlen_attention_forward", q, k, v, *packed, *rest)
+    key = key_of("varlen_attention_forward", q, k, v, *packed, *tail)
+    options = AttentionOptions.from_raw(tail)
     call = prepared.checked(key)
     if call is None:
-        _checked(q, k, v, packed, rest)
+        check_varlen(q, k, v, packed, options)
         call = prepared.prepare(key) if _runs_kernels(q, packed) else None
-    mask, scale, out_dtype, scores, dropout = _call_of(rest)
-    out, lse = _empty_state(q, v, out_dtype)
+    mask, scale, scores, dropout, _ = options
+    out, lse = _empty_state(q, v, options.dtype)
     if call is not None:
         from torch_fdattn.ops.attention.forward import forward_launches
 
@@ -89,131 +80,121 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
         if call.by_driver(tensors):
             library.launches["varlen_attention_forward/triton"] += 1
         else:
-            launches = forward_launches(
-                by_heads(q), *keys, mask, scale, by_heads(out), lse, scores, dropout, packed=packed
-            )
-            call.run(tensors, launches)
+            options = options._replace(mask=mask)
+            call.run(
+                tensors, forward_launches(by_heads(q), *keys, options, by_heads(out), lse, packed=packed)
+            )  # fmt: skip
     elif library.use_triton(q):  # of no sequences
         copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
     else:
         library.launches["varlen_attention_forward/reference"] += 1
-        found = varlen_attention_reference(q, k, v, packed, mask, scale, scores, dropout)
-        copy_state(out, lse, found)
+        state = varlen_attention_reference(q, k, v, packed, mask, scale, scores, dropout)
+        copy_state(out, lse, state)
     return out, lse
 
 
-def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *rest):
-    call = _checked(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k, page_table), rest)
-    return _empty_state(q, v, call.dtype)
+def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):
+    options = AttentionOptions.from_raw(tail)
+    check_varlen(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k, page_table), options)
+    return _empty_state(q, v, options.dtype)
 
 
-def _check_backward(dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple) -> Call:
-    call = _checked(q, k, v, packed, rest)
-    for name, tensor in (("dout", dout), ("out", out)):
-        checks.expect_shape(name, tensor, (*q.shape[:2], v.shape[2]), "q and v")
-        checks.expect_device(name, tensor, q.device, "q")
-    checks.expect_dtype("dout", dout, q.dtype, "q")
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, tensor in (("lse", lse), ("dlse", dlse)):
-        if tensor is not None:
-            checks.expect_shape(name, tensor, (q.shape[1], q.shape[0]), "q")
-            checks.expect_dtype(name, tensor, lse_dtype, "every lse of such inputs")
-            checks.expect_device(name, tensor, q.device, "q")
-    return call
+def _check_backward(dout, dlse, q, k, v, out, lse, packed: Packed, options: AttentionOptions) -> None:  # fmt: skip
+    check_varlen(q, k, v, packed, options)
+    check_state(dout, dlse, out, lse, q, v, _lse_shape(q))
 
 
 def _gradients(
-    dout, dlse, q, k, v, out, lse, packed: Packed, rest: tuple, wanted: Scores, key: tuple | None = None
+    dout, dlse, q, k, v, out, lse, packed: Packed, options: AttentionOptions, score_grads: Scores = NO_SCORES,
+    key: tuple | None = None,
 ):  # fmt: skip
-    """(dq, dk, dv); `wanted` and key as in attention."""
-    known = prepared.checked(key)
-    if known is None:
-        _check_backward(dout, dlse, q, k, v, out, lse, packed, rest)
-        known = prepared.prepare(key) if _runs_kernels(q, packed) else None
-    mask, scale, grad_dtype, scores, dropout = _call_of(rest)
-    targets = empty_gradients(q, k, v, grad_dtype)
-    if known is not None:
+    """(dq, dk, dv); score_grads and key as in attention."""
+    call = prepared.checked(key)
+    if call is None:
+        _check_backward(dout, dlse, q, k, v, out, lse, packed, options)
+        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
+    grads = empty_gradients(q, k, v, options.dtype)
+    mask, scale, scores, dropout, _ = options
+    if call is not None:
         from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
 
         mask, rows = contiguous_mask(mask), empty_rows(by_heads(q), packed)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         given = *rows, *packed, *mask[:3], *scores[1:], dropout.seed
-        tensors = dout, dlse, q, k, v, out, lse, *targets, *given
-        if known.by_driver(tensors):
+        tensors = dout, dlse, q, k, v, out, lse, *grads, *given
+        if call.by_driver(tensors):
             library.launches["varlen_attention_backward/triton"] += 1
         else:
             launches = backward_launches(
-                by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, mask, scale, *map(by_heads, targets), scores,
-                wanted, dropout, packed=packed, rows=rows,
+                by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, options._replace(mask=mask),
+                *map(by_heads, grads), score_grads, packed=packed, rows=rows,
             )  # fmt: skip
-            known.run(tensors, launches)
+            call.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
-        for target in (*targets, *wanted[1:]):
-            if target is not None:
-                target.zero_()
+        for grad in (*grads, *score_grads[1:]):
+            if grad is not None:
+                grad.zero_()
     else:
         library.launches["varlen_attention_backward/reference"] += 1
         *found, of_scores = varlen_attention_backward_reference(
             dout, dlse, q, k, v, out, lse, packed, mask, scale, scores, dropout
         )
-        for target, gradient in zip((*targets, *wanted[1:]), (*found, *of_scores[1:]), strict=True):
-            if target is not None:
-                target.copy_(gradient)
-    return targets
+        copy_gradients((*grads, *score_grads[1:]), (*found, *of_scores[1:]))
+    return grads
 
 
-def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("varlen_attention_backward", q, *state, *packed, *rest)
-    return _gradients(*state, packed, rest, NO_SCORES, key)
+    key = key_of("varlen_attention_backward", q, *state, *packed, *tail)
+    return _gradients(*state, packed, AttentionOptions.from_raw(tail), key=key)
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
+def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
+    packed, options = Packed(cu_seqlens_q, cu_seqlens_k), AttentionOptions.from_raw(tail)
+    _check_backward(dout, dlse, q, k, v, out, lse, packed, options)
+    return empty_gradients(q, k, v, options.dtype)
+
+
+def _backward_all(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
+    flags, options = tail[: len(FLAGS)], AttentionOptions.from_raw(tail[len(FLAGS) :])
+    packed, score_grads = Packed(cu_seqlens_q, cu_seqlens_k), empty_score_grads(options.scores, flags)  # fmt: skip
+    grads = _gradients(dout, dlse, q, k, v, out, lse, packed, options, score_grads)
+    return *grads, *returned(q, score_grads)
+
+
+def _backward_all_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
+    flags, tail = tail[: len(FLAGS)], tail[len(FLAGS) :]
+    score_grads = empty_score_grads(AttentionOptions.from_raw(tail).scores, flags)
+    grads = _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail)
+    return *grads, *returned(q, score_grads)
+
+
+def _checked_tangent(q, k, v, lse, packed: Packed, tail: tuple):
+    """The options, and the tangents by TANGENTS."""
+    tangents, tail = tail[: len(TANGENTS)], tail[len(TANGENTS) :]
+    options = AttentionOptions.from_raw(tail, has_dtype=False)
+    check_varlen(q, k, v, packed, options)
+    checks.expect_shape("lse", lse, _lse_shape(q), "q")
+    check_tangents((q, k, v, *options.scores[1:]), tangents)
+    return options, tangents
+
+
+def _tangent(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
-    call = _check_backward(dout, dlse, q, k, v, out, lse, packed, rest)
-    return empty_gradients(q, k, v, call.dtype)
-
-
-def _backward_all(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
-    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
-    packed, wanted = Packed(cu_seqlens_q, cu_seqlens_k), wanted_of(call_of(rest).scores, flags)
-    found = _gradients(dout, dlse, q, k, v, out, lse, packed, rest, wanted)
-    return *found, *or_nothing(q, wanted)
-
-
-def _backward_all_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest):
-    flags, rest = rest[: len(GRADIENTS)], rest[len(GRADIENTS) :]
-    found = _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest)
-    return *found, *or_nothing(q, wanted_of(call_of(rest).scores, flags))
-
-
-def _checked_tangent(q, k, v, lse, packed: Packed, rest: tuple):
-    """The call, and the tangents by TANGENTS."""
-    tangents, rest = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
-    after_scale = len(Mask._fields) + 1
-    call = _checked(q, k, v, packed, (*rest[:after_scale], None, *rest[after_scale:]))
-    checks.expect_shape("lse", lse, (q.shape[1], q.shape[0]), "q")
-    check_tangents((q, k, v, *call.scores[1:]), tangents)
-    return call, tangents
-
-
-def _tangent(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest):
-    packed = Packed(cu_seqlens_q, cu_seqlens_k)
-    (mask, scale, _, scores, dropout), (dq, dk, dv, *of_scores) = _checked_tangent(
-        q, k, v, lse, packed, rest
-    )
+    options, (dq, dk, dv, *of_scores) = _checked_tangent(q, k, v, lse, packed, tail)
+    mask, scale, scores, dropout, _ = options
     library.launches["varlen_attention_tangent/torch"] += 1
     out, dlse = _empty_state(q, v, None)
-    found = varlen_attention_tangent_reference(
+    tangents = varlen_attention_tangent_reference(
         q, k, v, lse, packed, dq, dk, dv, Scores(0.0, *of_scores), mask, scale, scores, dropout
     )
-    copy_state(out, dlse, found)
+    copy_state(out, dlse, tangents)
     return out, dlse
 
 
-def _tangent_fake(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *rest):
-    _checked_tangent(q, k, v, lse, Packed(cu_seqlens_q, cu_seqlens_k), rest)
+def _tangent_fake(q, k, v, lse, cu_seqlens_q, cu_seqlens_k, *tail):
+    _checked_tangent(q, k, v, lse, Packed(cu_seqlens_q, cu_seqlens_k), tail)
     return _empty_state(q, v, None)
 
 
@@ -230,8 +211,8 @@ library.define_raw(
     _backward_fake,
 )
 library.define_raw(
-    f"varlen_attention_backward_all({STATE_SCHEMA}, {_WHERE}, {', '.join(GRADIENTS)}, {MASK_SCHEMA}, "
-    f"ScalarType? grad_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(GRADIENTS)})",
+    f"varlen_attention_backward_all({STATE_SCHEMA}, {_WHERE}, {', '.join(FLAGS)}, {MASK_SCHEMA}, "
+    f"ScalarType? grad_dtype, {SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(FLAGS)})",
     _backward_all,
     _backward_all_fake,
 )
@@ -245,9 +226,9 @@ library.define_raw(
 )
 
 
-def _differentiable_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
+def _differentiable_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail):
     return torch.ops.fdattn.varlen_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, None, *rest
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, *tail
     )
 
 
@@ -259,23 +240,21 @@ def _varlen_attention(
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
-    scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), default_scale(q, scale)
-    if dropout_p and dropout_seed is None:
-        dropout_seed = drawn_seed(q)
-    dropout = Dropout(dropout_p, dropout_seed)
+    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
+    dropout = seeded_dropout(q, dropout_p, dropout_seed)
+    options = AttentionOptions(mask, default_scale(q, scale), scores, dropout)
     if page_table is None:
-        where = cu_seqlens_q, cu_seqlens_k
-        return attend(_differentiable_forward, q, k, v, mask, scale, scores, dropout, where)
+        return attend(_differentiable_forward, q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     library.meet(q)
     return library.run_without_derivatives(
         "varlen_attention", "where page_table is given", torch.ops.fdattn.varlen_attention_forward,
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *mask, scale, None, *scores, *dropout,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *options.to_raw(),
     )  # fmt: skip
 
 
 library.define_composite(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {_WHERE}=None, Tensor? page_table=None, "
-    f"{OPTIONS_SCHEMA.format(causal='bool causal=False')}, {SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
+    f"{COMPOSITE_SCHEMA.format(causal='bool causal=False')}, {SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
     _varlen_attention,
     autocast_args=3,
 )

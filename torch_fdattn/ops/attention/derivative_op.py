@@ -1,0 +1,177 @@
+"""The raw ops of attention's derivatives.
+
+    attention_backward(dout, dlse, q, k, v, out, lse, mask…, scores…)      -> (dq, dk, dv)
+    attention_backward_all(dout, dlse, q, k, v, out, lse, mask…, scores…)  -> (dq, dk, dv, dslopes, dsinks, dmask)
+    attention_tangent(q, k, v, lse, tangents…, mask…, scores…)             -> tangents of (out, lse)
+
+The backward serves every op whose forward is attention over some keys, `decode` and the distributed
+ops included: it needs only the (global) out and lse. attention_backward_all is the same with gradients of
+what modifies the scores, where they are asked for.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.launch import prepared
+from torch_fdattn.ops import library
+from torch_fdattn.ops.attention import dispatch
+from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, check_tangents
+from torch_fdattn.ops.attention.inputs import (
+    check_inputs,
+    check_state,
+    copy_state,
+    empty_gradients,
+    empty_state,
+)
+from torch_fdattn.ops.attention.op import key_of
+from torch_fdattn.ops.attention.reference import (
+    attention_backward_reference,
+    attention_tangent_reference,
+)
+from torch_fdattn.ops.launch import contiguous_mask
+from torch_fdattn.ops.options import MASK_SCHEMA, SCORES_SCHEMA, AttentionOptions
+from torch_fdattn.ops.row_ranges import empty_ranges
+from torch_fdattn.ops.scores import NO_SCORES, Scores
+
+#: What attention_backward_all is told for each of the tensors in `Scores`: whether its gradient is asked for.
+FLAGS = tuple(f"bool {name}_gradient" for name in Scores._fields[1:])
+STATE_SCHEMA = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+
+def _check_backward(dout, dlse, q, k, v, out, lse, options: AttentionOptions) -> None:
+    check_inputs(q, k, v, options)
+    check_state(dout, dlse, out, lse, q, v, q.shape[:-1])
+
+
+def _gradients(
+    dout, dlse, q, k, v, out, lse, options: AttentionOptions, score_grads: Scores = NO_SCORES,
+    key: tuple | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv).
+
+    score_grads: tensors for the gradients of what modifies the scores, None for those that nobody asks for; key: of
+    `key_of`, where there are none.
+    """
+    call = prepared.checked(key)
+    if call is None:
+        _check_backward(dout, dlse, q, k, v, out, lse, options)
+        if dispatch.choose("backward", q, v, options) == "triton":
+            call = prepared.prepare(key)
+    grads = empty_gradients(q, k, v, options.dtype)
+    mask, scale, scores, dropout, _ = options
+    if call is not None:
+        from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
+
+        mask, rows = contiguous_mask(mask), empty_rows(q)
+        ranges = empty_ranges(scores.attn_mask, q, k)
+        dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
+        state = dout, dlse, q, k, v, out, lse
+        tensors = *state, *grads, *rows, *mask[:3], *scores[1:], dropout.seed, ranges
+        if call.by_driver(tensors):
+            library.launches["attention_backward/triton"] += 1
+        else:
+            given = options._replace(mask=mask)
+            launches = backward_launches(*state, given, *grads, score_grads, rows=rows, ranges=ranges)  # fmt: skip
+            call.run(tensors, launches)
+        return grads
+    library.launches["attention_backward/reference"] += 1
+    *found, of_scores = attention_backward_reference(
+        dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout
+    )
+    copy_gradients((*grads, *score_grads[1:]), (*found, *of_scores[1:]))
+    return grads
+
+
+def copy_gradients(grads: tuple[Tensor | None, ...], computed: tuple[Tensor | None, ...]) -> None:
+    for grad, value in zip(grads, computed, strict=True):
+        if grad is not None:
+            grad.copy_(value)
+
+
+def _backward(dout, dlse, q, k, v, out, lse, *tail):
+    state = dout, dlse, q, k, v, out, lse
+    key = key_of("attention_backward", q, *state, *tail)
+    return _gradients(*state, AttentionOptions.from_raw(tail), key=key)
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, *tail):
+    options = AttentionOptions.from_raw(tail)
+    _check_backward(dout, dlse, q, k, v, out, lse, options)
+    return empty_gradients(q, k, v, options.dtype)
+
+
+def empty_score_grads(scores: Scores, flags: tuple[bool, ...]) -> Scores:
+    """Unwritten gradients of the options' tensors, each in its tensor's shape and dtype."""
+    pairs = zip(scores[1:], flags, strict=True)
+    return Scores(
+        0.0, *(x.new_empty(x.shape) if flag and x is not None else None for x, flag in pairs)
+    )
+
+
+def returned(q: Tensor, score_grads: Scores) -> list[Tensor]:
+    """Schemas know no optional results: a gradient that nobody asked for is a tensor without elements."""
+    return [q.new_empty(0) if x is None else x for x in score_grads[1:]]
+
+
+def _backward_all(dout, dlse, q, k, v, out, lse, *tail):
+    flags, options = tail[: len(FLAGS)], AttentionOptions.from_raw(tail[len(FLAGS) :])
+    score_grads = empty_score_grads(options.scores, flags)
+    grads = _gradients(dout, dlse, q, k, v, out, lse, options, score_grads)
+    return *grads, *returned(q, score_grads)
+
+
+def _backward_all_fake(dout, dlse, q, k, v, out, lse, *tail):
+    flags, tail = tail[: len(FLAGS)], tail[len(FLAGS) :]
+    score_grads = empty_score_grads(AttentionOptions.from_raw(tail).scores, flags)
+    return *_backward_fake(dout, dlse, q, k, v, out, lse, *tail), *returned(q, score_grads)
+
+
+library.define_raw(
+    f"attention_backward({STATE_SCHEMA}, {MASK_SCHEMA}, ScalarType? grad_dtype, {SCORES_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+library.define_raw(
+    f"attention_backward_all({STATE_SCHEMA}, {', '.join(FLAGS)}, {MASK_SCHEMA}, ScalarType? grad_dtype, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor, Tensor{', Tensor' * len(FLAGS)})",
+    _backward_all,
+    _backward_all_fake,
+)
+
+_Tangents = tuple[Tensor | None, ...]
+
+
+def _checked_tangent(q, k, v, lse, tail: tuple) -> tuple[AttentionOptions, _Tangents]:
+    """The options, and the tangents by TANGENTS."""
+    tangents, tail = tail[: len(TANGENTS)], tail[len(TANGENTS) :]
+    options = AttentionOptions.from_raw(tail, has_dtype=False)
+    check_inputs(q, k, v, options)
+    checks.expect_shape("lse", lse, q.shape[:-1], "q")
+    check_tangents((q, k, v, *options.scores[1:]), tangents)
+    return options, tangents
+
+
+def _tangent(q, k, v, lse, *tail):
+    options, (dq, dk, dv, *of_scores) = _checked_tangent(q, k, v, lse, tail)
+    mask, scale, scores, dropout, _ = options
+    library.launches["attention_tangent/torch"] += 1
+    out, dlse = empty_state(q, v)
+    given = q, k, v, lse, dq, dk, dv, Scores(0.0, *of_scores)
+    copy_state(out, dlse, attention_tangent_reference(*given, mask, scale, scores, dropout))
+    return out, dlse
+
+
+def _tangent_fake(q, k, v, lse, *tail):
+    _checked_tangent(q, k, v, lse, tail)
+    return empty_state(q, v)
+
+
+library.define_raw(
+    f"attention_tangent(Tensor q, Tensor k, Tensor v, Tensor lse, {TANGENT_SCHEMA}, {MASK_SCHEMA}, "
+    f"{SCORES_SCHEMA}) -> (Tensor, Tensor)",
+    _tangent,
+    _tangent_fake,
+)
