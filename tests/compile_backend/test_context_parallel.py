@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_fdattn
 from tests.compile_backend.harness import qkv
 from torch_fdattn.compile_backend import fdattn
-from torch_fdattn.compile_backend.backend import AttentionLeft, _split
 from torch_fdattn.compile_backend.cache_key import CacheKey
-from torch_fdattn.compile_backend.context_parallel import parse
+from torch_fdattn.compile_backend.context_parallel.attention import parse
+from torch_fdattn.compile_backend.lowering import AttentionLeft, _split
 from torch_fdattn.compile_backend.report import Report
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.dist import SequenceShards

@@ -62,7 +62,7 @@ def fdattn(
         >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
         True
     """
-    from torch_fdattn.compile_backend.backend import compile_graph
+    from torch_fdattn.compile_backend.lowering import compile_graph
 
     return compile_graph(gm, inputs, mode, options)
 

@@ -11,7 +11,7 @@ from torch._dynamo.backends import debugging
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from torch_fdattn.compile_backend.context_parallel import parse
+from torch_fdattn.compile_backend.context_parallel.attention import parse
 from torch_fdattn.compile_backend.report import Report, joined
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.compile_backend.tensor_parallel import passes

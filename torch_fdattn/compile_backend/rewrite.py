@@ -9,17 +9,18 @@ from torch._functorch import predispatch as vmap
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-from torch_fdattn.compile_backend import context_parallel, handwritten, opaque, sdpa
-from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
-from torch_fdattn.compile_backend.context_parallel import ContextParallel, OwnCall
-from torch_fdattn.compile_backend.data_flow import DataFlow
-from torch_fdattn.compile_backend.emit import emit
-from torch_fdattn.compile_backend.masks import Masks
-from torch_fdattn.compile_backend.nodes import op_name
+from torch_fdattn.compile_backend.choose import Attention, check_gradients, choose
+from torch_fdattn.compile_backend.context_parallel import attention as context_parallel
+from torch_fdattn.compile_backend.context_parallel.attention import ContextParallel, OwnCall
+from torch_fdattn.compile_backend.emit.attention import emit
+from torch_fdattn.compile_backend.graph.data_flow import DataFlow
+from torch_fdattn.compile_backend.graph.nodes import op_name
+from torch_fdattn.compile_backend.masks.recovery import Masks
+from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
+from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
 from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
-from torch_fdattn.compile_backend.unmatched import OTHER_SOFTMAXES, Unmatched
 
-_FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(handwritten.SOFTMAX, handwritten)}
+_FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(unfused_attention.SOFTMAX, unfused_attention)}
 
 #: What a call in a form that nobody thought of raises.
 _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
@@ -65,11 +66,11 @@ def _rewrite_one(
         form = opaque if opaque.is_opaque(node) else forms.get(op_name(node))
         if context is not None and OwnCall.matches(node):
             form = OwnCall
-        if form is handwritten and _is_routers(node, unmatched):
+        if form is unfused_attention and _is_routers(node, unmatched):
             continue
         if form is not None:
             found = _site(form, node, masks, module, node in transformed, dryrun, context)
-            if not found and form is handwritten:
+            if not found and form is unfused_attention:
                 found = _site(unmatched, node, masks, module, node in transformed, dryrun, context)
             sites += found
     if any(site.op for site in sites) and not dryrun:

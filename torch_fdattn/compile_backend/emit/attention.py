@@ -1,0 +1,212 @@
+"""Nodes in place of an attention: our op, and what brings its inputs and output into order."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torch_fdattn.compile_backend.choose import Attention, Plan
+from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
+from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
+from torch_fdattn.compile_backend.emit.packing import documents, packed, unpacked
+from torch_fdattn.compile_backend.graph.adder import Adder
+from torch_fdattn.compile_backend.graph.mutations import written_between
+from torch_fdattn.compile_backend.graph.nodes import (
+    asks_for_shape,
+    is_tensor,
+    known,
+    op_name,
+    tensor,
+    value,
+)
+from torch_fdattn.compile_backend.masks.recovery import Masks
+from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S
+from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.ops.attention.op import empty_state
+
+
+def emit(found: Attention, plan: Plan, masks: Masks) -> None:
+    """Replaces the attention's result; raises `Left`, having changed nothing, where it cannot."""
+    add = Adder(found.result)
+    given = MaskArguments(add, found, masks.made)
+    try:
+        q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
+        options = given.options(plan.structure, _scale(found, plan)) | plan.options
+        queries, keys = q, k
+        q, k = given.without_swallowed(q, k)
+        if plan.structure.chunk:
+            operands = (documents(add, q, plan.structure.chunk),)
+            whole, (q, k, v) = q, (packed(add, x) for x in (q, k, v))
+        else:
+            operands = given.positions(plan.structure, q)
+        if plan.operands:
+            operands = (*(x for x in operands if x is not None), *plan.operands)
+        op = getattr(torch.ops.fdattn, plan.op).default
+        with add.mode:  # not by calling it, whose checks could add guards
+            like = value(q).contiguous() if plan.contiguous else value(q)
+            lse_shape = value(q).shape[1::-1] if plan.structure.chunk else None
+            pair = empty_state(like, value(v), lse_shape=lse_shape)
+        pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
+        if found.mask.levels is not None and found.mask.levels.fills_apart:
+            pair = _with_fills(add, pair, (queries, keys, v), given.of_fills())
+        out = add.call(operator.getitem, pair, 0)
+        if plan.structure.chunk:
+            out = unpacked(add, out, whole)
+        if found.mask.empty != "zero" and not known(found.k.size(S) == 0):
+            out = with_empty_rows(add, found, given, pair, out, (queries, keys, v))
+        out = _as_result(add, out, found.out_dims)
+        out = _with_strides(add, out, found.result)
+        if value(found.result).requires_grad and _is_written(found.result):
+            out = add.call(
+                "clone", out
+            )  # our backward reads the output, that of a product does not
+    except Left:
+        add.undo()
+        given.undo()
+        raise
+    given.keep()
+    found.result.replace_all_uses_with(out)
+    _erase([*found.mask.nodes, *found.between, found.result])
+    _expand_by_sizes(found)
+
+
+def _expand_by_sizes(found: Attention) -> None:
+    """What is expanded as the scores are, by their sizes in place of them: else they would be computed for it."""
+    rest = [node for node in found.between if not node._erased]
+    sizes = [(found.q, B), (found.q, H), (found.q, S), (found.k, S)]
+    for node in rest:
+        of = [x for x in sizes if x[0].dims[x[1]] is not None]
+        shape = value(node).shape if is_tensor(node) else ()
+        if len(shape) != len(of) or not all(
+            known(x.size(dim) == n) for (x, dim), n in zip(of, shape, strict=True)
+        ):
+            continue
+        for user in [user for user in node.users if asks_for_shape(user, node)]:
+            add = Adder(user)
+            numbers = [
+                n if isinstance(n, int) else add.call("size", x.node, x.dims[dim])
+                for (x, dim), n in zip(of, shape, strict=True)
+            ]
+            user.replace_all_uses_with(add.call("expand", user.args[0], *numbers))
+            user.graph.erase_node(user)
+    _erase(rest)
+
+
+def _is_written(node: Node) -> bool:
+    """Whether the graph may write into what a node yields, or into a copy of it that ours need not be."""
+    same = [node]
+    for each in same:
+        same += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
+    return written_between(node.next, node.graph.output_node(), same) is not None
+
+
+def _scale(found: Attention, plan: Plan) -> float | None:
+    """As it is without copies of the queries beside them."""
+    levels = found.mask.levels
+    if plan.scale is not None or levels is None or not levels.needs_copies:
+        return plan.scale
+    return found.q.size(D) ** -0.5
+
+
+def _with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node) -> Node:
+    """(out, lse) with the keys that fills hide: scores are the fills, and no gradient reaches q and k."""
+    q, k, v = qkv
+    queries, keys = (add.call("detach", x) for x in (q, k))
+    zeros = add.call(torch.zeros_like, queries)
+    with add.mode:
+        yields = empty_state(value(q), value(v))
+    other = add.new(
+        torch.ops.fdattn.attention.default,
+        (zeros, keys, v, None, None),
+        yields=yields,
+        attn_mask=mask,
+    )
+    parts = [
+        add.call(torch.stack, [add.call(operator.getitem, x, i) for x in (pair, other)])
+        for i in (0, 1)
+    ]
+    with add.mode:
+        yields = tuple(value(x)[0].contiguous() for x in parts)
+    return add.new(torch.ops.fdattn.merge_states.default, tuple(parts), yields=yields)
+
+
+def _ordered(add: Adder, operand: Operand, dtype: torch.dtype) -> Node:
+    """An operand as (B, H, S, D), in the dtype that autocast gave the original."""
+    node = operand.node
+    order = [dim for dim in operand.dims if dim is not None]
+    node = _permuted(add, node, order)
+    if None in operand.dims:
+        node = add.call("unsqueeze", node, operand.dims.index(None))
+    return node if value(node).dtype == dtype else add.call("to", node, dtype)
+
+
+def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
+    moved = [i for i, dim in enumerate(order) if i != dim]
+    if not moved:
+        return node
+    if len(moved) == 2:
+        return add.call("transpose", node, *moved)
+    return add.call("permute", node, *order)
+
+
+def _as_result(add: Adder, out: Node, dims: tuple[int, ...]) -> Node:
+    if len(dims) == 3:
+        out = add.call("squeeze", out, 1)
+        dims = tuple(sorted(dims).index(dim) for dim in dims)
+    return _permuted(add, out, list(dims))
+
+
+#: Consumers whose results do not depend on the strides of their inputs.
+_ANY_STRIDES = ("contiguous", "matmul", "bmm", "linear")
+#: Consumers that pass strides on.
+_PASS_STRIDES = ("transpose", "permute", "reshape", "flatten", "unsqueeze", "squeeze")
+
+
+def _with_strides(add: Adder, out: Node, result: Node) -> Node:
+    """The output with the strides of what it replaces, where anything could tell: `view`, for example."""
+    expected = tensor(result)
+    if _same_strides(value(out), expected) or _strides_do_not_matter(result):
+        return out
+    if not all(isinstance(stride, int) for stride in expected.stride()):
+        order = range(expected.dim())  # symbolic: only the usual order can be recognised
+        if not expected.is_contiguous():
+            raise Left("layout", "the result's strides are symbolic and not contiguous")
+    else:
+        order = sorted(range(expected.dim()), key=lambda dim: -expected.stride(dim))
+    order = list(order)
+    inverse = [order.index(dim) for dim in range(len(order))]
+    out = _permuted(add, out, order)
+    out = _permuted(add, add.call("contiguous", out), inverse)
+    if not _same_strides(value(out), expected):
+        raise Left("layout", f"the result's strides {tuple(expected.stride())} cannot be kept")
+    return out
+
+
+def _same_strides(a: Tensor, b: Tensor) -> bool:
+    return all(
+        known(x == y) or known(size == 1)
+        for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def _strides_do_not_matter(node: Node) -> bool:
+    for user in node.users:
+        name = op_name(user)
+        if name in _ANY_STRIDES and not user.kwargs:
+            continue
+        if name not in _PASS_STRIDES or not _strides_do_not_matter(user):
+            return False
+    return True
+
+
+def _erase(nodes: list[Node]) -> None:
+    """Removes those that nothing uses any more, last ones first."""
+    if not nodes:
+        return
+    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
+    for node in sorted({*nodes}, key=order.__getitem__, reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)

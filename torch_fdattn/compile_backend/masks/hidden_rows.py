@@ -1,0 +1,266 @@
+"""Queries that see no key: what they attend to is what eager makes of the numbers that hide their keys.
+
+Of a query that sees a key, hidden keys weigh nothing, whatever hides them. Of one that sees none
+
+    where -inf hides all, softmax gives NaN, SDPA zeros;
+    where one number hides all, all values weigh the same: a fill is that number, and a score to which -3e38 is added;
+    where several numbers hide, those at the highest weigh the same, and the others nothing;
+    where a smaller number is added, softmax sees the digits of the scores that are left.
+
+The last two are told as `Levels`: the mask's numbers less the highest of their row, which changes no softmax and
+leaves all digits to the backward's lse, where the number itself would take them; and scores of zero for rows where
+nothing is left of them. Gradients reach scores as they do in eager: through a sum, not through a fill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_fdattn.compile_backend.graph.nodes import value
+from torch_fdattn.compile_backend.graph.parameters import is_learned
+from torch_fdattn.compile_backend.masks.expressions import Lookup, Monomial, Poly, Select, number
+from torch_fdattn.compile_backend.masks.terms import (
+    Kept,
+    KeptWhole,
+    Levels,
+    MaskTerm,
+    Nans,
+    Read,
+    Recovered,
+)
+from torch_fdattn.compile_backend.match.operands import D
+from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.ops.scores import MASK_LIMIT
+
+if TYPE_CHECKING:
+    from torch_fdattn.compile_backend.choose import Attention
+
+#: What is added below this leaves no digit of a score, in float64 neither.
+SWALLOWS = -1e16
+#: What is added above this costs lse less than scores lose to their own rounding.
+HARMLESS = -64.0
+#: Beyond it a head has no room for the queries' second copy (`emit/mask_arguments.py`).
+MAX_HEAD_DIM = 128
+
+
+def hides(fill: float, dtype: torch.dtype) -> bool:
+    """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
+    least = torch.finfo(dtype).min
+    # float16 has no such room: scores of some ten thousand are possible.
+    return fill <= (least if dtype == torch.float16 else least / 4)
+
+
+def constants(entry: Poly) -> list[float]:
+    """The constants that an entry is one of; -inf and several below our ops' limit where it may be anything."""
+    found = _constants(entry)
+    return [-math.inf, -3 * MASK_LIMIT, -2 * MASK_LIMIT] if found is None else found
+
+
+def _constants(entry: Poly) -> list[float] | None:
+    if isinstance(entry.constant, (int, float)):
+        return [float(entry.constant)]
+    single = entry.single
+    if single is None or not isinstance(single[0], Select):
+        return None
+    atom, factor, rest = single
+    parts = [_constants(branch * number(factor) + rest) for branch in (atom.yes, atom.no)]
+    return None if None in parts else parts[0] + parts[1]
+
+
+def lowest(entry: Poly) -> float:
+    """The lowest finite number that an additive mask may hold; -inf where it may be any.
+
+    Of what parameters alone make no number that hides is expected: they would have learned it.
+    """
+    return _bounds(entry)[0]
+
+
+def _bounds(entry: Poly) -> tuple[float, float]:
+    """(the lowest, the highest) finite number that an entry may be."""
+    low = high = 0.0
+    for monomial, factor in entry.terms:
+        ends = _bounds_of(monomial)
+        if isinstance(factor, (int, float)) and math.isfinite(factor):
+            ends = [factor * x if x else 0.0 for x in ends]  # 0 times infinity is no number
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _bounds_of(monomial: Monomial) -> tuple[float, float]:
+    if not monomial:
+        return 1.0, 1.0
+    atoms = [atom for atom, _ in monomial]
+    given = [x.node for x in atoms if isinstance(x, Lookup)]
+    if any(value(x).is_floating_point() and not is_learned(x) for x in given):
+        return -math.inf, math.inf
+    if len(monomial) == 1 and isinstance(atoms[0], Select) and (atoms[0], 1) in monomial:
+        ends = [
+            _bounds(branch)
+            for branch in (atoms[0].yes, atoms[0].no)
+            if branch.constant not in (math.inf, -math.inf)
+        ]
+        return min((x for x, _ in ends), default=0.0), max((x for _, x in ends), default=0.0)
+    if any(isinstance(x, Select) for x in atoms):
+        return -math.inf, math.inf
+    if given and all(map(is_learned, given)):
+        return 0.0, 0.0
+    # Products of indices are no numbers that swallow scores, nor are those that the call counts by.
+    return SWALLOWS / 2, -SWALLOWS / 2
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Decides for one attention."""
+
+    safe: bool  #: whether it is SDPA, which gives zeros where -inf hides all keys
+    wanted: bool  #: whether gradients are
+    sinks: bool  #: whether there are any: they take the weight of rows whose keys are hidden
+    promised: bool = False  #: whether the caller says that there are no such rows
+
+    def settle(self, found: Recovered, reads: Sequence[Read]) -> None:
+        """Where the masks were taken apart; raises `KeptWhole` where that loses what hides a row."""
+        if self.promised:
+            return
+        fills = {fill for read in reads for fill in read.fills}
+        hiding = [read for read in reads if read.hides]
+        by_sums = all(read.term.is_added for read in hiding)
+        if any(map(math.isfinite, fills)):
+            # Exactly so if one operation hid them, and with no sum of such numbers, or all filled in the same.
+            once = len(hiding) == 1 and not hiding[0].summed
+            filled = not any(read.term.is_added for read in hiding)
+            # Learned slopes have a gradient of such a row too, as a mask has.
+            learned = self.wanted and any(read.learned for read in hiding)
+            if len(fills) > 1 or learned or not (filled or once):
+                raise KeptWhole("mask-rows")
+            found.empty = "mean"
+        else:
+            kept = [read for read in reads if read.bias is None]
+            infinite = any(read.infinite for read in kept) or _may_overflow(kept)
+            if not self.safe and (fills or infinite):
+                found.empty = "nan"
+            found.levels = self._levels(reads, kept)
+            if found.levels:  # beside which no number is too low
+                found.kept = [replace(x, limited=False) for x in found.kept]
+        found.flows = self.wanted and by_sums
+        found.nans = self._nans(reads)
+
+    def all_kept(self, reads: Sequence[Read], reason: str) -> Recovered:
+        """All masks as tensors."""
+        found = Recovered(reason=reason)
+        filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
+        added = any(
+            read.term.is_added and (read.hides or read.infinite or read.floor < HARMLESS)
+            for read in reads
+        )
+        finite = any(map(math.isfinite, filled))
+        found.flows = self.wanted and not filled and not self.promised
+        found.levels = self._levels(reads, reads, several=len(filled) > 1 or (added and finite))
+        if found.levels:
+            found.kept = list(found.levels.terms)
+        else:
+            for read in reads:
+                if not read.term.is_added and read.fills:
+                    found.kept.append(Kept(read.term))
+                elif read.term.is_added and (read.hides or read.bias.terms):
+                    found.kept.append(Kept(read.term, limited=read.limited))
+        if self.promised:
+            return found
+        if finite and not found.levels:
+            found.empty = "mean"
+        elif not self.safe and (
+            found.levels
+            or -math.inf in filled
+            or any(read.infinite for read in reads)
+            or sum(read.hides for read in reads) > 1  # least + least is -inf
+        ):
+            found.empty = "nan"
+        found.nans = self._nans(reads)
+        return found
+
+    def _nans(self, reads: Sequence[Read]) -> Nans:
+        if not self.wanted:
+            return Nans()
+        fills = {i: Kept(x.term) for i, x in enumerate(reads) if not x.term.is_added and x.fills}
+        learned = [
+            (Kept(read.term), tuple(fill for j, fill in fills.items() if j > i))
+            for i, read in enumerate(reads)
+            if read.learned
+        ]
+        sums = any(read.term.is_added and read.hides for read in reads)
+        return Nans(tuple(fills.values()) if sums else (), tuple(learned))
+
+    def _levels(
+        self, reads: Sequence[Read], kept: Sequence[Read], several: bool = False
+    ) -> Levels | None:
+        """Of all masks, where numbers among those that are kept may hide a row and leave it something.
+
+        several: whether fills are of more than one number, or beside what is added.
+        """
+        floor = min((read.floor for read in kept), default=0.0)
+        needed = several or (self.wanted and floor < HARMLESS) or _are_blurred(kept)
+        if self.sinks or self.promised or not needed:
+            return None
+        filled = {x for read in reads if not read.term.is_added for x in read.fills}
+        finite = [x for x in filled if math.isfinite(x)]
+        swallows = max(map(_swallowing, kept), default=SWALLOWS)
+        given = any(read.floor <= _swallowing(read) for read in kept)
+        # No gradient flows to scores that were filled, and one does to those to which a number is added: two
+        # attentions, where one row may be hidden by both.
+        apart = self.wanted and bool(finite) and given
+        limit = max([swallows] * given + [0.99 * x for x in finite], default=None)
+        limit = swallows if apart else limit
+        terms = [read.term for read in reads if read.term.is_added or read.fills]
+        return Levels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
+
+
+def _in_order(terms: Sequence[MaskTerm]) -> tuple[Kept, ...]:
+    """Masks as they are written, each before what multiplies the scores behind it: sums may be -inf before."""
+    found = []
+    for term, after in zip(terms, [*(abs(x.factor) for x in terms[1:]), 1.0], strict=True):
+        factor = abs(term.factor)
+        plain = replace(term, factor=term.factor / factor)
+        found.append(Kept(plain, fill=term.rounded(term.fill), scale=factor / after))
+    return tuple(found)
+
+
+def _swallowing(read: Read) -> float:
+    """What is added below it leaves nothing of a score. (float16 has steps of 32 there.)"""
+    return -(2.0**15) if read.term.is_added and read.term.dtype == torch.float16 else SWALLOWS
+
+
+def _are_blurred(kept: Sequence[Read]) -> bool:
+    """Whether different sums of masks may be -inf to our ops, or are -inf in eager before they are scaled."""
+    far = [
+        read
+        for read in kept
+        if read.floor <= SWALLOWS and value(read.term.node).dtype != torch.float16
+    ]
+    return _lowest_sum(far) < -MASK_LIMIT and not (len(far) == 1 and far[0].one_level)
+
+
+def _may_overflow(kept: Sequence[Read]) -> bool:
+    """Whether sums of several masks may be -inf."""
+    dtypes = [read.term.dtype for read in kept if read.term.dtype is not None]
+    least = max((torch.finfo(x).min for x in dtypes), default=-math.inf)
+    return len(kept) > 1 and _lowest_sum(kept) < least
+
+
+def _lowest_sum(reads: Sequence[Read]) -> float:
+    """Of masks, as they are before their sum is scaled down."""
+    return sum(read.floor / min(1.0, abs(read.term.factor)) for read in reads)
+
+
+def check(found: Attention) -> None:
+    """Raises `Left` where a gradient would need what the op cannot give."""
+    mask = found.mask
+    copies = mask.levels is not None and mask.levels.needs_copies
+    if found.softcap and (copies or (mask.flows and mask.empty == "mean")):
+        raise Left("mask-value", "sums may hide a row, and its gradient goes through a softcap")
+    dim = found.q.size(D)
+    if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
+        raise Left("mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it")
