@@ -19,7 +19,7 @@ from tests.compile_backend.harness import qkv
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.compile_backend.cache_key import CacheKey
 from torch_fdattn.compile_backend.context_parallel.attention import parse
-from torch_fdattn.compile_backend.lowering import AttentionLeft, _split
+from torch_fdattn.compile_backend.lowering import UnsupportedAttention, _split
 from torch_fdattn.compile_backend.report import Report
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.dist import SequenceShards
@@ -187,7 +187,7 @@ def test_what_is_refused(group, text):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text) as raised:
         torch.compile(REFUSED[text], backend=fdattn, options=options)(*args)
-    assert isinstance(raised.value.inner_exception, AttentionLeft)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
     assert "test_context_parallel.py:" in str(raised.value)
     torch._dynamo.reset()
     torch.compile(REFUSED[text], backend=fdattn, options={**options, "dryrun": True})(*args)

@@ -13,9 +13,9 @@ from torch_fdattn.compile_backend.report import (
     MASK_REASONS,
     MATMUL_REASONS,
     REASONS,
-    Left,
     Report,
     Site,
+    Unsupported,
 )
 
 sdpa = F.scaled_dot_product_attention
@@ -98,12 +98,12 @@ def test_every_reason_in_the_sources_is_listed():
     tensor_parallel = root / "tensor_parallel"
     files = [path for path in root.rglob("*.py") if path.parent != tensor_parallel]
     text = "\n".join(path.read_text() for path in files)
-    raised = set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text))
-    raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
+    raised = set(re.findall(r'Unsupported\(\s*"([a-z0-9-]+)"', text))
+    raised |= set(re.findall(r'_unsupported_if\([^"]*"([a-z0-9-]+)"', text))
     raised |= {"scores-used", "weights-unknown"}
     assert raised == set(REASONS)
     text = "\n".join(path.read_text() for path in tensor_parallel.glob("*.py"))
-    assert set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text)) == set(MATMUL_REASONS)
+    assert set(re.findall(r'Unsupported\(\s*"([a-z0-9-]+)"', text)) == set(MATMUL_REASONS)
 
 
 def test_every_reason_why_masks_stay_is_listed():
@@ -113,6 +113,6 @@ def test_every_reason_why_masks_stay_is_listed():
 
 
 def test_a_site_without_a_stack_trace():
-    site = Site(form="x", node="n", op=None, reason="mask", detail=Left("mask").detail)
+    site = Site(form="x", node="n", op=None, reason="mask", detail=Unsupported("mask").detail)
     assert str(site).startswith("node n: x: left as it was, mask: a mask that is no")
     assert Report([site]).reasons == ["mask"]

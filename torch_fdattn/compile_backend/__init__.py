@@ -26,7 +26,7 @@ def fdattn(
 
     Args:
         mode, options: as `torch.compile(backend="inductor")` takes them. Of our own, in options:
-            ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `AttentionLeft` where any
+            ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `UnsupportedAttention` where any
             attention is left as it was), ``no_fully_masked_rows`` (your promise that masks leave every query a
             key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
@@ -37,7 +37,7 @@ def fdattn(
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
     included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
-    softcap or sinks, raises `AttentionLeft` (with ``dryrun`` it is reported alone): left as it was it would attend
+    softcap or sinks, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was it would attend
     to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
     shards, q is the same on all ranks, kv_lens and q_start are those of whole sequences, and the call becomes
     `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees

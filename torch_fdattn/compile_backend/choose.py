@@ -12,13 +12,19 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.mutations import written_after
-from torch_fdattn.compile_backend.graph.nodes import described, is_tensor, known, tensor, value
+from torch_fdattn.compile_backend.graph.nodes import (
+    described,
+    is_tensor,
+    statically_true,
+    tensor,
+    value,
+)
 from torch_fdattn.compile_backend.masks.expressions import Lookup, Poly, atoms_of
 from torch_fdattn.compile_backend.masks.hidden_rows import check as check_hidden_rows
 from torch_fdattn.compile_backend.masks.structure import Sizes, Structure
-from torch_fdattn.compile_backend.masks.terms import Recovered
-from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S, seen_through
-from torch_fdattn.compile_backend.report import REASONS, Left
+from torch_fdattn.compile_backend.masks.terms import RecoveredMask
+from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S, trace_operand
+from torch_fdattn.compile_backend.report import REASONS, Unsupported
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,7 +42,7 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     sinks: tuple[Poly, Node] | None = None  #: and the scores with them beside
-    mask: Recovered = field(default_factory=Recovered)
+    mask: RecoveredMask = field(default_factory=RecoveredMask)
     masked: bool = False  #: whether the graph holds a mask, whatever became of it
     between: list[Node] = field(default_factory=list)  #: recognised, and no more needed for this
     notes: list[str] = field(default_factory=list)
@@ -52,7 +58,7 @@ def sizes(q: Operand, k: Operand) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OpCall:
     """A call of ours."""
 
     op: str
@@ -64,25 +70,25 @@ class Plan:
     contiguous: bool = False  #: whether its output is, whatever the layout of q
 
 
-def choose(found: Attention) -> Plan:
-    """The call of ours that is the same function; raises `Left` where there is none."""
+def choose(found: Attention) -> OpCall:
+    """The call of ours that is the same function; raises `Unsupported` where there is none."""
     dtype = _dtype(found)
     _check_writes(found)
     _check_shapes(found)
     if found.scale is not None and not 1e-37 <= found.scale <= 1e37:
-        raise Left("scale", f"the scale is {found.scale:g}, not a positive number")
+        raise Unsupported("scale", f"the scale is {found.scale:g}, not a positive number")
     check_hidden_rows(found)
     structure = found.mask.structure
     if structure.chunk:
-        return Plan("varlen_attention", dtype, structure, found.scale)
+        return OpCall("varlen_attention", dtype, structure, found.scale)
     if not _is_decode(found):
-        return Plan("attention", dtype, structure, found.scale)
+        return OpCall("attention", dtype, structure, found.scale)
     start = structure.start
     if structure.right == 0 and structure.lengths is None and _is_from_data(start):
         # What follows from it, and keeps decode from the rest of a cache.
         structure = replace(structure, lengths=start + found.sizes.poly("queries"))
         found.mask.roots[structure.lengths] = found.mask.roots[start]
-    return Plan("decode", dtype, structure, found.scale)
+    return OpCall("decode", dtype, structure, found.scale)
 
 
 def _is_from_data(start: Poly | None) -> bool:
@@ -92,7 +98,7 @@ def _is_from_data(start: Poly | None) -> bool:
 def unrepeated(found: Operand, attention: Attention) -> Operand:
     """K or V without copies of its heads; as it was where there are none."""
     path: list[Node] = []
-    source = seen_through(found, path, scalings=False)
+    source = trace_operand(found, path, scalings=False)
     if not source.repeats:
         return found
     attention.between += path
@@ -104,9 +110,9 @@ def unrepeated(found: Operand, attention: Attention) -> Operand:
 
 def _is_decode(found: Attention) -> bool:
     q_len, kv_len = found.q.size(S), found.k.size(S)
-    few = known(q_len >= 1) and known(q_len <= MAX_QUERY_TOKENS)
+    few = statically_true(q_len >= 1) and statically_true(q_len <= MAX_QUERY_TOKENS)
     wanted = tensor(found.result).requires_grad
-    return few and not wanted and not known(kv_len <= q_len)
+    return few and not wanted and not statically_true(kv_len <= q_len)
 
 
 def _dtype(found: Attention) -> torch.dtype:
@@ -115,15 +121,15 @@ def _dtype(found: Attention) -> torch.dtype:
     result = tensor(found.result)
     device = result.device
     if device.type not in ("cpu", "cuda") or any(x.device != device for x in inputs):
-        raise Left("device")
+        raise Unsupported("device")
     dtypes = {x.dtype for x in (*inputs, result)}
     if not dtypes <= set(_DTYPES):
-        raise Left("dtype", f"the dtypes are {sorted(map(str, dtypes))}")
+        raise Unsupported("dtype", f"the dtypes are {sorted(map(str, dtypes))}")
     if torch.float64 in dtypes and (len(dtypes) > 1 or device.type != "cpu"):
-        raise Left("float64")
+        raise Unsupported("float64")
     masks = (tensor(x.term.node).dtype for x in found.mask.kept if x.condition is None)
     if torch.float64 in masks and device.type != "cpu":
-        raise Left("float64")
+        raise Unsupported("float64")
     return result.dtype
 
 
@@ -134,7 +140,7 @@ def _check_writes(found: Attention) -> None:
     """
     writer = written_after(found.between, found.result)
     if writer is not None:
-        raise Left("in-place", f"{described(writer)} may write in place between its parts")
+        raise Unsupported("in-place", f"{described(writer)} may write in place between its parts")
 
 
 def check_gradients(found: Attention) -> None:
@@ -145,37 +151,41 @@ def check_gradients(found: Attention) -> None:
         sources += [tensor(kept.term.node) for kept in found.mask.kept]
         sources += [tensor(found.sinks[1])] if found.sinks is not None else []
         last = [x for x in found.result.all_input_nodes if tensor(x).requires_grad]
-        _leave_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
+        _unsupported_if(not last and any(x.requires_grad for x in sources), "gradient", _CUT_OFF)
         return
     for node in found.between:
         wanted = any(is_tensor(x) and value(x).requires_grad for x in node.all_input_nodes)
         # (A maximum with its index is a pair, whose first half comes next.)
         cut_off = is_tensor(node) and not tensor(node).requires_grad
-        _leave_if(wanted and cut_off, "gradient", _CUT_OFF)
+        _unsupported_if(wanted and cut_off, "gradient", _CUT_OFF)
 
 
-def _leave_if(condition: bool, code: str, detail: str) -> None:
+def _unsupported_if(condition: bool, code: str, detail: str) -> None:
     if condition:
-        raise Left(code, detail)
+        raise Unsupported(code, detail)
 
 
 def _check_shapes(found: Attention) -> None:
     q, k, v = found.q, found.k, found.v
     for dim in (q.size(D), v.size(D)):
-        if not (known(dim % 8 == 0) and known(dim >= 16) and known(dim <= 256)):
-            raise Left(
+        if not (
+            statically_true(dim % 8 == 0)
+            and statically_true(dim >= 16)
+            and statically_true(dim <= 256)
+        ):
+            raise Unsupported(
                 "head-dim", f"a head dim is {dim}, not known as a multiple of 8 from 16 to 256"
             )
     # The original ran: where sizes are symbols, it needs what ours needs, but that batches of one are broadcast.
     for a, b in ((q, k), (k, v)):
-        if not known(a.size(B) == b.size(B)):
-            broadcast = not (known(a.size(B) > 1) and known(b.size(B) > 1))
-            _leave_if(broadcast, "batch-broadcast", f"batches of {a.size(B)} and {b.size(B)}")
+        if not statically_true(a.size(B) == b.size(B)):
+            broadcast = not (statically_true(a.size(B) > 1) and statically_true(b.size(B) > 1))
+            _unsupported_if(broadcast, "batch-broadcast", f"batches of {a.size(B)} and {b.size(B)}")
     for what, a, b in (("q and k", q.size(D), k.size(D)), ("k and v", k.size(S), v.size(S))):
-        _leave_if(known(a != b), "shape", f"{what} have sizes {a} and {b}")
+        _unsupported_if(statically_true(a != b), "shape", f"{what} have sizes {a} and {b}")
     if not (
-        known(k.size(H) == v.size(H))
-        and known(k.size(H) >= 1)
-        and known(q.size(H) % k.size(H) == 0)
+        statically_true(k.size(H) == v.size(H))
+        and statically_true(k.size(H) >= 1)
+        and statically_true(q.size(H) % k.size(H) == 0)
     ):
-        raise Left("heads", f"{q.size(H)} heads of q, {k.size(H)} of k and {v.size(H)} of v")
+        raise Unsupported("heads", f"{q.size(H)} heads of q, {k.size(H)} of k and {v.size(H)} of v")

@@ -26,7 +26,7 @@ _OWN = {
 _LOWERINGS = ("inductor", "aot_eager", "eager")
 
 
-class AttentionLeft(RuntimeError):
+class UnsupportedAttention(RuntimeError):
     """Attention that was left as it was, with ``require_all`` or ``context_parallel`` among the options."""
 
 
@@ -43,9 +43,11 @@ def compile_graph(gm: GraphModule, inputs: list, mode: str | None, options: dict
     )  # fmt: skip
     record(report)
     if own["require_all"] and report.left:
-        raise AttentionLeft(f'options["require_all"] is set, and {report}')
+        raise UnsupportedAttention(f'options["require_all"] is set, and {report}')
     if own["context_parallel"] and report.left and not own["dryrun"]:
-        raise AttentionLeft(f"with {OPTION} this would attend to one rank's tokens alone: {report}")
+        raise UnsupportedAttention(
+            f"with {OPTION} this would attend to one rank's tokens alone: {report}"
+        )
     return _lower(gm, inputs, own, mode, others)
 
 

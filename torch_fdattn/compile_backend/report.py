@@ -67,7 +67,7 @@ MATMUL_REASONS = {
 }
 
 
-class Left(Exception):
+class Unsupported(Exception):
     """Raised while an attention, or a matmul beside a collective, is looked at: it stays as it is, for this reason."""
 
     def __init__(self, code: str, detail: str = "") -> None:

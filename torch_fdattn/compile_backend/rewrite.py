@@ -11,14 +11,14 @@ from torch.fx import GraphModule, Node
 
 from torch_fdattn.compile_backend.choose import Attention, check_gradients, choose
 from torch_fdattn.compile_backend.context_parallel import attention as context_parallel
-from torch_fdattn.compile_backend.context_parallel.attention import ContextParallel, OwnCall
+from torch_fdattn.compile_backend.context_parallel.attention import ContextParallel, FdattnCall
 from torch_fdattn.compile_backend.emit.attention import emit
 from torch_fdattn.compile_backend.graph.data_flow import DataFlow
 from torch_fdattn.compile_backend.graph.nodes import op_name
 from torch_fdattn.compile_backend.masks.recovery import Masks
 from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
 from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
-from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
 
 _FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(unfused_attention.SOFTMAX, unfused_attention)}
 
@@ -39,19 +39,19 @@ def rewrite(
     report, unmatched = Report(), Unmatched(DataFlow(gm))
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
-            report.own.update(_own_calls(module, context))
+            report.own.update(_fdattn_calls(module, context))
             report.sites += _rewrite_one(
                 module, name, unmatched, dryrun, context, Masks(no_fully_masked_rows)
             )
     return report
 
 
-def _own_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str]:
+def _fdattn_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str]:
     """The names of our ops that a graph calls before anything is rewritten; those that become sites are none."""
     for node in gm.graph.nodes:
         if isinstance(node.target, (OpOverload, OpOverloadPacket)):
             namespace, name = str(node.target).split(".")[:2]
-            if namespace == "fdattn" and (context is None or not OwnCall.matches(node)):
+            if namespace == "fdattn" and (context is None or not FdattnCall.matches(node)):
                 yield name
 
 
@@ -64,8 +64,8 @@ def _rewrite_one(
     transformed = _transformed(gm)
     for node in list(gm.graph.nodes):
         form = opaque if opaque.is_opaque(node) else forms.get(op_name(node))
-        if context is not None and OwnCall.matches(node):
-            form = OwnCall
+        if context is not None and FdattnCall.matches(node):
+            form = FdattnCall
         if form is unfused_attention and _is_routers(node, unmatched):
             continue
         if form is not None:
@@ -85,26 +85,27 @@ def _site(
 ) -> list[Site]:  # fmt: skip
     about = dict(form=form.FORM, node=node.name, stack_trace=stack_trace(node), module=module)
     try:
-        if form is OwnCall:
-            about["stack_trace"] = OwnCall.stack_trace(node)
+        if form is FdattnCall:
+            about["stack_trace"] = FdattnCall.stack_trace(node)
             if transformed:
-                raise Left("functorch")
-            op = context_parallel.replace_own(node, context, dryrun=dryrun)
+                raise Unsupported("functorch")
+            op = context_parallel.replace_fdattn_call(node, context, dryrun=dryrun)
             return [Site(op=op, **about)]
         found = _matched(form, node, masks)
         if found is None:
             return []
         if transformed:
-            raise Left("functorch")
+            raise Unsupported("functorch")
         plan = choose(found)
         check_gradients(found)
         if context is not None:
             plan = context_parallel.over_ranks(found, plan, context)
         if not dryrun:
             emit(found, plan, masks)
-    except Left as left:
-        left = Left("functorch") if transformed else left  # whatever its tensors seem to be
-        return [Site(op=None, reason=left.code, detail=left.detail, **about)]
+    except Unsupported as unsupported:
+        if transformed:
+            unsupported = Unsupported("functorch")  # whatever its tensors seem to be
+        return [Site(op=None, reason=unsupported.code, detail=unsupported.detail, **about)]
     return [Site(op=plan.op, notes=tuple(found.notes), **about)]
 
 
@@ -113,13 +114,13 @@ def _matched(form, node: Node, masks: Masks) -> Attention | None:
     try:
         return form.match(node, masks)
     except _UNEXPECTED as error:
-        raise Left("unexpected", f"a call in a form that is not known ({error})") from error
+        raise Unsupported("unexpected", f"a call in a form that is not known ({error})") from error
 
 
 def _is_routers(node: Node, unmatched: Unmatched) -> bool:
     try:
         return unmatched.is_routers(node)
-    except (*_UNEXPECTED, Left):
+    except (*_UNEXPECTED, Unsupported):
         return False
 
 

@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention, Plan
+from torch_fdattn.compile_backend.choose import Attention, OpCall
 from torch_fdattn.compile_backend.context_parallel import sharded_cache
 from torch_fdattn.compile_backend.graph.adder import Adder
-from torch_fdattn.compile_backend.graph.nodes import arguments, described, known, tensor, value
+from torch_fdattn.compile_backend.graph.nodes import (
+    arguments,
+    described,
+    statically_true,
+    tensor,
+    value,
+)
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.match.operands import D, S
-from torch_fdattn.compile_backend.report import Left, stack_trace
+from torch_fdattn.compile_backend.report import Unsupported, stack_trace
 
 if TYPE_CHECKING:
     from torch_fdattn.dist import SequenceShards
@@ -59,10 +65,10 @@ class ContextParallel(NamedTuple):
             try:
                 shards = named_shards(shards, length, self.world_size)
             except ValueError as error:
-                raise Left("context-parallel", str(error)) from error
+                raise Unsupported("context-parallel", str(error)) from error
         own = shards.lengths[self.rank]
         if length != own:
-            raise Left(
+            raise Unsupported(
                 "context-parallel",
                 f"{length} tokens where the shards of rank {self.rank} have {own}",
             )
@@ -115,14 +121,14 @@ def parse(option: object) -> ContextParallel | None:
     return ContextParallel(name, rank, world_size, shards, strategy, cache)
 
 
-def over_ranks(found: Attention, plan: Plan, context: ContextParallel) -> Plan:
-    """Ring attention or, over a cache, `dist_decode` in place of a plan over local tokens; raises `Left`."""
+def over_ranks(found: Attention, plan: OpCall, context: ContextParallel) -> OpCall:
+    """Ring attention or, over a cache, `dist_decode` in place of a plan over local tokens; raises `Unsupported`."""
     if context.cache is not None and sharded_cache.is_step(found.q.size(S), found.k.size(S)):
         return sharded_cache.over_shards(found, plan, context)
     _refuse(
         mask=found.masked, softcap=found.softcap, sinks=found.sinks is not None,
-        **{"queries and keys of other tokens, or a cache": not known(found.q.size(S) == found.k.size(S))},
-        **{"values of another head dim": not known(found.v.size(D) == found.k.size(D))},
+        **{"queries and keys of other tokens, or a cache": not statically_true(found.q.size(S) == found.k.size(S))},
+        **{"values of another head dim": not statically_true(found.v.size(D) == found.k.size(D))},
     )  # fmt: skip
     # Without a start: that of SDPA's is_causal is 0, for tokens that a shard may hold in any order.
     structure = Structure(right=plan.structure.right)
@@ -135,7 +141,7 @@ def over_ranks(found: Attention, plan: Plan, context: ContextParallel) -> Plan:
 def _refuse(**given: object) -> None:
     named = [name for name, there in given.items() if there]
     if named:
-        raise Left(
+        raise Unsupported(
             "context-parallel",
             f"only causal, windows and scale go over ranks, got {', '.join(named)}",
         )
@@ -154,7 +160,7 @@ _OWN = {
 _SUPPORTED = ("q", "k", "v", "causal", "window_left", "window_right", "scale")
 
 
-class OwnCall:
+class FdattnCall:
     """A form: calls of our ops, which the user wrote, and which are rewritten under context parallelism alone."""
 
     FORM = "torch_fdattn"
@@ -171,8 +177,8 @@ class OwnCall:
         ]
 
 
-def replace_own(node: Node, context: ContextParallel, *, dryrun: bool) -> str:
-    """A call of ours by one over the ranks, (out, lse) by (out, lse); its name, or raises `Left` where there is none."""
+def replace_fdattn_call(node: Node, context: ContextParallel, *, dryrun: bool) -> str:
+    """A call of ours by one over the ranks, (out, lse) by (out, lse); its name, or raises `Unsupported` where there is none."""
     name = _OWN[node.target]
     schema = getattr(torch.ops.fdattn, name).default._schema.arguments
     defaults = {x.name: x.default_value if x.has_default_value() else None for x in schema}
@@ -182,7 +188,9 @@ def replace_own(node: Node, context: ContextParallel, *, dryrun: bool) -> str:
     elif name in ("decode", "paged_decode") and context.cache is not None:
         new, args, options = sharded_cache.own_call(given, defaults, context)
     else:
-        raise Left("context-parallel", f"{described(node)} would see this rank's tokens alone")
+        raise Unsupported(
+            "context-parallel", f"{described(node)} would see this rank's tokens alone"
+        )
     if not dryrun:
         op = getattr(torch.ops.fdattn, new).default
         added = Adder(node, like=args[0]).new(op, args, yields=value(node), **options)
@@ -197,8 +205,12 @@ def _ring(given: dict, defaults: dict, context: ContextParallel) -> tuple[str, t
     q, k, v = (given[name] for name in "qkv")
     sizes = [tensor(x).shape for x in (q, k, v)]
     _refuse(
-        **{"queries and keys of other tokens, or a cache": not known(sizes[0][2] == sizes[1][2])},
-        **{"values of another head dim": not known(sizes[1][3] == sizes[2][3])},
+        **{
+            "queries and keys of other tokens, or a cache": not statically_true(
+                sizes[0][2] == sizes[1][2]
+            )
+        },
+        **{"values of another head dim": not statically_true(sizes[1][3] == sizes[2][3])},
     )
     operands = context.operands(sizes[0][2])
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options

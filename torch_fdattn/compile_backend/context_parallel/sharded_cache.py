@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch_fdattn.compile_backend.choose import Attention, Plan
-from torch_fdattn.compile_backend.graph.nodes import known, tensor
+from torch_fdattn.compile_backend.choose import Attention, OpCall
+from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
 from torch_fdattn.compile_backend.masks.expressions import number
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.match.operands import S
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 if TYPE_CHECKING:
@@ -32,22 +32,22 @@ _LOCAL = ("kv_start", "kv_block", "kv_stride", "attn_mask")
 
 def is_step(queries: Any, keys: Any) -> bool:
     """Whether there may be as few queries as decode takes. As many keys could be a short prompt: it is refused."""
-    return not known(queries > MAX_QUERY_TOKENS) and not known(keys < queries)
+    return not statically_true(queries > MAX_QUERY_TOKENS) and not statically_true(keys < queries)
 
 
-def over_shards(found: Attention, plan: Plan, context: ContextParallel) -> Plan:
-    """A step that sees all of the cache; raises `Left` for others."""
+def over_shards(found: Attention, plan: OpCall, context: ContextParallel) -> OpCall:
+    """A step that sees all of the cache; raises `Unsupported` for others."""
     capacity = int(
         found.k.size(S)
     )  # a guard, where it is symbolic: what all ranks hold follows from it
     if plan.op != "decode" or capacity <= int(found.q.size(S)):
-        raise Left(
+        raise Unsupported(
             "context-parallel",
             "few queries that want gradients, or over as many keys: with a cache over the ranks it is not clear "
             "whether these are tokens or a step (torch_fdattn.attention and decode say it)",
         )
     if found.masked or plan.structure != Structure():
-        raise Left(
+        raise Unsupported(
             "context-parallel",
             "a mask or is_causal over a cache's local slots: say lengths to torch_fdattn.decode",
         )
@@ -65,7 +65,7 @@ def own_call(given: dict, defaults: dict, context: ContextParallel) -> tuple[str
         given.pop(x) for x in ("q", "k_cache", "v_cache", "kv_lens", "q_start")
     )
     if local or lengths is None:
-        raise Left(
+        raise Unsupported(
             "context-parallel",
             f"decode over a sharded cache with {', '.join(local) or 'no kv_lens'}: it takes the lengths of whole "
             "sequences, and none of kv_start, kv_block, kv_stride and attn_mask",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention, Plan
+from torch_fdattn.compile_backend.choose import Attention, OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.emit.packing import documents, packed, unpacked
@@ -17,19 +17,19 @@ from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import (
     asks_for_shape,
     is_tensor,
-    known,
     op_name,
+    statically_true,
     tensor,
     value,
 )
 from torch_fdattn.compile_backend.masks.recovery import Masks
 from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.attention.op import empty_state
 
 
-def emit(found: Attention, plan: Plan, masks: Masks) -> None:
-    """Replaces the attention's result; raises `Left`, having changed nothing, where it cannot."""
+def emit(found: Attention, plan: OpCall, masks: Masks) -> None:
+    """Replaces the attention's result; raises `Unsupported`, having changed nothing, where it cannot."""
     add = Adder(found.result)
     given = MaskArguments(add, found, masks.made)
     try:
@@ -55,7 +55,7 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
         out = add.call(operator.getitem, pair, 0)
         if plan.structure.chunk:
             out = unpacked(add, out, whole)
-        if found.mask.empty != "zero" and not known(found.k.size(S) == 0):
+        if found.mask.empty != "zero" and not statically_true(found.k.size(S) == 0):
             out = with_empty_rows(add, found, given, pair, out, (queries, keys, v))
         out = _as_result(add, out, found.out_dims)
         out = _with_strides(add, out, found.result)
@@ -63,7 +63,7 @@ def emit(found: Attention, plan: Plan, masks: Masks) -> None:
             out = add.call(
                 "clone", out
             )  # our backward reads the output, that of a product does not
-    except Left:
+    except Unsupported:
         add.undo()
         given.undo()
         raise
@@ -81,7 +81,7 @@ def _expand_by_sizes(found: Attention) -> None:
         of = [x for x in sizes if x[0].dims[x[1]] is not None]
         shape = value(node).shape if is_tensor(node) else ()
         if len(shape) != len(of) or not all(
-            known(x.size(dim) == n) for (x, dim), n in zip(of, shape, strict=True)
+            statically_true(x.size(dim) == n) for (x, dim), n in zip(of, shape, strict=True)
         ):
             continue
         for user in [user for user in node.users if asks_for_shape(user, node)]:
@@ -103,7 +103,7 @@ def _is_written(node: Node) -> bool:
     return written_between(node.next, node.graph.output_node(), same) is not None
 
 
-def _scale(found: Attention, plan: Plan) -> float | None:
+def _scale(found: Attention, plan: OpCall) -> float | None:
     """As it is without copies of the queries beside them."""
     levels = found.mask.levels
     if plan.scale is not None or levels is None or not levels.needs_copies:
@@ -173,7 +173,7 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     if not all(isinstance(stride, int) for stride in expected.stride()):
         order = range(expected.dim())  # symbolic: only the usual order can be recognised
         if not expected.is_contiguous():
-            raise Left("layout", "the result's strides are symbolic and not contiguous")
+            raise Unsupported("layout", "the result's strides are symbolic and not contiguous")
     else:
         order = sorted(range(expected.dim()), key=lambda dim: -expected.stride(dim))
     order = list(order)
@@ -181,13 +181,15 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     out = _permuted(add, out, order)
     out = _permuted(add, add.call("contiguous", out), inverse)
     if not _same_strides(value(out), expected):
-        raise Left("layout", f"the result's strides {tuple(expected.stride())} cannot be kept")
+        raise Unsupported(
+            "layout", f"the result's strides {tuple(expected.stride())} cannot be kept"
+        )
     return out
 
 
 def _same_strides(a: Tensor, b: Tensor) -> bool:
     return all(
-        known(x == y) or known(size == 1)
+        statically_true(x == y) or statically_true(size == 1)
         for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
     )
 

@@ -11,9 +11,9 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.choose import Attention
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.graph.adder import Adder
-from torch_fdattn.compile_backend.graph.nodes import known, value
+from torch_fdattn.compile_backend.graph.nodes import statically_true, value
 from torch_fdattn.compile_backend.match.operands import D, S
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 
 def with_empty_rows(
@@ -50,7 +50,7 @@ def _reached_beside_fills(
     keys = call("unsqueeze", call("any", call(operator.and_, hidden, summed), -2), -1)
     queries = call("sum", call(torch.where, rows, q, 0.0), -1, keepdim=True)
     heads, kv_heads = value(q).shape[1], value(k).shape[1]
-    if known(heads == kv_heads):
+    if statically_true(heads == kv_heads):
         used = call(torch.where, keys, k, 0.0)
     else:
         used = call(torch.where, keys, _repeated(add, k, heads), 0.0)
@@ -76,10 +76,10 @@ def _reached_by_sums(
 def _repeated(add: Adder, x: Node, heads: object) -> Node:
     """K, or what is made of K or V, with a head for each of q."""
     kv_heads = value(x).shape[1]
-    if known(kv_heads == 1) or known(heads == kv_heads):
+    if statically_true(kv_heads == 1) or statically_true(heads == kv_heads):
         return x
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        raise Left("heads", f"a mean of {kv_heads} heads of v for {heads} of q")
+        raise Unsupported("heads", f"a mean of {kv_heads} heads of v for {heads} of q")
     return add.call("repeat_interleave", x, heads // kv_heads, 1)
 
 

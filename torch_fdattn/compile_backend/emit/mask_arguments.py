@@ -15,13 +15,13 @@ from torch_fdattn.compile_backend.choose import Attention
 from torch_fdattn.compile_backend.emit.mask_operands import Operands
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import written_between
-from torch_fdattn.compile_backend.graph.nodes import described, known, value
+from torch_fdattn.compile_backend.graph.nodes import described, statically_true, value
 from torch_fdattn.compile_backend.masks.expressions import Poly
 from torch_fdattn.compile_backend.masks.hidden_rows import SWALLOWS
 from torch_fdattn.compile_backend.masks.structure import Structure
-from torch_fdattn.compile_backend.masks.terms import Kept, Levels
+from torch_fdattn.compile_backend.masks.terms import ExplicitMask, RowLevels
 from torch_fdattn.compile_backend.match.operands import B
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 
@@ -76,12 +76,16 @@ class MaskArguments:
         if isinstance(constant, int):
             return self.add.call(torch.full, (size,), constant, dtype=torch.int32, device=device)
         if constant is not None:
-            raise Left("mask", f"queries begin at {constant}, a symbolic number")
+            raise Unsupported("mask", f"queries begin at {constant}, a symbolic number")
         root = self.found.mask.roots[poly]
         node = self._made(
             root, poly, lambda at: Operands(at, self.found.sizes, ("b",)).positions(poly)
         )
-        return node if known(value(node).shape == (size,)) else self.add.call("expand", node, size)
+        return (
+            node
+            if statically_true(value(node).shape == (size,))
+            else self.add.call("expand", node, size)
+        )
 
     def _sinks(self, poly: Poly, joined: Node) -> Node:
         """(H,)."""
@@ -98,9 +102,9 @@ class MaskArguments:
             root, poly, lambda at: _floating(at, Operands(at, sizes, axes).number(poly))
         )
         shape = sizes.batch, sizes.heads
-        if known(value(node).shape[0] == 1):
+        if statically_true(value(node).shape[0] == 1):
             node, shape = self.add.call("select", node, 0, 0), shape[1:]
-        same = all(known(a == b) for a, b in zip(value(node).shape, shape, strict=True))
+        same = all(statically_true(a == b) for a, b in zip(value(node).shape, shape, strict=True))
         return node if same else self.add.call("expand", node, *shape)
 
     def _explicit(self) -> Node | None:
@@ -116,7 +120,7 @@ class MaskArguments:
         )
 
     @property
-    def levels(self) -> Levels:
+    def levels(self) -> RowLevels:
         return self.found.mask.levels
 
     def of_fills(self) -> Node:
@@ -130,10 +134,10 @@ class MaskArguments:
         base = self.add.call("masked_fill", highest, self._is_infinite(highest), 0.0)
         return self.add.call(operator.sub, self._wide(mask), base)
 
-    def of(self, kept: Kept) -> Node:
+    def of(self, kept: ExplicitMask) -> Node:
         return self._four_dims(self._of_term(kept), kept)
 
-    def filled(self, fills: Iterable[Kept]) -> Node:
+    def filled(self, fills: Iterable[ExplicitMask]) -> Node:
         """Whether a fill hides a key."""
         seen = [self.of(kept) for kept in fills]
         both = reduce(lambda a, b: self.add.call(operator.and_, a, b), seen)
@@ -146,7 +150,7 @@ class MaskArguments:
         nothing = call(operator.lt, mask, SWALLOWS)
         return call("masked_fill", mask, call(operator.or_, others, nothing), -math.inf)
 
-    def _together(self, terms: Iterable[Kept]) -> Node | None:
+    def _together(self, terms: Iterable[ExplicitMask]) -> Node | None:
         """Masks in the order in which they are written, over scores of zero; boolean if none holds a number."""
         found: Node | None = None
         for kept in terms:
@@ -155,7 +159,7 @@ class MaskArguments:
                 found = self.add.call(operator.mul, found, kept.scale)
         return found
 
-    def _over(self, found: Node | None, node: Node, kept: Kept) -> Node:
+    def _over(self, found: Node | None, node: Node, kept: ExplicitMask) -> Node:
         join, is_number = self.add.call, found is not None and value(found).dtype != torch.bool
         if value(node).dtype != torch.bool:
             if found is None or is_number:
@@ -178,7 +182,7 @@ class MaskArguments:
         made = self.add.call("amax", made, -1, keepdim=True)
         return self.add.call("detach", made) if value(made).requires_grad else made
 
-    def _wide(self, node: Node, kept: Kept | None = None) -> Node:
+    def _wide(self, node: Node, kept: ExplicitMask | None = None) -> Node:
         """A mask in the dtype that it meets scores in, or at least in fp32."""
         dtype = value(node).dtype
         wanted = torch.promote_types(dtype, kept.term.dtype or dtype if kept else torch.float32)
@@ -206,7 +210,7 @@ class MaskArguments:
         q = call(torch.cat, [first, second], -1)
         return q, call(torch.cat, [k, call(operator.sub, k, keys)], -1)
 
-    def _of_term(self, kept: Kept) -> Node:
+    def _of_term(self, kept: ExplicitMask) -> Node:
         if kept.condition is not None:
             condition, sizes = kept.condition, self.found.sizes
             return self._made(
@@ -228,10 +232,12 @@ class MaskArguments:
             node = self.new[key] = make(adder)
         writer = written_between(_after(root), self.found.result, [node])
         if writer is not None:
-            raise Left("in-place", f"{described(writer)} may write into what a mask is made of")
+            raise Unsupported(
+                "in-place", f"{described(writer)} may write into what a mask is made of"
+            )
         return node
 
-    def _four_dims(self, node: Node, kept: Kept) -> Node:
+    def _four_dims(self, node: Node, kept: ExplicitMask) -> Node:
         """Of scores with 3 dimensions there are no heads."""
         rank = len([dim for dim in self.found.q.dims if dim is not None])
         if kept.condition is None and rank == 3 and value(node).dim() == 3:
@@ -252,7 +258,7 @@ def _after(node: Node) -> Node:
     return node
 
 
-def _as_operand(add: Adder, kept: Kept) -> Node:
+def _as_operand(add: Adder, kept: ExplicitMask) -> Node:
     """A mask itself, as our ops take it."""
     node, term = kept.term.node, kept.term
     if not term.is_added:

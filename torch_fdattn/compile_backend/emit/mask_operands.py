@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.adder import Adder
-from torch_fdattn.compile_backend.graph.nodes import known, value
+from torch_fdattn.compile_backend.graph.nodes import statically_true, value
 from torch_fdattn.compile_backend.masks.expressions import (
     AtLeastZero,
     Axis,
@@ -68,7 +68,7 @@ def _view(lookup: Lookup, size: dict) -> tuple[tuple, list[str]] | None:
             return None
         (axis,) = axes
         start, wanted = index.without(axis).constant, size[axis.name]
-        if start == 0 and known(length == wanted):
+        if start == 0 and statically_true(length == wanted):
             items.append(slice(None))
         elif isinstance(start, int) and isinstance(wanted, int) and start >= 0:
             items.append(slice(start, start + wanted))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.graph.nodes import is_tensor, known, op_name, value
+from torch_fdattn.compile_backend.graph.nodes import is_tensor, op_name, statically_true, value
 
 _RESHAPES = {"flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
 
@@ -25,7 +25,7 @@ def across(node: Node, source: Node, dim: int | None, up: bool) -> int | None:
     if op_name(node) in _RESHAPES:
         return _with_as_many_behind(here, there, dim)
     found = dim - here.dim() + there.dim()  # as broadcasting has it
-    same = 0 <= found < there.dim() and known(there.shape[found] == here.shape[dim])
+    same = 0 <= found < there.dim() and statically_true(there.shape[found] == here.shape[dim])
     return found if same else None
 
 
@@ -47,7 +47,9 @@ def _order(node: Node, rank: int) -> list[int] | None:
 def _with_as_many_behind(here: Tensor, there: Tensor, dim: int) -> int | None:
     behind = _count(here.shape[dim + 1 :])
     for i, size in enumerate(there.shape):
-        if known(size == here.shape[dim]) and known(_count(there.shape[i + 1 :]) == behind):
+        if statically_true(size == here.shape[dim]) and statically_true(
+            _count(there.shape[i + 1 :]) == behind
+        ):
             return i
     return None
 

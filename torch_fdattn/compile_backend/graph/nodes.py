@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 #: One name for each operation, however it is spelled.
 _ALIASES = {
@@ -98,7 +98,9 @@ def arguments(node: Node, **defaults: Any) -> list[Any]:
     given = dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
     unknown = set(given) - set(defaults)
     if unknown or len(node.args) > len(defaults):
-        raise Left("unexpected", f"{described(node)} was called with arguments that are not known")
+        raise Unsupported(
+            "unexpected", f"{described(node)} was called with arguments that are not known"
+        )
     return [given.get(name, default) for name, default in defaults.items()]
 
 
@@ -111,13 +113,13 @@ def tensor(node: object) -> Tensor:
     """The fake tensor of a node, which is one of plain torch."""
     fake = value(node) if isinstance(node, Node) else None
     if not isinstance(fake, Tensor):
-        raise Left("metadata")
+        raise Unsupported("metadata")
     if fake.is_nested:
-        raise Left("nested")
+        raise Unsupported("nested")
     if fake.layout != torch.strided:
-        raise Left("layout", f"a tensor is not strided, but {fake.layout}")
+        raise Unsupported("layout", f"a tensor is not strided, but {fake.layout}")
     if type(fake) is not FakeTensor:
-        raise Left("tensor-subclass", f"a tensor is a {type(fake).__name__}")
+        raise Unsupported("tensor-subclass", f"a tensor is a {type(fake).__name__}")
     return fake
 
 
@@ -125,14 +127,14 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, Node) and isinstance(value(node), Tensor)
 
 
-def known(condition: Any) -> bool:
+def statically_true(condition: Any) -> bool:
     """Whether a condition over sizes certainly holds. Never adds a guard."""
     return statically_known_true(condition)
 
 
-def same_shape(a: Tensor, b: Tensor) -> bool:
+def equal_shapes(a: Tensor, b: Tensor) -> bool:
     pairs = zip(a.shape, b.shape, strict=False)
-    return a.dim() == b.dim() and all(known(x == y) for x, y in pairs)
+    return a.dim() == b.dim() and all(statically_true(x == y) for x, y in pairs)
 
 
 def asks_for_shape(user: Node, node: Node) -> bool:

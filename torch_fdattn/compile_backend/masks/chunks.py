@@ -140,7 +140,7 @@ def _only_value(atom: Quotient, sizes) -> int | None:
         return None
     found = least.constant // atom.by
     end = number((found + 1) * atom.by)
-    return found if sizes.is_known(most - end, lambda x: x < 0) else None
+    return found if sizes.is_provable(most - end, lambda x: x < 0) else None
 
 
 def _follows(condition: Condition, other: Condition) -> bool:

@@ -7,7 +7,7 @@ Of a query that sees a key, hidden keys weigh nothing, whatever hides them. Of o
     where several numbers hide, those at the highest weigh the same, and the others nothing;
     where a smaller number is added, softmax sees the digits of the scores that are left.
 
-The last two are told as `Levels`: the mask's numbers less the highest of their row, which changes no softmax and
+The last two are told as `RowLevels`: the mask's numbers less the highest of their row, which changes no softmax and
 leaves all digits to the backward's lse, where the number itself would take them; and scores of zero for rows where
 nothing is left of them. Gradients reach scores as they do in eager: through a sum, not through a fill.
 """
@@ -25,16 +25,16 @@ from torch_fdattn.compile_backend.graph.nodes import value
 from torch_fdattn.compile_backend.graph.parameters import is_learned
 from torch_fdattn.compile_backend.masks.expressions import Lookup, Monomial, Poly, Select, number
 from torch_fdattn.compile_backend.masks.terms import (
-    Kept,
-    KeptWhole,
-    Levels,
+    ExplicitMask,
+    KeepAsTensors,
     MaskTerm,
-    Nans,
-    Read,
-    Recovered,
+    NanGradients,
+    ParsedTerm,
+    RecoveredMask,
+    RowLevels,
 )
 from torch_fdattn.compile_backend.match.operands import D
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class HiddenRows:
     sinks: bool  #: whether there are any: they take the weight of rows whose keys are hidden
     promised: bool = False  #: whether the caller says that there are no such rows
 
-    def settle(self, found: Recovered, reads: Sequence[Read]) -> None:
-        """Where the masks were taken apart; raises `KeptWhole` where that loses what hides a row."""
+    def settle(self, found: RecoveredMask, reads: Sequence[ParsedTerm]) -> None:
+        """Where the masks were taken apart; raises `KeepAsTensors` where that loses what hides a row."""
         if self.promised:
             return
         fills = {fill for read in reads for fill in read.fills}
@@ -136,7 +136,7 @@ class HiddenRows:
             # Learned slopes have a gradient of such a row too, as a mask has.
             learned = self.wanted and any(read.learned for read in hiding)
             if len(fills) > 1 or learned or not (filled or once):
-                raise KeptWhole("mask-rows")
+                raise KeepAsTensors("mask-rows")
             found.empty = "mean"
         else:
             kept = [read for read in reads if read.bias is None]
@@ -149,9 +149,9 @@ class HiddenRows:
         found.flows = self.wanted and by_sums
         found.nans = self._nans(reads)
 
-    def all_kept(self, reads: Sequence[Read], reason: str) -> Recovered:
+    def all_kept(self, reads: Sequence[ParsedTerm], reason: str) -> RecoveredMask:
         """All masks as tensors."""
-        found = Recovered(reason=reason)
+        found = RecoveredMask(reason=reason)
         filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
         added = any(
             read.term.is_added and (read.hides or read.infinite or read.floor < HARMLESS)
@@ -165,9 +165,9 @@ class HiddenRows:
         else:
             for read in reads:
                 if not read.term.is_added and read.fills:
-                    found.kept.append(Kept(read.term))
+                    found.kept.append(ExplicitMask(read.term))
                 elif read.term.is_added and (read.hides or read.bias.terms):
-                    found.kept.append(Kept(read.term, limited=read.limited))
+                    found.kept.append(ExplicitMask(read.term, limited=read.limited))
         if self.promised:
             return found
         if finite and not found.levels:
@@ -182,21 +182,23 @@ class HiddenRows:
         found.nans = self._nans(reads)
         return found
 
-    def _nans(self, reads: Sequence[Read]) -> Nans:
+    def _nans(self, reads: Sequence[ParsedTerm]) -> NanGradients:
         if not self.wanted:
-            return Nans()
-        fills = {i: Kept(x.term) for i, x in enumerate(reads) if not x.term.is_added and x.fills}
+            return NanGradients()
+        fills = {
+            i: ExplicitMask(x.term) for i, x in enumerate(reads) if not x.term.is_added and x.fills
+        }
         learned = [
-            (Kept(read.term), tuple(fill for j, fill in fills.items() if j > i))
+            (ExplicitMask(read.term), tuple(fill for j, fill in fills.items() if j > i))
             for i, read in enumerate(reads)
             if read.learned
         ]
         sums = any(read.term.is_added and read.hides for read in reads)
-        return Nans(tuple(fills.values()) if sums else (), tuple(learned))
+        return NanGradients(tuple(fills.values()) if sums else (), tuple(learned))
 
     def _levels(
-        self, reads: Sequence[Read], kept: Sequence[Read], several: bool = False
-    ) -> Levels | None:
+        self, reads: Sequence[ParsedTerm], kept: Sequence[ParsedTerm], several: bool = False
+    ) -> RowLevels | None:
         """Of all masks, where numbers among those that are kept may hide a row and leave it something.
 
         several: whether fills are of more than one number, or beside what is added.
@@ -215,25 +217,25 @@ class HiddenRows:
         limit = max([swallows] * given + [0.99 * x for x in finite], default=None)
         limit = swallows if apart else limit
         terms = [read.term for read in reads if read.term.is_added or read.fills]
-        return Levels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
+        return RowLevels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
 
 
-def _in_order(terms: Sequence[MaskTerm]) -> tuple[Kept, ...]:
+def _in_order(terms: Sequence[MaskTerm]) -> tuple[ExplicitMask, ...]:
     """Masks as they are written, each before what multiplies the scores behind it: sums may be -inf before."""
     found = []
     for term, after in zip(terms, [*(abs(x.factor) for x in terms[1:]), 1.0], strict=True):
         factor = abs(term.factor)
         plain = replace(term, factor=term.factor / factor)
-        found.append(Kept(plain, fill=term.rounded(term.fill), scale=factor / after))
+        found.append(ExplicitMask(plain, fill=term.rounded(term.fill), scale=factor / after))
     return tuple(found)
 
 
-def _swallowing(read: Read) -> float:
+def _swallowing(read: ParsedTerm) -> float:
     """What is added below it leaves nothing of a score. (float16 has steps of 32 there.)"""
     return -(2.0**15) if read.term.is_added and read.term.dtype == torch.float16 else SWALLOWS
 
 
-def _are_blurred(kept: Sequence[Read]) -> bool:
+def _are_blurred(kept: Sequence[ParsedTerm]) -> bool:
     """Whether different sums of masks may be -inf to our ops, or are -inf in eager before they are scaled."""
     far = [
         read
@@ -243,24 +245,28 @@ def _are_blurred(kept: Sequence[Read]) -> bool:
     return _lowest_sum(far) < -MASK_LIMIT and not (len(far) == 1 and far[0].one_level)
 
 
-def _may_overflow(kept: Sequence[Read]) -> bool:
+def _may_overflow(kept: Sequence[ParsedTerm]) -> bool:
     """Whether sums of several masks may be -inf."""
     dtypes = [read.term.dtype for read in kept if read.term.dtype is not None]
     least = max((torch.finfo(x).min for x in dtypes), default=-math.inf)
     return len(kept) > 1 and _lowest_sum(kept) < least
 
 
-def _lowest_sum(reads: Sequence[Read]) -> float:
+def _lowest_sum(reads: Sequence[ParsedTerm]) -> float:
     """Of masks, as they are before their sum is scaled down."""
     return sum(read.floor / min(1.0, abs(read.term.factor)) for read in reads)
 
 
 def check(found: Attention) -> None:
-    """Raises `Left` where a gradient would need what the op cannot give."""
+    """Raises `Unsupported` where a gradient would need what the op cannot give."""
     mask = found.mask
     copies = mask.levels is not None and mask.levels.needs_copies
     if found.softcap and (copies or (mask.flows and mask.empty == "mean")):
-        raise Left("mask-value", "sums may hide a row, and its gradient goes through a softcap")
+        raise Unsupported(
+            "mask-value", "sums may hide a row, and its gradient goes through a softcap"
+        )
     dim = found.q.size(D)
     if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
-        raise Left("mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it")
+        raise Unsupported(
+            "mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it"
+        )

@@ -18,7 +18,13 @@ from torch._functorch import predispatch as vmap
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.graph.nodes import arguments, is_tensor, known, op_name, value
+from torch_fdattn.compile_backend.graph.nodes import (
+    arguments,
+    is_tensor,
+    op_name,
+    statically_true,
+    value,
+)
 from torch_fdattn.compile_backend.masks.expressions import (
     FALSE,
     TRUE,
@@ -40,7 +46,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     number,
     select,
 )
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 Entry = Poly | Condition
 Index = tuple[Poly, ...]
@@ -102,7 +108,7 @@ class Reader:
                     raise _Unknown
                 found = _in_dtype(rule(self, node, index), value(node).dtype)
                 self.visited.add(node)
-            except (_Unknown, Left, TypeError, ValueError, LookupError, OverflowError):
+            except (_Unknown, Unsupported, TypeError, ValueError, LookupError, OverflowError):
                 self.visited = before
                 if type(value(node)) is not FakeTensor:
                     raise _Unknown from None  # inside of vmap there are entries, but no tensors
@@ -140,7 +146,9 @@ def _broadcast(node: Node, index: Index) -> Index:
     if len(shape) > len(index):
         raise _Unknown
     last = index[len(index) - len(shape) :]
-    return tuple(number(0) if known(n == 1) else i for n, i in zip(shape, last, strict=True))
+    return tuple(
+        number(0) if statically_true(n == 1) else i for n, i in zip(shape, last, strict=True)
+    )
 
 
 def _in_dtype(found: Entry, dtype: torch.dtype) -> Entry:
@@ -225,7 +233,7 @@ def _repeat(reader: Reader, node: Node, index: Index) -> Entry:
     shape = value(source).shape
     last = repeats[len(repeats) - len(shape) :]
     if node.kwargs or not all(
-        known(n == 1) or times == 1 for n, times in zip(shape, last, strict=True)
+        statically_true(n == 1) or times == 1 for n, times in zip(shape, last, strict=True)
     ):
         raise _Unknown
     return reader.operand(source, index)
@@ -243,10 +251,10 @@ def _reshape(reader: Reader, node: Node, index: Index) -> Entry:
     if value(source).dtype != value(node).dtype:
         raise _Unknown  # a view of the bits
     old, new = value(source).shape, value(node).shape
-    kept = [(n, i) for n, i in zip(new, index, strict=True) if not known(n == 1)]
-    dims = [d for d, n in enumerate(old) if not known(n == 1)]
+    kept = [(n, i) for n, i in zip(new, index, strict=True) if not statically_true(n == 1)]
+    dims = [d for d, n in enumerate(old) if not statically_true(n == 1)]
     if len(dims) != len(kept) or not all(
-        known(old[d] == n) for d, (n, _) in zip(dims, kept, strict=True)
+        statically_true(old[d] == n) for d, (n, _) in zip(dims, kept, strict=True)
     ):
         raise _Unknown
     found = dict(zip(dims, (i for _, i in kept), strict=True))
@@ -307,11 +315,11 @@ def _from_front(item: object, size: object):
     if isinstance(item, bool):
         raise _Unknown
     given = value(item) if isinstance(item, Node) else item
-    if known(given >= 0):
-        if not known(given <= size):
+    if statically_true(given >= 0):
+        if not statically_true(given <= size):
             raise _Unknown
         return scalar(item)
-    if known(given < 0) and known(given + size >= 0):
+    if statically_true(given < 0) and statically_true(given + size >= 0):
         return scalar(item) + scalar(size)
     raise _Unknown
 
@@ -455,7 +463,7 @@ def _diff(reader: Reader, node: Node, index: Index) -> Entry:
     )
     if n != 1 or dim not in (-1, len(index) - 1) or append is not None or prepend is None:
         raise _Unknown
-    if not known(value(prepend).shape[-1] == 1):
+    if not statically_true(value(prepend).shape[-1] == 1):
         raise _Unknown
     *others, last = index
     here, before = (reader.numeric(source, (*others, i)) for i in (last, last - number(1)))

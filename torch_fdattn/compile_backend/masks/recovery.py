@@ -52,21 +52,29 @@ from torch_fdattn.compile_backend.masks.structure import (
     split,
     structured,
 )
-from torch_fdattn.compile_backend.masks.terms import Kept, KeptWhole, MaskTerm, Read, Recovered
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.masks.terms import (
+    ExplicitMask,
+    KeepAsTensors,
+    MaskTerm,
+    ParsedTerm,
+    RecoveredMask,
+)
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 
-def top_left(sizes: Sizes) -> Recovered:
+def top_left(sizes: Sizes) -> RecoveredMask:
     """SDPA's is_causal."""
-    return Recovered(Structure(number(0), -1, 0).aligned(sizes, distances=False))
+    return RecoveredMask(Structure(number(0), -1, 0).aligned(sizes, distances=False))
 
 
 def sinks_of(node: Node, sizes: Sizes) -> Poly:
-    """What stands in a column beside the scores: a number of each head, or else raises `Left`."""
+    """What stands in a column beside the scores: a number of each head, or else raises `Unsupported`."""
     found = Reader().read(node, ("b", "h", "q", "k")) if value(node).dim() == 4 else None
     if not isinstance(found, Poly) or axes_of(found) - {"h"} or not is_expressible(found, sizes):
-        raise Left("scores-unknown", "a column beside the scores that is no sink of each head")
+        raise Unsupported(
+            "scores-unknown", "a column beside the scores that is no sink of each head"
+        )
     return found
 
 
@@ -83,14 +91,14 @@ class Masks:
     def recover(
         self, terms: list[MaskTerm], sizes: Sizes, rank: int, dtype: torch.dtype, until: Node, *, safe: bool,
         sinks: bool = False,
-    ) -> Recovered:  # fmt: skip
-        """What all masks together do; raises `Left` where our ops cannot do it.
+    ) -> RecoveredMask:  # fmt: skip
+        """What all masks together do; raises `Unsupported` where our ops cannot do it.
 
         rank, dtype: of the scores; until: the node where attention happens; safe: whether it is SDPA, which gives
         zeros where -inf hides all keys; sinks: whether there are any, which no mask is added to.
         """
         if not terms:
-            return Recovered()
+            return RecoveredMask()
         axes = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
         reads, makers = [], []
         for term in terms:
@@ -101,7 +109,7 @@ class Masks:
         rows = HiddenRows(safe, value(until).requires_grad, sinks, self._promised)
         try:
             found = _taken_apart(reads, sizes, rows)
-        except KeptWhole as why:
+        except KeepAsTensors as why:
             found = rows.all_kept(reads, str(why))
         found.structure = found.structure.aligned(sizes, found.slopes is not None)
         positions = (found.structure.start, found.structure.lengths)
@@ -113,33 +121,35 @@ class Masks:
     def _understood(
         self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node,
         sinks: bool,
-    ) -> tuple[Read, list[Node]]:  # fmt: skip
+    ) -> tuple[ParsedTerm, list[Node]]:  # fmt: skip
         fake = value(term.node)
         if term.is_added and not fake.is_floating_point():
-            raise Left("mask", f"a mask of {fake.dtype} is added to the scores")
+            raise Unsupported("mask", f"a mask of {fake.dtype} is added to the scores")
         if not term.is_added and fake.dtype != torch.bool:
-            raise Left("mask", f"a mask of {fake.dtype}, not bool")
+            raise Unsupported("mask", f"a mask of {fake.dtype}, not bool")
         entry, visited = self._entry(term.node, axes, sizes, until)
         makers = sorted(visited, key={n: i for i, n in enumerate(until.graph.nodes)}.__getitem__)
         if not term.is_added:
             seen = entry if term.kind == "visible" else negation(entry)
             fill = term.rounded(term.fill * term.factor)
             if seen == TRUE:
-                return Read(term, bias=number(0)), makers
+                return ParsedTerm(term, bias=number(0)), makers
             if not hides(fill, dtype):
-                raise Left(
+                raise Unsupported(
                     "mask-value",
                     f"scores are hidden by {fill:g}, which does not hide them for certain",
                 )
-            return Read(term, seen, frozenset({fill}), number(0)), makers
+            return ParsedTerm(term, seen, frozenset({fill}), number(0)), makers
         added = entry * number(term.factor)
         numbers = [term.rounded(x) for x in constants(added)]
         if math.inf in numbers:
-            raise Left("mask-value", "infinity is added to the scores, which makes rows of NaN")
+            raise Unsupported(
+                "mask-value", "infinity is added to the scores, which makes rows of NaN"
+            )
         limited = fake.dtype != torch.float16 and any(-math.inf < x < -MASK_LIMIT for x in numbers)
         limited = limited and not self._promised  # to such a query -inf is no other thing
         data = any(isinstance(x, Lookup) for x in atoms_of(entry))
-        found = Read(
+        found = ParsedTerm(
             term, reason="mask-data" if data else "mask-form", limited=limited,
             infinite=-math.inf in numbers, floor=lowest(added),
             one_level=len({x for x in numbers if -math.inf < x <= SWALLOWS}) == 1,
@@ -180,7 +190,7 @@ class Masks:
         return entry, visited
 
 
-def _check_writes(reads: list[Read]) -> None:
+def _check_writes(reads: list[ParsedTerm]) -> None:
     """What two masks are made of is one number for both, unless something writes it between them."""
     order = {node: i for i, node in enumerate(reads[0].term.node.graph.nodes)}
     roots = sorted((read.term.node for read in reads), key=order.__getitem__)
@@ -189,17 +199,17 @@ def _check_writes(reads: list[Read]) -> None:
         for atom in atoms_of(part) if isinstance(atom, Lookup)
     }  # fmt: skip
     if written_between(roots[0], roots[-1], looked_up) is not None:
-        raise Left("in-place", "what masks are made of may be written between them")
+        raise Unsupported("in-place", "what masks are made of may be written between them")
 
 
 def _taken_apart(
-    reads: list[Read], sizes: Sizes, rows: HiddenRows, chunks: bool = True
-) -> Recovered:
-    """What is proven as structure, and the rest kept; raises `KeptWhole` where all is better kept.
+    reads: list[ParsedTerm], sizes: Sizes, rows: HiddenRows, chunks: bool = True
+) -> RecoveredMask:
+    """What is proven as structure, and the rest kept; raises `KeepAsTensors` where all is better kept.
 
     chunks: whether they may be structure, which they are alone or beside causal and a window.
     """
-    found = Recovered(structured(both(*(read.condition for read in reads)), sizes, chunks))
+    found = RecoveredMask(structured(both(*(read.condition for read in reads)), sizes, chunks))
     for i, read in enumerate(reads):
         if read.bias is None or not read.bias.terms:
             continue
@@ -222,11 +232,11 @@ def _taken_apart(
     return found
 
 
-def _kept(read: Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kept]:
+def _kept(read: ParsedTerm, found: RecoveredMask, sizes: Sizes, finite: bool) -> list[ExplicitMask]:
     """What of a term the structure does not say."""
     if read.bias is None:
         found.reason = read.reason
-        return [Kept(read.term, limited=read.limited)]
+        return [ExplicitMask(read.term, limited=read.limited)]
     condition = both(*(x for x in conjuncts(read.condition) if x in found.structure.rest))
     if condition == TRUE:
         return []
@@ -236,21 +246,21 @@ def _kept(read: Read, found: Recovered, sizes: Sizes, finite: bool) -> list[Kept
         found.reason = "mask-chunked"
     by_rows = {"q", "k"} <= axes_of(condition)
     if not by_rows and condition != FALSE and is_expressible(condition, sizes):
-        return [Kept(read.term, condition)]
+        return [ExplicitMask(read.term, condition)]
     if read.bias.terms:  # which the mask holds too
-        raise KeptWhole(found.reason)
+        raise KeepAsTensors(found.reason)
     if read.term.is_added and finite:
-        raise KeptWhole("mask-chunked" if is_chunked(condition) else "mask-rows")
-    return [Kept(read.term)]
+        raise KeepAsTensors("mask-chunked" if is_chunked(condition) else "mask-rows")
+    return [ExplicitMask(read.term)]
 
 
-def _root(poly: Poly, reads: list[Read], sizes: Sizes) -> Node:
+def _root(poly: Poly, reads: list[ParsedTerm], sizes: Sizes) -> Node:
     """A mask that holds all that a polynomial is made of: there it can be computed."""
     wanted = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
     for read in reads:
         if wanted <= set(atoms_of(read.condition)) and is_expressible(poly, sizes):
             return read.term.node
-    raise KeptWhole("mask-data")
+    raise KeepAsTensors("mask-data")
 
 
 def _is_as_read(root: Node, visited: frozenset[Node], looked_up: set[Node]) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import sympy
 
-from torch_fdattn.compile_backend.graph.nodes import known
+from torch_fdattn.compile_backend.graph.nodes import statically_true
 from torch_fdattn.compile_backend.masks import chunks as mask_chunks
 from torch_fdattn.compile_backend.masks.chunks import Part
 from torch_fdattn.compile_backend.masks.expressions import (
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     queries: object
     keys: object
 
-    def is_known(self, poly: Poly, test: Callable) -> bool:
+    def is_provable(self, poly: Poly, test: Callable) -> bool:
         """Whether a test of what the polynomial is holds for all sizes the graph may meet."""
         constant = poly.constant
         if constant is None:
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
             if symbolic is None:
                 return False  # of a number that the call is given, and no size
             constant = symbolic.node.shape_env.create_symintnode(constant, hint=None)
-        return known(test(constant))
+        return statically_true(test(constant))
 
     def poly(self, name: str) -> Poly:
         size = getattr(self, name)
@@ -83,14 +83,14 @@ class Structure:
         if self.rest:
             return False
         if self.lengths is not None:
-            return self.start is None and sizes.is_known(self.lengths, lambda x: x >= 1)
+            return self.start is None and sizes.is_provable(self.lengths, lambda x: x >= 1)
         start = self.start or number(0)
         last = start + sizes.poly("queries") - number(1 + self.left)
         return (
-            self.right < 0 or sizes.is_known(start + number(self.right), lambda x: x >= 0)
+            self.right < 0 or sizes.is_provable(start + number(self.right), lambda x: x >= 0)
         ) and (
             self.left < 0
-            or sizes.is_known(sizes.poly("keys") - number(1) - last, lambda x: x >= 0)
+            or sizes.is_provable(sizes.poly("keys") - number(1) - last, lambda x: x >= 0)
         )  # fmt: skip
 
     def moved_to(self, start: Poly) -> Structure | None:
@@ -124,7 +124,7 @@ def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
     below: list[Bound] = []
     lengths: list[Bound] = []
     # One query stands wherever it is said to stand.
-    one_query = known(sizes.queries == 1)
+    one_query = statically_true(sizes.queries == 1)
     for part, says in mask_chunks.parts(condition, sizes):
         kind, by = _bound(says)
         if kind in ("above", "length") and (kind == "above" or one_query):
@@ -194,21 +194,21 @@ def _bound(part: Condition) -> tuple[str, Poly | None]:
 
 
 def _allows_all(excess: Poly, least: int, sizes: Sizes) -> bool:
-    return sizes.is_known(excess, lambda x: x >= least)
+    return sizes.is_provable(excess, lambda x: x >= least)
 
 
 def _tightest(bounds: list[Bound], sizes: Sizes) -> list[Bound]:
     """Without those that follow from another."""
     kept: list[Bound] = []
     for bound in bounds:
-        if any(sizes.is_known(bound.by - other.by, lambda x: x >= 0) for other in kept):
+        if any(sizes.is_provable(bound.by - other.by, lambda x: x >= 0) for other in kept):
             continue
-        kept = [x for x in kept if not sizes.is_known(x.by - bound.by, lambda d: d >= 0)]
+        kept = [x for x in kept if not sizes.is_provable(x.by - bound.by, lambda d: d >= 0)]
         kept.append(bound)
     return kept
 
 
-class Parts(NamedTuple):
+class SplitBias(NamedTuple):
     """What is added to scores: a bias where the conditions hold, and elsewhere one of `fills`, which hide."""
 
     conditions: list[Condition]
@@ -222,7 +222,7 @@ def is_for_all_keys(bias: Poly) -> bool:
     return isinstance(constant, (int, float)) and abs(constant) < 1e4
 
 
-def split(added: Poly, hides: Callable[[float], bool]) -> Parts:
+def split(added: Poly, hides: Callable[[float], bool]) -> SplitBias:
     conditions: list[Condition] = []
     fills: set[float] = set()
     while True:
@@ -241,7 +241,7 @@ def split(added: Poly, hides: Callable[[float], bool]) -> Parts:
             added = added.without(atom) + seen * number(factor)
             break
         else:
-            return Parts(conditions, fills, added)
+            return SplitBias(conditions, fills, added)
 
 
 def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure] | None:
@@ -282,7 +282,7 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
 def _where_distances_begin(distance: Magnitude, sizes: Sizes) -> Poly | None:
     """start in |start + q - k|."""
     kind, by = _bound(AtLeastZero(distance.of))
-    if kind == "above" or (kind == "length" and known(sizes.queries == 1)):
+    if kind == "above" or (kind == "length" and statically_true(sizes.queries == 1)):
         return by
     return by * number(-1) if kind == "below" else None
 

@@ -39,7 +39,7 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ExplicitMask:
     """What stays a tensor of a term: a condition, to be made from what the mask was made of, or the mask itself."""
 
     term: MaskTerm
@@ -47,15 +47,15 @@ class Kept:
     fill: float = -math.inf  #: what a boolean mask makes of its hidden entries
     limited: bool = False  #: whether the mask may hold finite numbers that our ops take for -inf
     scale: float = (
-        1.0  #: by which the sum of all masks up to this one is multiplied, among `Levels`
+        1.0  #: by which the sum of all masks up to this one is multiplied, among `RowLevels`
     )
 
 
 @dataclass(frozen=True)
-class Levels:
+class RowLevels:
     """All masks in the order in which they are written: what they hide a row by (see `hidden_rows.py`)."""
 
-    terms: tuple[Kept, ...]
+    terms: tuple[ExplicitMask, ...]
     limit: (
         float | None
     )  #: of a row whose highest number is at most this, nothing of its scores is left
@@ -69,27 +69,31 @@ class Levels:
         return self.limit is not None and self.flows
 
     @property
-    def fills(self) -> list[Kept]:
+    def fills(self) -> list[ExplicitMask]:
         return [kept for kept in self.terms if not kept.term.is_added]
 
 
 @dataclass(frozen=True)
-class Nans:
+class NanGradients:
     """Which gradients are NaN beside an output that is: where -inf hides all keys of a query, and not all by fills."""
 
-    fills: tuple[Kept, ...] = ()  #: whose keys pass none to scores; empty: all do, or none
-    learned: tuple[tuple[Kept, tuple[Kept, ...]], ...] = ()  #: sums, each with the fills behind it
+    fills: tuple[ExplicitMask, ...] = ()  #: whose keys pass none to scores; empty: all do, or none
+    learned: tuple[
+        tuple[ExplicitMask, tuple[ExplicitMask, ...]], ...
+    ] = ()  #: sums, each with the fills behind it
 
 
 @dataclass
-class Recovered:
+class RecoveredMask:
     structure: Structure = field(default_factory=Structure)
     slopes: Poly | None = None
-    kept: list[Kept] = field(default_factory=list)  #: in the order in which they meet the scores
+    kept: list[ExplicitMask] = field(
+        default_factory=list
+    )  #: in the order in which they meet the scores
     empty: Empty = "zero"
     flows: bool = False  #: whether gradients reach the scores of a query that sees no key
-    levels: Levels | None = None
-    nans: Nans = Nans()
+    levels: RowLevels | None = None
+    nans: NanGradients = NanGradients()
     reason: str = ""  #: why something stays a tensor: a key of `report.MASK_REASONS`
     roots: dict[Poly, Node] = field(
         default_factory=dict
@@ -118,7 +122,7 @@ class Recovered:
 
 
 @dataclass(frozen=True)
-class Read:
+class ParsedTerm:
     """A term as it was understood: a bias where the condition holds, and elsewhere one of `fills`, which hide.
 
     `bias` None: it was not, and is kept.
@@ -140,12 +144,12 @@ class Read:
     def hides(self) -> bool:
         return bool(self.fills) or self.bias is None
 
-    def whole(self, reason: str = "") -> Read:
+    def whole(self, reason: str = "") -> ParsedTerm:
         """An added mask as the numbers that it holds."""
         return replace(
             self, condition=TRUE, fills=frozenset(), bias=None, reason=reason or self.reason
         )
 
 
-class KeptWhole(Exception):
+class KeepAsTensors(Exception):
     """Raised where terms are not to be taken apart."""

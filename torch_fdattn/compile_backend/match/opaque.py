@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.nodes import described
 from torch_fdattn.compile_backend.masks.recovery import Masks
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "one call"
 _CALLS = {
@@ -24,4 +24,4 @@ def is_opaque(node: Node) -> bool:
 
 
 def match(node: Node, masks: Masks) -> None:
-    raise Left("opaque", f"{described(node)} holds its attention inside")
+    raise Unsupported("opaque", f"{described(node)} holds its attention inside")

@@ -1,6 +1,6 @@
 """q, k and v as the graph has them: a node, and where each of (batch, head, sequence, head dim) lies in it.
 
-`seen_through` walks from a matmul's operand up to what the kernels read themselves: through transposes,
+`trace_operand` walks from a matmul's operand up to what the kernels read themselves: through transposes,
 scalings, and the copies of K and V that stand in for grouped heads.
 """
 
@@ -15,14 +15,14 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.constants import number
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
+    equal_shapes,
     is_tensor,
-    known,
     op_name,
-    same_shape,
+    statically_true,
     tensor,
     value,
 )
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 B, H, S, D = range(4)
 
@@ -44,13 +44,13 @@ def operand(node: object, dims: tuple[int | None, ...] | None = None) -> Operand
     """An operand in SDPA's order, (B, H, S, D) or (B, S, D), where no other is given."""
     rank = tensor(node).dim()
     if rank not in (3, 4):
-        raise Left("rank", f"a tensor has {rank} dimensions")
+        raise Unsupported("rank", f"a tensor has {rank} dimensions")
     if dims is None:
         dims = (0, 1, 2, 3) if rank == 4 else (0, None, 1, 2)
     return Operand(node, dims)
 
 
-def seen_through(found: Operand, path: list[Node], scalings: bool) -> Operand:
+def trace_operand(found: Operand, path: list[Node], scalings: bool) -> Operand:
     """The operand's source; `path` receives the nodes between, whose results are then not needed."""
     while True:
         node = found.node
@@ -107,7 +107,7 @@ def scaling(node: Node) -> tuple[Node, float] | None:
     factor = number(factor)
     if not is_tensor(x) or not is_tensor(node) or factor is None or (name == "div" and factor == 0):
         return None
-    if not same_shape(value(x), value(node)):
+    if not equal_shapes(value(x), value(node)):
         return None
     return x, factor if name == "mul" else 1 / factor
 
@@ -127,9 +127,13 @@ def _repeated(found: Operand, path: list[Node]) -> Operand | None:
     # All but the heads stays as it is, and these divide.
     few, many = value(source), value(found.node)
     others = [dim for dim in range(many.dim()) if dim != head]
-    if few.dim() != many.dim() or not all(known(few.shape[d] == many.shape[d]) for d in others):
+    if few.dim() != many.dim() or not all(
+        statically_true(few.shape[d] == many.shape[d]) for d in others
+    ):
         return None
-    if not known(few.shape[head] > 0) or not known(many.shape[head] % few.shape[head] == 0):
+    if not statically_true(few.shape[head] > 0) or not statically_true(
+        many.shape[head] % few.shape[head] == 0
+    ):
         return None
     return found._replace(node=source, repeats=True)
 
@@ -165,14 +169,14 @@ def _expanded_and_merged(node: Node, head: int, path: list[Node]) -> Node | None
     # Only the inserted dim is expanded, and it is merged with the heads before it.
     narrow = value(inserted)
     for dim in range(wide.dim()):
-        if dim != head + 1 and not known(wide.shape[dim] == narrow.shape[dim]):
+        if dim != head + 1 and not statically_true(wide.shape[dim] == narrow.shape[dim]):
             return None
     expected = [
         *wide.shape[:head],
         wide.shape[head] * wide.shape[head + 1],
         *wide.shape[head + 2 :],
     ]
-    if not all(known(a == b) for a, b in zip(merged.shape, expected, strict=True)):
+    if not all(statically_true(a == b) for a, b in zip(merged.shape, expected, strict=True)):
         return None
     path += [*between, inserted]
     return source
@@ -204,4 +208,4 @@ def _expanded_from_one(node: Node, head: int) -> Node | None:
         return None
     source = node.args[0]
     fake = value(source)
-    return source if fake.dim() > head and known(fake.shape[head] == 1) else None
+    return source if fake.dim() > head and statically_true(fake.shape[head] == 1) else None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.nodes import arguments, is_tensor, op_name, tensor
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 #: Batch dims of a product of 3 and of 4 dimensions.
 _BATCH = {3: "x", 4: "xy"}
@@ -32,9 +32,9 @@ def product(node: object) -> Product | None:
             node, input=None, batch1=None, batch2=None, beta=1, alpha=1
         )
         if beta != 0:
-            raise Left("mask", "baddbmm adds a tensor to the scores (beta is not 0)")
+            raise Unsupported("mask", "baddbmm adds a tensor to the scores (beta is not 0)")
         if not isinstance(alpha, (int, float)):
-            raise Left("scale", "baddbmm's alpha is not known before the call")
+            raise Unsupported("scale", "baddbmm's alpha is not known before the call")
         found = _labelled(node, left, right)
         return None if found is None else found._replace(factor=float(alpha))
     return _einsum(node) if name == "einsum" else None

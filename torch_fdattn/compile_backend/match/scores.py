@@ -14,23 +14,23 @@ from torch_fdattn.compile_backend.graph.constants import number
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     described,
+    equal_shapes,
     is_tensor,
-    known,
     op_name,
-    same_shape,
+    statically_true,
     tensor,
     value,
 )
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
 from torch_fdattn.compile_backend.match.operands import scaling
 from torch_fdattn.compile_backend.match.products import Product, product
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 
 
 @dataclass
-class Scores:
+class MatchedScores:
     product: Product
     factor: float = 1.0  #: of the product
     softcap: float = 0.0
@@ -39,7 +39,7 @@ class Scores:
     sinks: tuple[Node, Node] | None = None  #: a last column beside the scores, and both together
 
 
-def below_softmax(node: object) -> Scores:
+def below_softmax(node: object) -> MatchedScores:
     """The scores that go into a softmax: less their maximum, which changes nothing, and beside sinks, if so."""
     tensor(node)
     unshifted = _shifted_by_maximum(node)
@@ -52,8 +52,14 @@ def below_softmax(node: object) -> Scores:
         return follow(node)
     parts, dim = arguments(node, tensors=None, dim=0)
     last = value(node).dim() - 1
-    if dim not in (-1, last) or len(parts) != 2 or not known(value(parts[1]).shape[last] == 1):
-        raise Left("scores-unknown", "a concatenation of scores with something that is no sink")
+    if (
+        dim not in (-1, last)
+        or len(parts) != 2
+        or not statically_true(value(parts[1]).shape[last] == 1)
+    ):
+        raise Unsupported(
+            "scores-unknown", "a concatenation of scores with something that is no sink"
+        )
     found = follow(parts[0])
     found.sinks = parts[1], node
     return _passed(node, found)
@@ -77,12 +83,12 @@ def _shifted_by_maximum(node: Node) -> tuple[Node, list[Node]] | None:
     return source, between
 
 
-def follow(node: object, factor: float = 1.0) -> Scores:
+def follow(node: object, factor: float = 1.0) -> MatchedScores:
     """The scores that a node is, where `factor` is multiplied to it afterwards."""
     tensor(node)
     found = product(node)
     if found is not None:
-        return Scores(found, factor * found.factor)
+        return MatchedScores(found, factor * found.factor)
     below = cast_of(node)
     if below is not None:
         found = follow(below, factor)
@@ -98,7 +104,7 @@ def follow(node: object, factor: float = 1.0) -> Scores:
         return _added(node, name, factor)
     if name in ("masked_fill", "where"):
         return _filled(node, name, factor)
-    raise Left("scores-unknown", f"the scores come from {described(node)}")
+    raise Unsupported("scores-unknown", f"the scores come from {described(node)}")
 
 
 def cast_of(node: Node) -> Node | None:
@@ -115,28 +121,28 @@ def _narrowed(mask: MaskTerm, dtype: torch.dtype) -> MaskTerm:
     return replace(mask, dtype=min(mask.dtype, dtype, key=lambda x: torch.finfo(x).max))
 
 
-def _passed(node: Node, found: Scores) -> Scores:
+def _passed(node: Node, found: MatchedScores) -> MatchedScores:
     found.path.append(node)
     return found
 
 
-def _capped(node: Node, cap: float) -> Scores:
+def _capped(node: Node, cap: float) -> MatchedScores:
     """cap · tanh(factor · product), which is the product times cap · factor under that cap."""
     (source,) = arguments(node, input=None)
     found = follow(source)
     if found.masks or found.softcap:
-        raise Left("scores-unknown", "tanh of scores that are masked or capped already")
+        raise Unsupported("scores-unknown", "tanh of scores that are masked or capped already")
     if not 1e-37 <= cap <= 1e37:
-        raise Left("scores-unknown", f"a cap of {cap:g}, not a positive number")
+        raise Unsupported("scores-unknown", f"a cap of {cap:g}, not a positive number")
     found.factor *= cap
     found.softcap = cap
     return _passed(node, found)
 
 
-def _added(node: Node, name: str, factor: float) -> Scores:
+def _added(node: Node, name: str, factor: float) -> MatchedScores:
     """scores + mask, in either order, or scores - mask; the scores are what comes from a product."""
     if len(node.args) != 2 or node.kwargs:
-        raise Left("scores-unknown", f"{name} with alpha")
+        raise Unsupported("scores-unknown", f"{name} with alpha")
     reason = None
     orders = (node.args, node.args[::-1]) if name == "add" else (node.args,)
     for scores, mask in orders:
@@ -144,16 +150,18 @@ def _added(node: Node, name: str, factor: float) -> Scores:
             continue
         try:
             found = follow(scores, factor)
-        except Left as left:
-            reason = reason or left
+        except Unsupported as unsupported:
+            reason = reason or unsupported
             continue
         factor = factor if name == "add" else -factor
         found.masks.append(MaskTerm(mask, "added", factor=factor, dtype=value(node).dtype))
         return _passed(node, found)
-    raise reason or Left("scores-unknown", "something that is no mask is added to the scores")
+    raise reason or Unsupported(
+        "scores-unknown", "something that is no mask is added to the scores"
+    )
 
 
-def _filled(node: Node, name: str, factor: float) -> Scores:
+def _filled(node: Node, name: str, factor: float) -> MatchedScores:
     kind = "hidden"
     if name == "masked_fill":
         scores, mask, fill = arguments(node, input=None, mask=None, value=None)
@@ -168,13 +176,13 @@ def _filled(node: Node, name: str, factor: float) -> Scores:
             kind, scores, fill = "hidden", fill, scores
     fill = number(fill)
     if fill is None or not is_tensor(mask) or not is_tensor(scores):
-        raise Left("mask", f"{name} of the scores with something that is no known number")
+        raise Unsupported("mask", f"{name} of the scores with something that is no known number")
     if not _keeps_shape(scores, node):
-        raise Left("mask", "a mask that has more entries than the scores")
+        raise Unsupported("mask", "a mask that has more entries than the scores")
     found = follow(scores, factor)
     found.masks.append(MaskTerm(mask, kind, fill, factor, value(node).dtype))
     return _passed(node, found)
 
 
 def _keeps_shape(scores: Node, node: Node) -> bool:
-    return same_shape(value(scores), value(node))
+    return equal_shapes(value(scores), value(node))

@@ -8,17 +8,23 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.choose import Attention, sizes, unrepeated
-from torch_fdattn.compile_backend.graph.nodes import arguments, is_tensor, known, op_name, tensor
+from torch_fdattn.compile_backend.graph.nodes import (
+    arguments,
+    is_tensor,
+    op_name,
+    statically_true,
+    tensor,
+)
 from torch_fdattn.compile_backend.masks.recovery import Masks, top_left
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
 from torch_fdattn.compile_backend.match.operands import H, operand
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "scaled_dot_product_attention"
 
 
 def match(node: Node, masks: Masks) -> Attention | None:
-    """The attention that a node is; None where it is none; raises `Left`."""
+    """The attention that a node is; None where it is none; raises `Unsupported`."""
     if op_name(node) != FORM:
         return None
     q, k, v, attn_mask, dropout_p, is_causal, scale, gqa = arguments(
@@ -28,22 +34,22 @@ def match(node: Node, masks: Masks) -> Attention | None:
     tensor(node)
     given = [operand(x) for x in (q, k, v)]
     if len({tensor(x.node).dim() for x in given}) > 1:
-        raise Left("rank", "q, k and v have different ranks")
+        raise Unsupported("rank", "q, k and v have different ranks")
     # The call drops out whenever p > 0: it knows no training mode.
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
-        raise Left("dropout", f"dropout_p is {dropout_p}")
+        raise Unsupported("dropout", f"dropout_p is {dropout_p}")
     if not isinstance(is_causal, bool) or not isinstance(gqa, bool):
-        raise Left("metadata", "is_causal or enable_gqa is not known")
+        raise Unsupported("metadata", "is_causal or enable_gqa is not known")
     if scale is not None and not isinstance(scale, (int, float)):
-        raise Left("scale", "the scale is not known before the call")
+        raise Unsupported("scale", "the scale is not known before the call")
     found = Attention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
     found.out_dims = tuple(i for i, dim in enumerate(found.q.dims) if dim is not None)
     terms = []
     if attn_mask is not None:
         if not is_tensor(attn_mask):
-            raise Left("mask", "attn_mask is no tensor")
+            raise Unsupported("mask", "attn_mask is no tensor")
         if is_causal:
-            raise Left("mask", "both attn_mask and is_causal are given")
+            raise Unsupported("mask", "both attn_mask and is_causal are given")
         # A bool mask is True where a key is seen; any other is added.
         kind = "visible" if tensor(attn_mask).dtype == torch.bool else "added"
         terms = [MaskTerm(attn_mask, kind, fill=float("-inf"))]
@@ -56,4 +62,4 @@ def match(node: Node, masks: Masks) -> Attention | None:
     with_copies = replace(found, between=[], notes=[*found.notes])
     found.k, found.v = (unrepeated(x, found) for x in (found.k, found.v))
     # Where only one of them was repeated, the copy is what makes their heads equally many.
-    return found if known(found.k.size(H) == found.v.size(H)) else with_copies
+    return found if statically_true(found.k.size(H) == found.v.size(H)) else with_copies

@@ -15,18 +15,18 @@ from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     asks_for_shape,
     described,
-    known,
     op_name,
+    statically_true,
     tensor,
 )
 from torch_fdattn.compile_backend.masks.recovery import Masks, sinks_of
 from torch_fdattn.compile_backend.match import scores as scores_of
 from torch_fdattn.compile_backend.match import weights as weights_of
-from torch_fdattn.compile_backend.match.operands import B, H, Operand, seen_through
+from torch_fdattn.compile_backend.match.operands import B, H, Operand, trace_operand
 from torch_fdattn.compile_backend.match.products import Product
-from torch_fdattn.compile_backend.match.scores import Scores
-from torch_fdattn.compile_backend.match.weights import Weights
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.match.scores import MatchedScores
+from torch_fdattn.compile_backend.match.weights import MatchedWeights
+from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "matmul, softmax, matmul"
 #: The second gives zeros where -inf hides all, as SDPA does.
@@ -34,19 +34,19 @@ SOFTMAX = ("softmax", "_safe_softmax")
 
 
 def match(node: Node, masks: Masks) -> Attention | None:
-    """The attention whose softmax a node is; None where it is none's; raises `Left`."""
+    """The attention whose softmax a node is; None where it is none's; raises `Unsupported`."""
     if op_name(node) not in SOFTMAX:
         return None
     source, dim = _softmax(node)
-    scores, above = _or_left(scores_of.below_softmax, source)
-    weights, below = _or_left(weights_of.follow, node)
+    scores, above = _or_unsupported(scores_of.below_softmax, source)
+    weights, below = _or_unsupported(weights_of.follow, node)
     if scores is None and weights is None:
         return None  # a classifier's or a router's softmax, or in no form of ours (`unmatched.py`)
     if above or below:
         raise above or below
     last = tensor(node).dim() - 1
     if dim not in (-1, last):
-        raise Left("softmax-dim", f"the softmax is over dimension {dim} of {last + 1}")
+        raise Unsupported("softmax-dim", f"the softmax is over dimension {dim} of {last + 1}")
     between = [*scores.path, scores.product.node, node, *weights.path]
     _check_unused_elsewhere(between, weights.product.node)
     found = _operands(scores, weights)
@@ -54,13 +54,15 @@ def match(node: Node, masks: Masks) -> Attention | None:
     found.masked = bool(scores.masks)
     dtype, result = tensor(scores.product.node).dtype, weights.product.node
     if dtype != tensor(result).dtype:
-        raise Left("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
+        raise Unsupported("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
     found.mask = masks.recover(
         scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result,
         safe=op_name(node) == "_safe_softmax", sinks=scores.sinks is not None,
     )  # fmt: skip
     if (scores.sinks is None) == weights.without_last:
-        raise Left("scores-unknown", "a column beside the scores that is not cut off, or no sink's")
+        raise Unsupported(
+            "scores-unknown", "a column beside the scores that is not cut off, or no sink's"
+        )
     if scores.sinks is not None:
         column, joined = scores.sinks
         found.sinks = sinks_of(column, found.sizes), joined
@@ -73,11 +75,11 @@ def match(node: Node, masks: Masks) -> Attention | None:
     return found
 
 
-def _or_left(follow, node):
+def _or_unsupported(follow, node):
     try:
         return follow(node), None
-    except Left as left:
-        return None, left
+    except Unsupported as unsupported:
+        return None, unsupported
 
 
 def _softmax(node: Node) -> tuple[object, object]:
@@ -95,17 +97,21 @@ def _check_unused_elsewhere(between: list[Node], result: Node) -> None:
         for user in node.users:
             if user not in inside and not asks_for_shape(user, node):
                 if writes(user):
-                    raise Left("in-place", f"{described(user)} writes into scores or weights")
-                raise Left("scores-used", f"scores or weights also go into {described(user)}")
+                    raise Unsupported(
+                        "in-place", f"{described(user)} writes into scores or weights"
+                    )
+                raise Unsupported(
+                    "scores-used", f"scores or weights also go into {described(user)}"
+                )
 
 
-def _operands(scores: Scores, weights: Weights) -> Attention:
+def _operands(scores: MatchedScores, weights: MatchedWeights) -> Attention:
     """q, k and v with where their dims lie, from the labels of both products."""
     q, k, out = _roles(scores.product)
     p_labels, v_labels = weights.labels
     result_labels = weights.product.labels[2]
     if len(out) != len(p_labels):
-        raise Left("rank")
+        raise Unsupported("rank")
     # The scores are (batch, head, query, key); so the weights, whose labels name them in the second product.
     contracted = ({*q[1]} & {*k[1]}) - {*out}
     summed = p_labels[-1]
@@ -118,7 +124,7 @@ def _operands(scores: Scores, weights: Weights) -> Attention:
         or {*result_labels} != leading | dim_of_v
         or {*v_labels} != {*p_labels[:-2], summed} | dim_of_v
     ):
-        raise Left("product", "the product of the weights is not one with v")
+        raise Unsupported("product", "the product of the weights is not one with v")
     (depth,), (v_depth,) = contracted, dim_of_v
     batch = out[:-2]
     head = batch[1] if len(batch) == 2 else ""
@@ -127,8 +133,8 @@ def _operands(scores: Scores, weights: Weights) -> Attention:
     k_operand = _placed(*k, [batch[0], head, out[-1], depth])
     v_operand = _placed(weights.value, v_labels, [p_labels[0], p_head, summed, v_depth])
     between: list[Node] = []
-    q_operand = seen_through(q_operand, between, scalings=True)
-    k_operand = seen_through(k_operand, between, scalings=True)
+    q_operand = trace_operand(q_operand, between, scalings=True)
+    k_operand = trace_operand(k_operand, between, scalings=True)
     roles = [p_labels[0], p_head, p_labels[-2], v_depth]
     found = Attention(
         FORM, weights.product.node, q_operand, k_operand, v_operand,
@@ -148,12 +154,14 @@ def _roles(product: Product) -> tuple[tuple[Node, str], tuple[Node, str], str]:
     left, right, out = product.labels
     a, b = (product.left, left), (product.right, right)
     if len(out) not in (3, 4) or len({len(left), len(right), len(out)}) != 1:
-        raise Left("rank", "a product of tensors of other than 3 or 4 dimensions")
+        raise Unsupported("rank", "a product of tensors of other than 3 or 4 dimensions")
     if out[-1] in left:
         a, b = b, a
     query_alone, key_alone = out[-2] not in b[1], out[-1] not in a[1]
     if not (query_alone and key_alone and {*out[:-1]} <= {*a[1]} and {*out[:-2]} <= {*b[1]}):
-        raise Left("product", "the product before the softmax is not one of queries and keys")
+        raise Unsupported(
+            "product", "the product before the softmax is not one of queries and keys"
+        )
     return a, b, out
 
 
@@ -166,5 +174,5 @@ def _check_broadcast(found: Attention, product: Product) -> None:
     """q's batch and heads are the scores': not broadcast from one."""
     out = tensor(product.node)
     sizes = [found.q.size(B), *([found.q.size(H)] if out.dim() == 4 else [])]
-    if not all(known(a == b) for a, b in zip(sizes, out.shape, strict=False)):
-        raise Left("batch-broadcast", "q is broadcast over batches or heads")
+    if not all(statically_true(a == b) for a, b in zip(sizes, out.shape, strict=False)):
+        raise Unsupported("batch-broadcast", "q is broadcast over batches or heads")

@@ -20,10 +20,16 @@ from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.data_flow import DataFlow
 from torch_fdattn.compile_backend.graph.dims import Factors, across, factors
-from torch_fdattn.compile_backend.graph.nodes import described, is_tensor, known, op_name, value
+from torch_fdattn.compile_backend.graph.nodes import (
+    described,
+    is_tensor,
+    op_name,
+    statically_true,
+    value,
+)
 from torch_fdattn.compile_backend.match import scores
 from torch_fdattn.compile_backend.match.written_softmax import dim_of_sum
-from torch_fdattn.compile_backend.report import Left, where
+from torch_fdattn.compile_backend.report import Unsupported, where
 
 #: All that is a softmax, beside those that forms know; `exp` where it is divided by its sum.
 OTHER_SOFTMAXES = (
@@ -48,7 +54,7 @@ _ORDINARY = {
 }  # fmt: skip
 
 
-class _At(NamedTuple):
+class _Step(NamedTuple):
     """A node on the way, with what its dims are."""
 
     node: Node
@@ -65,7 +71,7 @@ class Unmatched:
         self.flow = flow
 
     def match(self, softmax: Node, masks: object = None) -> None:
-        """Raises `Left`, with the first operation that no form has, where this is attention."""
+        """Raises `Unsupported`, with the first operation that no form has, where this is attention."""
         if op_name(softmax) == "exp" and dim_of_sum(softmax) is None:
             return
         above, _ = self._way(softmax, up=True)
@@ -75,9 +81,9 @@ class Unmatched:
         between = [*reversed(above[1:]), softmax, *below[1:]]
         for node in between:
             if op_name(node) not in _ORDINARY and node.op != "placeholder":
-                raise Left("unknown-op", f"{described(node)} ({where(node)})")
+                raise Unsupported("unknown-op", f"{described(node)} ({where(node)})")
         scores.below_softmax(softmax.all_input_nodes[0])  # which says what it does not know of them
-        raise Left("weights-unknown", "operations of attention in an order that no form has")
+        raise Unsupported("weights-unknown", "operations of attention in an order that no form has")
 
     def is_routers(self, softmax: Node) -> bool:
         """Whether a softmax is over what parameters bring, and of no queries and keys."""
@@ -87,8 +93,8 @@ class Unmatched:
     def _way(self, softmax: Node, up: bool) -> tuple[list[Node], bool]:
         """(the nodes from a softmax to the nearest product of attention, without it; whether it is a router's)."""
         neighbours: Callable = self.flow.sources if up else self.flow.users
-        start = _At(softmax, _dim(softmax), frozenset())
-        came_from: dict[_At, _At | None] = {start: None}
+        start = _Step(softmax, _dim(softmax), frozenset())
+        came_from: dict[_Step, _Step | None] = {start: None}
         is_routers = False
         for at in (waiting := [start]):
             for found in (met := [_arrived(x, at, up) for x in neighbours(at.node)]):
@@ -103,7 +109,7 @@ class Unmatched:
                         waiting.append(beyond)
         return [], is_routers
 
-    def _brings_keys(self, found: _At) -> bool:
+    def _brings_keys(self, found: _Step) -> bool:
         """Whether parameters make the dim that softmax is over, or are what tokens are scored by."""
         (other, keys, _), name = found, op_name(found.node)
         if keys is None:
@@ -116,7 +122,7 @@ class Unmatched:
             for i, x in enumerate(product.nodes)
         )
 
-    def _beyond(self, found: _At, at: _At, up: bool) -> Iterator[_At]:
+    def _beyond(self, found: _Step, at: _Step, up: bool) -> Iterator[_Step]:
         """Where the way goes on from a node that is met: there, or above it where it is a projection."""
         other, name = found.node, op_name(found.node)
         if name in _ENDS:
@@ -133,8 +139,8 @@ class Unmatched:
             yield from self._through(other, product, at, found, up)
 
     def _through(
-        self, node: Node, product: Factors, at: _At, found: _At, up: bool
-    ) -> Iterator[_At]:
+        self, node: Node, product: Factors, at: _Step, found: _Step, up: bool
+    ) -> Iterator[_Step]:
         """Through a product with parameters, which is a projection."""
         for i in (0, 1):
             data, weight = product.nodes[i], product.nodes[1 - i]
@@ -155,9 +161,9 @@ class Unmatched:
             if not {keys, *mixed, *new} <= {*goes}:
                 continue
             moved = frozenset(goes.index(x) for x in mixed | new)
-            yield _At(data if up else node, goes.index(keys), moved)
+            yield _Step(data if up else node, goes.index(keys), moved)
 
-    def _is_attentions(self, found: _At, at: _At, up: bool) -> bool:
+    def _is_attentions(self, found: _Step, at: _Step, up: bool) -> bool:
         """Whether a product is that of queries and keys (up), or that of weights and values."""
         node, product = found.node, factors(found.node)
         if found.projected and not _are_common(product, found if up else at, at.node, up):
@@ -168,7 +174,7 @@ class Unmatched:
             return True
         return bool(up and data and product and self._has_learned_queries(product, found, data[0]))
 
-    def _has_learned_queries(self, product: Factors, at: _At, keys: Node) -> bool:
+    def _has_learned_queries(self, product: Factors, at: _Step, keys: Node) -> bool:
         i = product.nodes.index(keys)
         queries, of_keys = product.nodes[1 - i], product.labels[i]
         of_queries = product.labels[1 - i]
@@ -176,36 +182,36 @@ class Unmatched:
             return False
         shared = {*of_keys} & {*of_queries} & {*product.out}
         sizes = dict(zip(of_queries, value(queries).shape, strict=True))
-        if i == 1 or any(known(sizes[x] != 1) for x in shared):
+        if i == 1 or any(statically_true(sizes[x] != 1) for x in shared):
             return True
         made = (op_name(x) for x in self.flow.all_sources(queries))
         return any(x in _PRODUCTS or x in _PROJECTIONS for x in made)
 
 
-def _arrived(other: Node, at: _At, up: bool) -> _At:
+def _arrived(other: Node, at: _Step, up: bool) -> _Step:
     """A neighbour, with where the dims lie in it."""
     pair = (at.node, other) if up else (other, at.node)
-    return _At(
+    return _Step(
         other,
         across(*pair, at.keys, up),
         frozenset(across(*pair, x, up) for x in at.projected),
     )
 
 
-def _projected(node: object, at: _At, found: _At, dim: int) -> Iterator[_At]:
+def _projected(node: object, at: _Step, found: _Step, dim: int) -> Iterator[_Step]:
     """Beyond a projection of one dim, which is no keys' and was not projected before."""
     taken = {found.keys, at.keys, *found.projected, *at.projected}
     if None not in taken and dim not in taken and isinstance(node, Node):
-        yield _At(node, found.keys, found.projected | {dim})
+        yield _Step(node, found.keys, found.projected | {dim})
 
 
-def _labelled(at: _At, labels: str) -> tuple[str, set[str]] | None:
+def _labelled(at: _Step, labels: str) -> tuple[str, set[str]] | None:
     if at.keys is None or None in at.projected:
         return None
     return labels[at.keys], {labels[x] for x in at.projected}
 
 
-def _are_common(product: Factors | None, at: _At, came: Node, up: bool) -> bool:
+def _are_common(product: Factors | None, at: _Step, came: Node, up: bool) -> bool:
     """Whether what was projected are batch dims of a product."""
     if product is None or not (up or came in product.nodes):
         return False
@@ -225,7 +231,7 @@ def _dim(softmax: Node) -> int | None:
     return dim % value(softmax).dim() if isinstance(dim, int) and is_tensor(softmax) else None
 
 
-def _back(came_from: dict[_At, _At | None], at: _At | None) -> list[Node]:
+def _back(came_from: dict[_Step, _Step | None], at: _Step | None) -> list[Node]:
     way = []
     while at is not None:
         way.append(at.node)

@@ -9,11 +9,11 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.nodes import described, op_name, tensor
 from torch_fdattn.compile_backend.match.products import Product, product
 from torch_fdattn.compile_backend.match.scores import cast_of
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 
 
 @dataclass
-class Weights:
+class MatchedWeights:
     product: Product
     value: Node  #: V as the product has it
     labels: tuple[str, str]  #: of the weights and of V in the product
@@ -23,14 +23,14 @@ class Weights:
     without_last: bool = False  #: whether the last column, a sink's, is cut off
 
 
-def follow(softmax: Node) -> Weights:
+def follow(softmax: Node) -> MatchedWeights:
     path: list[Node] = []
     node, cut = softmax, None
     while True:
         users = list(node.users)
         if len(users) != 1:
             what = "are used elsewhere" if users else "have no use"
-            raise Left("scores-used", f"the weights {what}")
+            raise Unsupported("scores-used", f"the weights {what}")
         below = users[0]
         found = product(below)
         if found is not None:
@@ -43,7 +43,9 @@ def follow(softmax: Node) -> Weights:
             _check_idle(below)
         elif cast_of(below) is not node:
             name = described(below)
-            raise Left("scores-used" if below.op == "output" else "weights-unknown", _used_by(name))
+            raise Unsupported(
+                "scores-used" if below.op == "output" else "weights-unknown", _used_by(name)
+            )
         path.append(below)
         node = below
 
@@ -63,21 +65,21 @@ def _used_by(name: str) -> str:
     return f"the weights go into {name}, not into a product with v"
 
 
-def _with_weights(found: Product, weights: Node, path: list[Node]) -> Weights:
+def _with_weights(found: Product, weights: Node, path: list[Node]) -> MatchedWeights:
     left, right, _out = found.labels
     if found.factor != 1:
-        raise Left("product", "the product with v is scaled")
+        raise Unsupported("product", "the product with v is scaled")
     if found.left is weights and found.right is not weights:
-        return Weights(found, found.right, (left, right), path)
+        return MatchedWeights(found, found.right, (left, right), path)
     # `bkhd,bhqk->bqhd`: einsum alone names what is summed; elsewhere weights on the right are another product.
     if found.right is weights and found.left is not weights and op_name(found.node) == "einsum":
-        return Weights(found, found.left, (right, left), path)
-    raise Left("product", "the weights are not the left factor of the product with v")
+        return MatchedWeights(found, found.left, (right, left), path)
+    raise Unsupported("product", "the weights are not the left factor of the product with v")
 
 
 def _check_idle(node: Node) -> None:
     if node.op == "call_method":
-        raise Left("weights-unknown", "a method named dropout")
+        raise Unsupported("weights-unknown", "a method named dropout")
     # torch.dropout calls its training flag `train`.
     p, training = 0.5, True
     if len(node.args) > 1:
@@ -87,4 +89,4 @@ def _check_idle(node: Node) -> None:
     p = node.kwargs.get("p", p)
     training = node.kwargs.get("training", node.kwargs.get("train", training))
     if not (p == 0 or training is False):
-        raise Left("dropout", f"dropout with p = {p} in training")
+        raise Unsupported("dropout", f"dropout with p = {p} in training")

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.compile_backend.tensor_parallel.match import SIZE, Gather, Reduction
 from torch_fdattn.compile_backend.tensor_parallel.rows import Builder, erase, replay, value
 from torch_fdattn.dist.tp_linear import compiled
@@ -19,7 +19,7 @@ def emit_gather(found: Gather, strategy: str) -> None:
     """The op stands where the first matmul did, or, where others use the gathered rows as well, where those came.
 
     Raises:
-        Left: the weights are not known there; nothing was changed.
+        Unsupported: the weights are not known there; nothing was changed.
     """
     at = found.wait if found.keep else found.matmuls[0].node
     _move_before(at, [matmul.weight for matmul in found.matmuls])
@@ -96,7 +96,7 @@ def _move_before(at: Node, nodes: list[Node]) -> None:
         node = waiting.pop()
         if at < node and node not in later:
             if node.is_impure() or "_c10d_functional" in str(node.target):
-                raise Left("weight-later", f"{node} is not moved before {at}")
+                raise Unsupported("weight-later", f"{node} is not moved before {at}")
             later[node] = None
             waiting.extend(node.all_input_nodes)
     for node in sorted(later):

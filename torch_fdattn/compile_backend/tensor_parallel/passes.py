@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch.fx import Graph, GraphModule, Node
 
 from torch_fdattn.compile_backend.cache_key import CacheKey
-from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
 from torch_fdattn.compile_backend.tensor_parallel.emit import emit_gather, emit_reduction
 from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Reduction, match
 from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
@@ -60,8 +60,8 @@ def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Si
             _expect_gain(op, found, choice)
             if not dryrun:
                 (emit_gather if isinstance(found, Gather) else emit_reduction)(found, choice)
-        except Left as left:
-            sites.append(Site(op=None, reason=left.code, detail=left.detail, **about))
+        except Unsupported as unsupported:
+            sites.append(Site(op=None, reason=unsupported.code, detail=unsupported.detail, **about))
             continue
         sites.append(Site(op=op, notes=_notes(found, choice), **about))
     if any(site.op for site in sites) and not dryrun:
@@ -73,9 +73,9 @@ def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
     first = found.matmuls[0]
     given = value(first.x)
     if given.device.type not in ("cpu", "cuda"):
-        raise Left("device")
+        raise Unsupported("device")
     if choice == "copy_engine" and op == ALL_REDUCE:
-        raise Left("strategy")
+        raise Unsupported("strategy")
     if choice != "auto":
         return
     columns = [width(matmul.node) for matmul in found.matmuls]
@@ -89,7 +89,7 @@ def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
     )
     known = all(isinstance(number, int) for number in numbers)
     if not may_choose(op, given.device, given.dtype, Sizes(*numbers) if known else None):
-        raise Left("not-faster")
+        raise Unsupported("not-faster")
 
 
 def _notes(found: Gather | Reduction, choice: str) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def sources(node: Node) -> list[Node] | None:
         return None
     dims = value(given[0]).dim()
     if target in RESHAPES:
-        same = value(node).dim() and statically_known_equal(width(node), width(first))
+        same = value(node).dim() and statically_equal(width(node), width(first))
         return given if same else None
     if target is _ATEN.permute.default:
         return given if node.args[1][-1] % dims == dims - 1 else None
@@ -95,7 +95,7 @@ def _cut_and_joined(node: Node) -> Node | None:
         return None
     whole = cut.args[0]
     before = [*value(whole).shape[: _dim(cut, 2)], *value(pieces[0]).shape[: _dim(node, 1)]]
-    return whole if all(statically_known_equal(size, 1) for size in before) else None
+    return whole if all(statically_equal(size, 1) for size in before) else None
 
 
 def _is_part(x: object, of: dict[Node, Node]) -> bool:
@@ -147,7 +147,7 @@ class Builder:
             node = node.args[0]
         reshaped = self(_ATEN.reshape.default, node, shape)
         wanted, given = value(reshaped).shape, value(node).shape
-        if len(wanted) == len(given) and all(map(statically_known_equal, wanted, given)):
+        if len(wanted) == len(given) and all(map(statically_equal, wanted, given)):
             return node
         return reshaped
 
@@ -170,7 +170,7 @@ class Builder:
         erase(reversed(self.made))
 
 
-def statically_known_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+def statically_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Without a guard."""
     return statically_known_true(a == b)
 
