@@ -85,7 +85,7 @@ def test_calls_of_our_own_ops_are_counted():
         return torch_fdattn.merge_states(out[None], lse[None])
 
     report = torch_fdattn.explain(fn)(*qkv())
-    assert report.own == {"attention": 2, "merge_states": 1}  # what SDPA became is none
+    assert report.fdattn_calls == {"attention": 2, "merge_states": 1}  # what SDPA became is none
     assert str(report).splitlines()[0] == (
         "1 of 1 attention sites rewritten, in 2 graphs; it calls ops of torch_fdattn itself, which stay: "
         "2 of fdattn.attention, 1 of fdattn.merge_states"

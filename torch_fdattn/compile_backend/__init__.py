@@ -11,6 +11,7 @@ Importing this loads nothing of torch.compile: that happens at the first compila
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,9 +63,24 @@ def fdattn(
         >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
         True
     """
-    from torch_fdattn.compile_backend.lowering import compile_graph
+    from torch_fdattn.compile_backend.lowering import lower
+    from torch_fdattn.compile_backend.options import split
+    from torch_fdattn.compile_backend.record import record
+    from torch_fdattn.compile_backend.rewrite import rewrite
 
-    return compile_graph(gm, inputs, mode, options)
+    own, others = split(options, mode)
+    report = rewrite(
+        gm, dryrun=own.dryrun, context=own.context_parallel,
+        no_fully_masked_rows=own.no_fully_masked_rows,
+    )  # fmt: skip
+    record(report)
+    if own.require_all:
+        report.check('options["require_all"] is set, and')
+    if own.context_parallel and not own.dryrun:
+        report.check(
+            'with options["context_parallel"] this would attend to one rank\'s tokens alone:'
+        )
+    return lower(gm, inputs, own, mode, others)
 
 
 def explain(
@@ -86,7 +102,7 @@ def explain(
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 
-    return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel, tensor_parallel)
+    return partial(explain_call, fn, context_parallel, tensor_parallel)
 
 
 __all__ = ["explain", "fdattn"]

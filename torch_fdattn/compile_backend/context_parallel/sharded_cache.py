@@ -1,7 +1,7 @@
 """`options={"context_parallel": {"group": …, "cache": …}}`: steps over a KV cache that the ranks share, as `dist.decode`.
 
 What "cache" says of a graph, and nothing in the graph could: where few queries meet more keys, or in
-`torch_fdattn.decode` and `paged_decode`, K and V are this rank's shard of a cache, q is whole and the same on every
+`torch_fdattn.decode` and `paged_decode`, K and V are this rank's shard of a cache, q is complete and equal on every
 rank, and `kv_lens` and `q_start` are those of whole sequences. "contiguous": each rank holds one run of positions, as
 long as its capacity, which is the same on all; a number: positions go round the ranks in blocks of as many.
 
@@ -15,16 +15,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch_fdattn.compile_backend.choose import Attention, OpCall
+from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
 from torch_fdattn.compile_backend.masks.expressions import number
 from torch_fdattn.compile_backend.masks.structure import Structure
+from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.match.operands import S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 if TYPE_CHECKING:
-    from torch_fdattn.compile_backend.context_parallel.attention import ContextParallel
+    from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
 
 #: Of decode's arguments, where a local call stands in its shard; `dist_decode` finds that by itself.
 _LOCAL = ("kv_start", "kv_block", "kv_stride", "attn_mask")
@@ -32,32 +33,31 @@ _LOCAL = ("kv_start", "kv_block", "kv_stride", "attn_mask")
 
 def is_step(queries: Any, keys: Any) -> bool:
     """Whether there may be as few queries as decode takes. As many keys could be a short prompt: it is refused."""
-    return not statically_true(queries > MAX_QUERY_TOKENS) and not statically_true(keys < queries)
+    return not (statically_true(queries > MAX_QUERY_TOKENS) or statically_true(keys < queries))
 
 
-def over_shards(found: Attention, plan: OpCall, context: ContextParallel) -> OpCall:
+def over_shards(attention: Attention, call: OpCall, context: ContextParallel) -> OpCall:
     """A step that sees all of the cache; raises `Unsupported` for others."""
-    capacity = int(
-        found.k.size(S)
-    )  # a guard, where it is symbolic: what all ranks hold follows from it
-    if plan.op != "decode" or capacity <= int(found.q.size(S)):
+    # A guard, where it is symbolic: what all ranks hold follows from it.
+    capacity = int(attention.k.size(S))
+    if call.op != "decode" or capacity <= int(attention.q.size(S)):
         raise Unsupported(
             "context-parallel",
             "few queries that want gradients, or over as many keys: with a cache over the ranks it is not clear "
             "whether these are tokens or a step (torch_fdattn.attention and decode say it)",
         )
-    if found.masked or plan.structure != Structure():
+    if attention.masked or call.structure != Structure():
         raise Unsupported(
             "context-parallel",
             "a mask or is_causal over a cache's local slots: say lengths to torch_fdattn.decode",
         )
     return replace(
-        plan, op="dist_decode", structure=Structure(lengths=number(capacity * context.world_size)),
+        call, op="dist_decode", structure=Structure(lengths=number(capacity * context.world_size)),
         operands=(context.group_name,), options=_rank(context), contiguous=True,
     )  # fmt: skip
 
 
-def own_call(given: dict, defaults: dict, context: ContextParallel) -> tuple[str, tuple, dict]:
+def of_decode(given: dict, defaults: dict, context: ContextParallel) -> tuple[str, tuple, dict]:
     """(op, arguments, keywords) in place of `decode` or `paged_decode`."""
     given = dict(given)
     local = [name for name in _LOCAL if name in given and given.pop(name) != defaults[name]]

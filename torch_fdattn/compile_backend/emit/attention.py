@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention, OpCall
+from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.emit.packing import documents, packed, unpacked
@@ -22,38 +22,39 @@ from torch_fdattn.compile_backend.graph.nodes import (
     tensor,
     value,
 )
-from torch_fdattn.compile_backend.masks.recovery import Masks
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
+from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.attention.op import empty_state
 
 
-def emit(found: Attention, plan: OpCall, masks: Masks) -> None:
+def emit(found: Attention, call: OpCall, masks: MaskRecovery) -> None:
     """Replaces the attention's result; raises `Unsupported`, having changed nothing, where it cannot."""
     add = Adder(found.result)
     given = MaskArguments(add, found, masks.made)
     try:
-        q, k, v = (_ordered(add, x, plan.dtype) for x in (found.q, found.k, found.v))
-        options = given.options(plan.structure, _scale(found, plan)) | plan.options
+        q, k, v = (_ordered(add, x, call.dtype) for x in (found.q, found.k, found.v))
+        options = given.options(call.structure, _scale(found, call)) | call.options
         queries, keys = q, k
         q, k = given.without_swallowed(q, k)
-        if plan.structure.chunk:
-            operands = (documents(add, q, plan.structure.chunk),)
+        if call.structure.chunk:
+            operands = (documents(add, q, call.structure.chunk),)
             whole, (q, k, v) = q, (packed(add, x) for x in (q, k, v))
         else:
-            operands = given.positions(plan.structure, q)
-        if plan.operands:
-            operands = (*(x for x in operands if x is not None), *plan.operands)
-        op = getattr(torch.ops.fdattn, plan.op).default
+            operands = given.positions(call.structure, q)
+        if call.operands:
+            operands = (*(x for x in operands if x is not None), *call.operands)
+        op = getattr(torch.ops.fdattn, call.op).default
         with add.mode:  # not by calling it, whose checks could add guards
-            like = value(q).contiguous() if plan.contiguous else value(q)
-            lse_shape = value(q).shape[1::-1] if plan.structure.chunk else None
+            like = value(q).contiguous() if call.contiguous else value(q)
+            lse_shape = value(q).shape[1::-1] if call.structure.chunk else None
             pair = empty_state(like, value(v), lse_shape=lse_shape)
         pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
         if found.mask.levels is not None and found.mask.levels.fills_apart:
             pair = _with_fills(add, pair, (queries, keys, v), given.of_fills())
         out = add.call(operator.getitem, pair, 0)
-        if plan.structure.chunk:
+        if call.structure.chunk:
             out = unpacked(add, out, whole)
         if found.mask.empty != "zero" and not statically_true(found.k.size(S) == 0):
             out = with_empty_rows(add, found, given, pair, out, (queries, keys, v))
@@ -103,11 +104,11 @@ def _is_written(node: Node) -> bool:
     return written_between(node.next, node.graph.output_node(), same) is not None
 
 
-def _scale(found: Attention, plan: OpCall) -> float | None:
+def _scale(found: Attention, call: OpCall) -> float | None:
     """As it is without copies of the queries beside them."""
     levels = found.mask.levels
-    if plan.scale is not None or levels is None or not levels.needs_copies:
-        return plan.scale
+    if call.scale is not None or levels is None or not levels.needs_copies:
+        return call.scale
     return found.q.size(D) ** -0.5
 
 

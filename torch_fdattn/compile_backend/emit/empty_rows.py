@@ -8,10 +8,10 @@ import operator
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.nodes import statically_true, value
+from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.match.operands import D, S
 from torch_fdattn.compile_backend.report import Unsupported
 

@@ -11,15 +11,15 @@ import torch
 from torch._functorch.predispatch import _vmap_decrement_nesting
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention
 from torch_fdattn.compile_backend.emit.mask_operands import Operands
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import written_between
-from torch_fdattn.compile_backend.graph.nodes import described, statically_true, value
+from torch_fdattn.compile_backend.graph.nodes import described, equal_sizes, statically_true, value
 from torch_fdattn.compile_backend.masks.expressions import Poly
 from torch_fdattn.compile_backend.masks.hidden_rows import SWALLOWS
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.masks.terms import ExplicitMask, RowLevels
+from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.match.operands import B
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
@@ -104,8 +104,9 @@ class MaskArguments:
         shape = sizes.batch, sizes.heads
         if statically_true(value(node).shape[0] == 1):
             node, shape = self.add.call("select", node, 0, 0), shape[1:]
-        same = all(statically_true(a == b) for a, b in zip(value(node).shape, shape, strict=True))
-        return node if same else self.add.call("expand", node, *shape)
+        return (
+            node if equal_sizes(value(node).shape, shape) else self.add.call("expand", node, *shape)
+        )
 
     def _explicit(self) -> Node | None:
         """The one operand that all kept masks are together, boolean if none is added."""

@@ -6,6 +6,7 @@ Functions are known by identity, never by name: a user's own function named `sof
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,14 +128,14 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, Node) and isinstance(value(node), Tensor)
 
 
-def statically_true(condition: Any) -> bool:
-    """Whether a condition over sizes certainly holds. Never adds a guard."""
-    return statically_known_true(condition)
+def statically_true(*conditions: Any) -> bool:
+    """Whether conditions over sizes certainly hold. Never adds a guard."""
+    return all(map(statically_known_true, conditions))
 
 
-def equal_shapes(a: Tensor, b: Tensor) -> bool:
-    pairs = zip(a.shape, b.shape, strict=False)
-    return a.dim() == b.dim() and all(statically_true(x == y) for x, y in pairs)
+def equal_sizes(a: Sequence, b: Sequence) -> bool:
+    """Whether two lists of sizes, shapes for example, are certainly the same."""
+    return len(a) == len(b) and statically_true(*(x == y for x, y in zip(a, b, strict=True)))
 
 
 def asks_for_shape(user: Node, node: Node) -> bool:

@@ -38,7 +38,7 @@ from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 if TYPE_CHECKING:
-    from torch_fdattn.compile_backend.choose import Attention
+    from torch_fdattn.compile_backend.match.attention import Attention
 
 #: What is added below this leaves no digit of a score, in float64 neither.
 SWALLOWS = -1e16

@@ -78,7 +78,7 @@ def sinks_of(node: Node, sizes: Sizes) -> Poly:
     return found
 
 
-class Masks:
+class MaskRecovery:
     """Recovers the masks of one graph; remembers them, since all layers mostly share one."""
 
     def __init__(self, no_fully_masked_rows: bool = False) -> None:

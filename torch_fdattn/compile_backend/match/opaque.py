@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.nodes import described
-from torch_fdattn.compile_backend.masks.recovery import Masks
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
 from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "one call"
@@ -23,5 +23,5 @@ def is_opaque(node: Node) -> bool:
     return node.op == "call_function" and node.target in _CALLS
 
 
-def match(node: Node, masks: Masks) -> None:
+def match(node: Node, masks: MaskRecovery) -> None:
     raise Unsupported("opaque", f"{described(node)} holds its attention inside")

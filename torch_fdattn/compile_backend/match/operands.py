@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.constants import number
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
-    equal_shapes,
+    equal_sizes,
     is_tensor,
     op_name,
     statically_true,
@@ -107,7 +107,7 @@ def scaling(node: Node) -> tuple[Node, float] | None:
     factor = number(factor)
     if not is_tensor(x) or not is_tensor(node) or factor is None or (name == "div" and factor == 0):
         return None
-    if not equal_shapes(value(x), value(node)):
+    if not equal_sizes(value(x).shape, value(node).shape):
         return None
     return x, factor if name == "mul" else 1 / factor
 
@@ -176,7 +176,7 @@ def _expanded_and_merged(node: Node, head: int, path: list[Node]) -> Node | None
         wide.shape[head] * wide.shape[head + 1],
         *wide.shape[head + 2 :],
     ]
-    if not all(statically_true(a == b) for a, b in zip(merged.shape, expected, strict=True)):
+    if not equal_sizes(merged.shape, expected):
         return None
     path += [*between, inserted]
     return source

@@ -14,7 +14,7 @@ from torch_fdattn.compile_backend.graph.constants import number
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     described,
-    equal_shapes,
+    equal_sizes,
     is_tensor,
     op_name,
     statically_true,
@@ -185,4 +185,4 @@ def _filled(node: Node, name: str, factor: float) -> MatchedScores:
 
 
 def _keeps_shape(scores: Node, node: Node) -> bool:
-    return equal_shapes(value(scores), value(node))
+    return equal_sizes(value(scores).shape, value(node).shape)

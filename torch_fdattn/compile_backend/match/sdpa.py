@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention, sizes, unrepeated
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     is_tensor,
@@ -15,15 +14,16 @@ from torch_fdattn.compile_backend.graph.nodes import (
     statically_true,
     tensor,
 )
-from torch_fdattn.compile_backend.masks.recovery import Masks, top_left
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery, top_left
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
+from torch_fdattn.compile_backend.match.attention import Attention, score_sizes
 from torch_fdattn.compile_backend.match.operands import H, operand
 from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "scaled_dot_product_attention"
 
 
-def match(node: Node, masks: Masks) -> Attention | None:
+def match(node: Node, masks: MaskRecovery) -> Attention | None:
     """The attention that a node is; None where it is none; raises `Unsupported`."""
     if op_name(node) != FORM:
         return None
@@ -54,12 +54,12 @@ def match(node: Node, masks: Masks) -> Attention | None:
         kind = "visible" if tensor(attn_mask).dtype == torch.bool else "added"
         terms = [MaskTerm(attn_mask, kind, fill=float("-inf"))]
     rank = tensor(q).dim()
-    found.mask = top_left(sizes(*given[:2])) if is_causal else masks.recover(
-        terms, sizes(*given[:2]), rank, tensor(q).dtype, node, safe=True
+    found.mask = top_left(score_sizes(*given[:2])) if is_causal else masks.recover(
+        terms, score_sizes(*given[:2]), rank, tensor(q).dtype, node, safe=True
     )  # fmt: skip
     if terms:
         found.notes.append(f"mask: {found.mask.name}")
     with_copies = replace(found, between=[], notes=[*found.notes])
-    found.k, found.v = (unrepeated(x, found) for x in (found.k, found.v))
+    found.k, found.v = (found.unrepeated(x) for x in (found.k, found.v))
     # Where only one of them was repeated, the copy is what makes their heads equally many.
     return found if statically_true(found.k.size(H) == found.v.size(H)) else with_copies

@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.choose import Attention, unrepeated
 from torch_fdattn.compile_backend.graph.mutations import writes
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     asks_for_shape,
     described,
+    equal_sizes,
     op_name,
-    statically_true,
     tensor,
 )
-from torch_fdattn.compile_backend.masks.recovery import Masks, sinks_of
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery, sinks_of
 from torch_fdattn.compile_backend.match import scores as scores_of
 from torch_fdattn.compile_backend.match import weights as weights_of
+from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.match.operands import B, H, Operand, trace_operand
 from torch_fdattn.compile_backend.match.products import Product
 from torch_fdattn.compile_backend.match.scores import MatchedScores
@@ -33,7 +33,7 @@ FORM = "matmul, softmax, matmul"
 SOFTMAX = ("softmax", "_safe_softmax")
 
 
-def match(node: Node, masks: Masks) -> Attention | None:
+def match(node: Node, masks: MaskRecovery) -> Attention | None:
     """The attention whose softmax a node is; None where it is none's; raises `Unsupported`."""
     if op_name(node) not in SOFTMAX:
         return None
@@ -143,8 +143,8 @@ def _operands(scores: MatchedScores, weights: MatchedWeights) -> Attention:
         between=between,
     )  # fmt: skip
     if k_operand.repeats:
-        found.notes.append("heads of K and V not repeated")
-    found.v = unrepeated(v_operand, found)
+        found.note_repeated_heads()
+    found.v = found.unrepeated(v_operand)
     _check_broadcast(found, scores.product)
     return found
 
@@ -174,5 +174,5 @@ def _check_broadcast(found: Attention, product: Product) -> None:
     """q's batch and heads are the scores': not broadcast from one."""
     out = tensor(product.node)
     sizes = [found.q.size(B), *([found.q.size(H)] if out.dim() == 4 else [])]
-    if not all(statically_true(a == b) for a, b in zip(sizes, out.shape, strict=False)):
+    if not equal_sizes(sizes, out.shape[: len(sizes)]):
         raise Unsupported("batch-broadcast", "q is broadcast over batches or heads")

@@ -85,7 +85,7 @@ class Unmatched:
         scores.below_softmax(softmax.all_input_nodes[0])  # which says what it does not know of them
         raise Unsupported("weights-unknown", "operations of attention in an order that no form has")
 
-    def is_routers(self, softmax: Node) -> bool:
+    def is_router(self, softmax: Node) -> bool:
         """Whether a softmax is over what parameters bring, and of no queries and keys."""
         above, is_over_them = self._way(softmax, up=True)
         return is_over_them and not above

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._inductor import config
@@ -17,7 +17,9 @@ from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Re
 from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
 from torch_fdattn.dist.tp_linear.auto import ALL_REDUCE, GATHER, SCATTER, Sizes, may_choose
 
-OPTION = "tensor_parallel"
+if TYPE_CHECKING:
+    from torch_fdattn.compile_backend.options import Options
+
 #: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.
 CHOICES = ("auto", "off", "collective", "copy_engine", "fused", "low_latency")
 _OPS = dict(zip(FORMS, (GATHER, SCATTER, ALL_REDUCE), strict=True))
@@ -31,10 +33,10 @@ def parse(choice: object) -> str:
         RuntimeError: a strategy, without an initialised torch.distributed.
     """
     if choice not in CHOICES:
-        raise ValueError(f'options["{OPTION}"] must be one of {CHOICES}, got {choice!r}')
+        raise ValueError(f'options["tensor_parallel"] must be one of {CHOICES}, got {choice!r}')
     if choice not in CHOICES[:2] and not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f'options["{OPTION}"]={choice!r} needs an initialised torch.distributed: call init_process_group first'
+            f'options["tensor_parallel"]={choice!r} needs an initialised torch.distributed: call init_process_group first'
         )
     return choice
 
@@ -114,15 +116,13 @@ class MatmulPass(CacheKey):
 
     PLACE = "post_grad_custom_pre_pass"
 
-    def __init__(
-        self, own: dict[str, Any], users: object, record: Callable[[Report], None]
-    ) -> None:
+    def __init__(self, own: Options, users: object, record: Callable[[Report], None]) -> None:
         super().__init__(own, users)
-        self.choice, self.dryrun, self.record = own[OPTION], own["dryrun"], record
+        self.choice, self.dryrun, self.record = own.tensor_parallel, own.dryrun, record
 
     @classmethod
     def patch(
-        cls, patches: dict[str, Any], own: dict[str, Any], record: Callable[[Report], None]
+        cls, patches: dict[str, Any], own: Options, record: Callable[[Report], None]
     ) -> dict[str, Any]:
         return {cls.PLACE: cls(own, patches.get(cls.PLACE, getattr(config, cls.PLACE)), record)}
 
