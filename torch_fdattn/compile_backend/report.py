@@ -51,7 +51,7 @@ MASK_REASONS = {
     "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
 
-#: Why matmuls beside a collective are left as they are. Stable too.
+#: Why matmuls next to a collective are left as they are. Stable too.
 MATMUL_REASONS = {
     "batched": "a product of batches of matrices",
     "bias": "what is added to a product is no bias of one number a column",
@@ -113,7 +113,7 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 1
-    matmuls: list[Site] = field(default_factory=list)  #: beside collectives
+    matmuls: list[Site] = field(default_factory=list)  #: next to collectives
     #: calls of our own ops that the model made itself, and which stay: how many of each
     fdattn_calls: Counter[str] = field(default_factory=Counter)
 

@@ -1,8 +1,8 @@
 """`options={"context_parallel": {"group": …, "cache": …}}`: steps over a KV cache that the ranks share, as `dist.decode`.
 
-What "cache" says of a graph, and nothing in the graph could: where few queries meet more keys, or in
-`torch_fdattn.decode` and `paged_decode`, K and V are this rank's shard of a cache, q is complete and equal on every
-rank, and `kv_lens` and `q_start` are those of whole sequences. "contiguous": each rank holds one run of positions, as
+What "cache" says of a graph, and nothing in the graph could: where few queries attend to more keys, or in
+`torch_fdattn.decode` and `paged_decode`, K and V are this rank's shard of a cache, q is unsharded and equal on every
+rank, and `kv_lens` and `q_start` are those of full sequences. "contiguous": each rank holds one run of positions, as
 long as its capacity, which is the same on all; a number: positions go round the ranks in blocks of as many.
 
 Lengths and positions must be said by our own ops. In SDPA and attention written out they would be in a mask, made for

@@ -11,11 +11,12 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
-from torch_fdattn.compile_backend.emit.packing import documents, packed, unpacked
+from torch_fdattn.compile_backend.emit.packing import chunk_starts, packed, unpacked
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import (
     asks_for_shape,
+    equal_sizes,
     is_tensor,
     op_name,
     statically_true,
@@ -29,18 +30,18 @@ from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.attention.op import empty_state
 
 
-def emit(found: Attention, call: OpCall, masks: MaskRecovery) -> None:
+def emit(attention: Attention, call: OpCall, masks: MaskRecovery) -> None:
     """Replaces the attention's result; raises `Unsupported`, having changed nothing, where it cannot."""
-    add = Adder(found.result)
-    given = MaskArguments(add, found, masks.made)
+    add = Adder(attention.result)
+    given = MaskArguments(add, attention, masks.made)
     try:
-        q, k, v = (_ordered(add, x, call.dtype) for x in (found.q, found.k, found.v))
-        options = given.options(call.structure, _scale(found, call)) | call.options
+        q, k, v = (_ordered(add, x, call.dtype) for x in (attention.q, attention.k, attention.v))
+        options = given.options(call.structure, _scale(attention, call)) | call.options
         queries, keys = q, k
         q, k = given.without_swallowed(q, k)
         if call.structure.chunk:
-            operands = (documents(add, q, call.structure.chunk),)
-            whole, (q, k, v) = q, (packed(add, x) for x in (q, k, v))
+            operands = (chunk_starts(add, q, call.structure.chunk),)
+            q, k, v = (packed(add, x) for x in (q, k, v))
         else:
             operands = given.positions(call.structure, q)
         if call.operands:
@@ -51,72 +52,65 @@ def emit(found: Attention, call: OpCall, masks: MaskRecovery) -> None:
             lse_shape = value(q).shape[1::-1] if call.structure.chunk else None
             pair = empty_state(like, value(v), lse_shape=lse_shape)
         pair = add.new(op, (q, k, v, *operands), yields=pair, **options)
-        if found.mask.levels is not None and found.mask.levels.fills_apart:
-            pair = _with_fills(add, pair, (queries, keys, v), given.of_fills())
-        out = add.call(operator.getitem, pair, 0)
+        if attention.mask.levels is not None and attention.mask.levels.fills_apart:
+            pair = _merged_with_fills(add, pair, (queries, keys, v), given.of_fills())
+        out = add(operator.getitem, pair, 0)
         if call.structure.chunk:
-            out = unpacked(add, out, whole)
-        if found.mask.empty != "zero" and not statically_true(found.k.size(S) == 0):
-            out = with_empty_rows(add, found, given, pair, out, (queries, keys, v))
-        out = _as_result(add, out, found.out_dims)
-        out = _with_strides(add, out, found.result)
-        if value(found.result).requires_grad and _is_written(found.result):
-            out = add.call(
-                "clone", out
-            )  # our backward reads the output, that of a product does not
+            out = unpacked(add, out, queries)
+        if attention.mask.empty != "zero" and not statically_true(attention.k.size(S) == 0):
+            out = with_empty_rows(add, attention, given, pair, out, (queries, keys, v))
+        out = _as_result(add, out, attention.out_dims)
+        out = _with_strides(add, out, attention.result)
+        if value(attention.result).requires_grad and _is_written(attention.result):
+            out = add("clone", out)  # our backward reads the output, that of a product does not
     except Unsupported:
         add.undo()
         given.undo()
         raise
     given.keep()
-    found.result.replace_all_uses_with(out)
-    _erase([*found.mask.nodes, *found.between, found.result])
-    _expand_by_sizes(found)
+    attention.result.replace_all_uses_with(out)
+    _erase([*attention.mask.nodes, *attention.between, attention.result])
+    _expand_by_sizes(attention)
 
 
-def _expand_by_sizes(found: Attention) -> None:
+def _expand_by_sizes(attention: Attention) -> None:
     """What is expanded as the scores are, by their sizes in place of them: else they would be computed for it."""
-    rest = [node for node in found.between if not node._erased]
-    sizes = [(found.q, B), (found.q, H), (found.q, S), (found.k, S)]
+    rest = [node for node in attention.between if not node._erased]
+    q, k = attention.q, attention.k
+    of = [(x, dim) for x, dim in ((q, B), (q, H), (q, S), (k, S)) if x.dims[dim] is not None]
     for node in rest:
-        of = [x for x in sizes if x[0].dims[x[1]] is not None]
         shape = value(node).shape if is_tensor(node) else ()
-        if len(shape) != len(of) or not all(
-            statically_true(x.size(dim) == n) for (x, dim), n in zip(of, shape, strict=True)
-        ):
+        if not equal_sizes([x.size(dim) for x, dim in of], shape):
             continue
         for user in [user for user in node.users if asks_for_shape(user, node)]:
             add = Adder(user)
-            numbers = [
-                n if isinstance(n, int) else add.call("size", x.node, x.dims[dim])
-                for (x, dim), n in zip(of, shape, strict=True)
-            ]
-            user.replace_all_uses_with(add.call("expand", user.args[0], *numbers))
+            numbers = [add.size(x.node, x.dims[dim]) for x, dim in of]
+            user.replace_all_uses_with(add("expand", user.args[0], *numbers))
             user.graph.erase_node(user)
     _erase(rest)
 
 
 def _is_written(node: Node) -> bool:
     """Whether the graph may write into what a node yields, or into a copy of it that ours need not be."""
-    same = [node]
-    for each in same:
-        same += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
-    return written_between(node.next, node.graph.output_node(), same) is not None
+    copies = [node]
+    for each in copies:
+        copies += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
+    return written_between(node.next, node.graph.output_node(), copies) is not None
 
 
-def _scale(found: Attention, call: OpCall) -> float | None:
-    """As it is without copies of the queries beside them."""
-    levels = found.mask.levels
+def _scale(attention: Attention, call: OpCall) -> float | None:
+    """As it is without the queries' second copies in the head dim."""
+    levels = attention.mask.levels
     if call.scale is not None or levels is None or not levels.needs_copies:
         return call.scale
-    return found.q.size(D) ** -0.5
+    return attention.q.size(D) ** -0.5
 
 
-def _with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node) -> Node:
+def _merged_with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node) -> Node:
     """(out, lse) with the keys that fills hide: scores are the fills, and no gradient reaches q and k."""
     q, k, v = qkv
-    queries, keys = (add.call("detach", x) for x in (q, k))
-    zeros = add.call(torch.zeros_like, queries)
+    queries, keys = (add("detach", x) for x in (q, k))
+    zeros = add(torch.zeros_like, queries)
     with add.mode:
         yields = empty_state(value(q), value(v))
     other = add.new(
@@ -125,10 +119,7 @@ def _with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mask: Node
         yields=yields,
         attn_mask=mask,
     )
-    parts = [
-        add.call(torch.stack, [add.call(operator.getitem, x, i) for x in (pair, other)])
-        for i in (0, 1)
-    ]
+    parts = [add(torch.stack, [add(operator.getitem, x, i) for x in (pair, other)]) for i in (0, 1)]
     with add.mode:
         yields = tuple(value(x)[0].contiguous() for x in parts)
     return add.new(torch.ops.fdattn.merge_states.default, tuple(parts), yields=yields)
@@ -140,8 +131,8 @@ def _ordered(add: Adder, operand: Operand, dtype: torch.dtype) -> Node:
     order = [dim for dim in operand.dims if dim is not None]
     node = _permuted(add, node, order)
     if None in operand.dims:
-        node = add.call("unsqueeze", node, operand.dims.index(None))
-    return node if value(node).dtype == dtype else add.call("to", node, dtype)
+        node = add("unsqueeze", node, operand.dims.index(None))
+    return node if value(node).dtype == dtype else add("to", node, dtype)
 
 
 def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
@@ -149,13 +140,13 @@ def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
     if not moved:
         return node
     if len(moved) == 2:
-        return add.call("transpose", node, *moved)
-    return add.call("permute", node, *order)
+        return add("transpose", node, *moved)
+    return add("permute", node, *order)
 
 
 def _as_result(add: Adder, out: Node, dims: tuple[int, ...]) -> Node:
     if len(dims) == 3:
-        out = add.call("squeeze", out, 1)
+        out = add("squeeze", out, 1)
         dims = tuple(sorted(dims).index(dim) for dim in dims)
     return _permuted(add, out, list(dims))
 
@@ -180,7 +171,7 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     order = list(order)
     inverse = [order.index(dim) for dim in range(len(order))]
     out = _permuted(add, out, order)
-    out = _permuted(add, add.call("contiguous", out), inverse)
+    out = _permuted(add, add("contiguous", out), inverse)
     if not _same_strides(value(out), expected):
         raise Unsupported(
             "layout", f"the result's strides {tuple(expected.stride())} cannot be kept"

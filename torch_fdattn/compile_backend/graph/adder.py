@@ -32,7 +32,7 @@ class Adder:
         self.added.append(node)
         return node
 
-    def call(self, target: Callable | str, *args, **kwargs) -> Node:
+    def __call__(self, target: Callable | str, *args, **kwargs) -> Node:
         """A function's or, by its name, a method's call; what it yields is found by calling it."""
         function = getattr(Tensor, target) if isinstance(target, str) else target
         # Autocast that is on here need not be on where the node stands, and all casts are explicit.
@@ -40,6 +40,11 @@ class Adder:
         with self.mode, torch.autocast(device, enabled=False):
             yields = function(*map_arg(args, value), **map_arg(kwargs, value))
         return self.new(target, args, yields=yields, **kwargs)
+
+    def size(self, node: Node, dim: int) -> int | Node:
+        """A number, or a node of one where it is symbolic."""
+        size = value(node).shape[dim]
+        return size if isinstance(size, int) else self("size", node, dim)
 
     def undo(self) -> None:
         for node in reversed(self.added):

@@ -12,13 +12,14 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.nodes import is_tensor, op_name, statically_true, value
 
 _RESHAPES = {"flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"}
+_MOVES = {"H", "T", "mH", "mT", "permute", "t", "transpose"}
 
 
 def across(node: Node, source: Node, dim: int | None, up: bool) -> int | None:
     """The dim of a source that a node's dim is (up), or the other way; None where that is not known."""
     if dim is None or not is_tensor(node) or not is_tensor(source):
         return None
-    order = _order(node, value(node).dim())
+    order = permutation(node)
     if order is not None and source is node.args[0]:
         return order[dim] if up else order.index(dim)
     here, there = (value(node), value(source)) if up else (value(source), value(node))
@@ -29,19 +30,24 @@ def across(node: Node, source: Node, dim: int | None, up: bool) -> int | None:
     return found if same else None
 
 
-def _order(node: Node, rank: int) -> list[int] | None:
-    """order[i]: the source's dim that a node's dim i is, of what moves dims."""
-    name, order = op_name(node), list(range(rank))
+def permutation(node: Node) -> list[int] | None:
+    """order[i]: the source's dim that dim i of a node is; None where it does more, or less, than move dims."""
+    name = op_name(node)
+    if name not in _MOVES or not is_tensor(node.args[0]):
+        return None
+    rank = value(node.args[0]).dim()
+    order = list(range(rank))
     if name == "permute":
-        given = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return [x % rank for x in given]
-    if name in ("T", "mT", "H", "mH", "t", "transpose"):
-        a, b = node.args[1:3] if name == "transpose" else (-2, -1)
-        if name in ("T", "H") and rank != 2:
-            return order[::-1]
+        dims = node.kwargs.get("dims", node.args[1:])
+        order = list(dims[0] if dims and isinstance(dims[0], (tuple, list)) else dims)
+    elif name in ("T", "H") and rank != 2:
+        order = order[::-1]
+    else:
+        a, b = (*node.args[1:], *node.kwargs.values()) if name == "transpose" else (-2, -1)
+        if not isinstance(a, int) or not isinstance(b, int):
+            return None
         order[a], order[b] = order[b], order[a]
-        return order
-    return None
+    return [dim % rank for dim in order] if all(isinstance(dim, int) for dim in order) else None
 
 
 def _with_as_many_behind(here: Tensor, there: Tensor, dim: int) -> int | None:

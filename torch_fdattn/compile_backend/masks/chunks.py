@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_fdattn.compile_backend.masks.expressions import (
-    AtLeastZero,
     Axis,
     Condition,
     IsZero,
+    NonNegative,
     Poly,
     Quotient,
-    at_least_zero,
     axes_of,
     both,
     conjuncts,
+    non_negative,
     number,
 )
 
@@ -57,8 +57,8 @@ def size_of(parts: list[Part], sizes, causal: bool) -> int | None:
         return None
     for atom in _quotients(parts[0].says):
         first = Poly.atom(atom) * number(atom.by)
-        begins = at_least_zero(Poly.atom(_K) - first)
-        ends = at_least_zero(first + number(atom.by - 1) - Poly.atom(_K))
+        begins = non_negative(Poly.atom(_K) - first)
+        ends = non_negative(first + number(atom.by - 1) - Poly.atom(_K))
         says = {part.says for part in parts}
         if atom.of == Poly.atom(_Q) and (says == {begins, ends} or (causal and says == {begins})):
             return atom.by
@@ -68,7 +68,7 @@ def size_of(parts: list[Part], sizes, causal: bool) -> int | None:
 def is_chunked(condition: Condition) -> bool:
     """Whether queries see keys by their own chunk, among other conditions."""
     return any(
-        isinstance(part, AtLeastZero)
+        isinstance(part, NonNegative)
         and abs(part.of.coefficient(_K)) == 1
         and any(
             part.of.coefficient(atom) == -part.of.coefficient(_K) * atom.by
@@ -81,7 +81,7 @@ def is_chunked(condition: Condition) -> bool:
 
 
 def _quotients(condition: Condition) -> list[Quotient]:
-    atoms = condition.of.atoms if isinstance(condition, (AtLeastZero, IsZero)) else ()
+    atoms = condition.of.atoms if isinstance(condition, (NonNegative, IsZero)) else ()
     return sorted((atom for atom in atoms if isinstance(atom, Quotient)), key=repr)
 
 
@@ -96,8 +96,8 @@ def _of_keys(condition: Condition) -> Condition:
         return condition
     # ⌊of / by⌋ is compared with `limit`.
     limit = rest * number(-sign * atom.by)
-    least = at_least_zero(atom.of - limit)
-    most = at_least_zero(limit + number(atom.by - 1) - atom.of)
+    least = non_negative(atom.of - limit)
+    most = non_negative(limit + number(atom.by - 1) - atom.of)
     if isinstance(condition, IsZero):
         return both(least, most)
     return least if sign == 1 else most
@@ -105,14 +105,14 @@ def _of_keys(condition: Condition) -> Condition:
 
 def _simpler(condition: Condition, sizes) -> Condition:
     """With numbers in place of the quotients that are the same for all entries."""
-    for atom in _quotients(condition) if isinstance(condition, AtLeastZero) else ():
+    for atom in _quotients(condition) if isinstance(condition, NonNegative) else ():
         found = _only_value(atom, sizes)
         if found is not None:
             poly = condition.of
             factor = number(poly.coefficient(atom))
             rest = poly.without(atom)
             if atom not in rest.atoms:
-                condition = at_least_zero(rest + factor * number(found))
+                condition = non_negative(rest + factor * number(found))
                 return both(*(_simpler(part, sizes) for part in conjuncts(condition)))
     return condition
 
@@ -147,10 +147,10 @@ def _follows(condition: Condition, other: Condition) -> bool:
     """Whether a condition holds wherever the other does."""
     if condition == other:
         return True
-    if not isinstance(condition, AtLeastZero) or not isinstance(other, AtLeastZero):
+    if not isinstance(condition, NonNegative) or not isinstance(other, NonNegative):
         return False
     more = condition.of - other.of
-    return any(_is_what_remains(more, atom) for atom in _quotients(AtLeastZero(more)))
+    return any(_is_what_remains(more, atom) for atom in _quotients(NonNegative(more)))
 
 
 def _is_what_remains(poly: Poly, atom: Quotient) -> bool:

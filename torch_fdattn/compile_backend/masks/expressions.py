@@ -106,7 +106,7 @@ class Poly:
 
     @property
     def is_made_of_indices(self) -> bool:
-        """Whether it is a sum of indices, which are at least 0, times whole numbers."""
+        """Whether it is a sum of indices, which are at least 0, times integers."""
         return all(
             isinstance(c, int) and all(isinstance(x, Axis) for x, _ in m) for m, c in self.terms
         )
@@ -145,7 +145,7 @@ def _times(a: Monomial, b: Monomial) -> Monomial:
 
 
 @dataclass(frozen=True)
-class AtLeastZero:
+class NonNegative:
     """Of integers."""
 
     of: Poly
@@ -180,7 +180,7 @@ class Not:
     of: IsZero | Holds
 
 
-Condition = AtLeastZero | IsZero | Holds | Both | Either | Not
+Condition = NonNegative | IsZero | Holds | Both | Either | Not
 TRUE, FALSE = Both(frozenset()), Either(frozenset())
 
 
@@ -202,8 +202,8 @@ def _joined(kind: type, parts: tuple[Condition, ...], absorbing: Condition) -> C
 
 
 def negation(condition: Condition) -> Condition:
-    if isinstance(condition, AtLeastZero):
-        return at_least_zero(number(-1) - condition.of)
+    if isinstance(condition, NonNegative):
+        return non_negative(number(-1) - condition.of)
     if isinstance(condition, Both):
         return either(*map(negation, condition.parts))
     if isinstance(condition, Either):
@@ -211,7 +211,7 @@ def negation(condition: Condition) -> Condition:
     return condition.of if isinstance(condition, Not) else Not(condition)
 
 
-def at_least_zero(poly: Poly) -> Condition:
+def non_negative(poly: Poly) -> Condition:
     """poly >= 0, of integers."""
     value = poly.constant
     if isinstance(value, (int, float)):
@@ -224,13 +224,13 @@ def at_least_zero(poly: Poly) -> Condition:
             return FALSE
     found = poly.single
     if found is None:
-        return AtLeastZero(poly)
+        return NonNegative(poly)
     atom, factor, rest = found
     if isinstance(atom, Magnitude):
         if factor != -1:
-            return AtLeastZero(poly)
-        return both(at_least_zero(rest - atom.of), at_least_zero(rest + atom.of))  # |x| <= rest
-    return select(atom, lambda branch: at_least_zero(branch * number(factor) + rest))
+            return NonNegative(poly)
+        return both(non_negative(rest - atom.of), non_negative(rest + atom.of))  # |x| <= rest
+    return select(atom, lambda branch: non_negative(branch * number(factor) + rest))
 
 
 def is_zero(poly: Poly) -> Condition:

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 SWALLOWS = -1e16
 #: What is added above this costs lse less than scores lose to their own rounding.
 HARMLESS = -64.0
-#: Beyond it a head has no room for the queries' second copy (`emit/mask_arguments.py`).
+#: Beyond it the head dim cannot hold the queries' second copy (`emit/mask_arguments.py`).
 MAX_HEAD_DIM = 128
 
 
 def hides(fill: float, dtype: torch.dtype) -> bool:
     """-inf, or so close to the dtype's least that a hidden score's weight is zero whatever the scores."""
     least = torch.finfo(dtype).min
-    # float16 has no such room: scores of some ten thousand are possible.
+    # float16 has no such margin: scores of some ten thousand are possible.
     return fill <= (least if dtype == torch.float16 else least / 4)
 
 
@@ -118,11 +118,11 @@ class HiddenRows:
     """Decides for one attention."""
 
     safe: bool  #: whether it is SDPA, which gives zeros where -inf hides all keys
-    wanted: bool  #: whether gradients are
-    sinks: bool  #: whether there are any: they take the weight of rows whose keys are hidden
+    needs_gradient: bool
+    sinks: bool  #: whether there are sinks, which take the weight of rows whose keys are hidden
     promised: bool = False  #: whether the caller says that there are no such rows
 
-    def settle(self, found: RecoveredMask, reads: Sequence[ParsedTerm]) -> None:
+    def settle(self, mask: RecoveredMask, reads: Sequence[ParsedTerm]) -> None:
         """Where the masks were taken apart; raises `KeepAsTensors` where that loses what hides a row."""
         if self.promised:
             return
@@ -134,56 +134,56 @@ class HiddenRows:
             once = len(hiding) == 1 and not hiding[0].summed
             filled = not any(read.term.is_added for read in hiding)
             # Learned slopes have a gradient of such a row too, as a mask has.
-            learned = self.wanted and any(read.learned for read in hiding)
+            learned = self.needs_gradient and any(read.learned for read in hiding)
             if len(fills) > 1 or learned or not (filled or once):
                 raise KeepAsTensors("mask-rows")
-            found.empty = "mean"
+            mask.empty = "mean"
         else:
             kept = [read for read in reads if read.bias is None]
             infinite = any(read.infinite for read in kept) or _may_overflow(kept)
             if not self.safe and (fills or infinite):
-                found.empty = "nan"
-            found.levels = self._levels(reads, kept)
-            if found.levels:  # beside which no number is too low
-                found.kept = [replace(x, limited=False) for x in found.kept]
-        found.flows = self.wanted and by_sums
-        found.nans = self._nans(reads)
+                mask.empty = "nan"
+            mask.levels = self._levels(reads, kept)
+            if mask.levels:  # with which no number is too low
+                mask.kept = [replace(x, limited=False) for x in mask.kept]
+        mask.flows = self.needs_gradient and by_sums
+        mask.nans = self._nans(reads)
 
     def all_kept(self, reads: Sequence[ParsedTerm], reason: str) -> RecoveredMask:
         """All masks as tensors."""
-        found = RecoveredMask(reason=reason)
+        mask = RecoveredMask(reason=reason)
         filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
         added = any(
             read.term.is_added and (read.hides or read.infinite or read.floor < HARMLESS)
             for read in reads
         )
         finite = any(map(math.isfinite, filled))
-        found.flows = self.wanted and not filled and not self.promised
-        found.levels = self._levels(reads, reads, several=len(filled) > 1 or (added and finite))
-        if found.levels:
-            found.kept = list(found.levels.terms)
+        mask.flows = self.needs_gradient and not filled and not self.promised
+        mask.levels = self._levels(reads, reads, several=len(filled) > 1 or (added and finite))
+        if mask.levels:
+            mask.kept = list(mask.levels.terms)
         else:
             for read in reads:
                 if not read.term.is_added and read.fills:
-                    found.kept.append(ExplicitMask(read.term))
+                    mask.kept.append(ExplicitMask(read.term))
                 elif read.term.is_added and (read.hides or read.bias.terms):
-                    found.kept.append(ExplicitMask(read.term, limited=read.limited))
+                    mask.kept.append(ExplicitMask(read.term, limited=read.limited))
         if self.promised:
-            return found
-        if finite and not found.levels:
-            found.empty = "mean"
+            return mask
+        if finite and not mask.levels:
+            mask.empty = "mean"
         elif not self.safe and (
-            found.levels
+            mask.levels
             or -math.inf in filled
             or any(read.infinite for read in reads)
             or sum(read.hides for read in reads) > 1  # least + least is -inf
         ):
-            found.empty = "nan"
-        found.nans = self._nans(reads)
-        return found
+            mask.empty = "nan"
+        mask.nans = self._nans(reads)
+        return mask
 
     def _nans(self, reads: Sequence[ParsedTerm]) -> NanGradients:
-        if not self.wanted:
+        if not self.needs_gradient:
             return NanGradients()
         fills = {
             i: ExplicitMask(x.term) for i, x in enumerate(reads) if not x.term.is_added and x.fills
@@ -201,10 +201,10 @@ class HiddenRows:
     ) -> RowLevels | None:
         """Of all masks, where numbers among those that are kept may hide a row and leave it something.
 
-        several: whether fills are of more than one number, or beside what is added.
+        several: whether fills are of more than one number, or stand with what is added.
         """
         floor = min((read.floor for read in kept), default=0.0)
-        needed = several or (self.wanted and floor < HARMLESS) or _are_blurred(kept)
+        needed = several or (self.needs_gradient and floor < HARMLESS) or _are_blurred(kept)
         if self.sinks or self.promised or not needed:
             return None
         filled = {x for read in reads if not read.term.is_added for x in read.fills}
@@ -213,11 +213,13 @@ class HiddenRows:
         given = any(read.floor <= _swallowing(read) for read in kept)
         # No gradient flows to scores that were filled, and one does to those to which a number is added: two
         # attentions, where one row may be hidden by both.
-        apart = self.wanted and bool(finite) and given
+        apart = self.needs_gradient and bool(finite) and given
         limit = max([swallows] * given + [0.99 * x for x in finite], default=None)
         limit = swallows if apart else limit
         terms = [read.term for read in reads if read.term.is_added or read.fills]
-        return RowLevels(_in_order(terms), limit, self.wanted and (apart or not finite), apart)
+        return RowLevels(
+            _in_order(terms), limit, self.needs_gradient and (apart or not finite), apart
+        )
 
 
 def _in_order(terms: Sequence[MaskTerm]) -> tuple[ExplicitMask, ...]:
@@ -257,15 +259,15 @@ def _lowest_sum(reads: Sequence[ParsedTerm]) -> float:
     return sum(read.floor / min(1.0, abs(read.term.factor)) for read in reads)
 
 
-def check(found: Attention) -> None:
+def check(attention: Attention) -> None:
     """Raises `Unsupported` where a gradient would need what the op cannot give."""
-    mask = found.mask
+    mask = attention.mask
     copies = mask.levels is not None and mask.levels.needs_copies
-    if found.softcap and (copies or (mask.flows and mask.empty == "mean")):
+    if attention.softcap and (copies or (mask.flows and mask.empty == "mean")):
         raise Unsupported(
             "mask-value", "sums may hide a row, and its gradient goes through a softcap"
         )
-    dim = found.q.size(D)
+    dim = attention.q.size(D)
     if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
         raise Unsupported(
             "mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it"

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.emit.mask_operands import is_expressible
 from torch_fdattn.compile_backend.graph.constants import constant
 from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import value
 from torch_fdattn.compile_backend.masks.chunks import is_chunked
+from torch_fdattn.compile_backend.masks.entries import Entry, axis
+from torch_fdattn.compile_backend.masks.expressible import is_expressible
 from torch_fdattn.compile_backend.masks.expressions import (
     FALSE,
     TRUE,
@@ -28,12 +29,12 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Holds,
     Lookup,
     Poly,
-    at_least_zero,
     atoms_of,
     axes_of,
     both,
     conjuncts,
     negation,
+    non_negative,
     number,
 )
 from torch_fdattn.compile_backend.masks.hidden_rows import (
@@ -43,7 +44,7 @@ from torch_fdattn.compile_backend.masks.hidden_rows import (
     hides,
     lowest,
 )
-from torch_fdattn.compile_backend.masks.reader import Entry, Reader, axis
+from torch_fdattn.compile_backend.masks.reader import Reader
 from torch_fdattn.compile_backend.masks.structure import (
     Sizes,
     Structure,
@@ -69,7 +70,7 @@ def top_left(sizes: Sizes) -> RecoveredMask:
 
 
 def sinks_of(node: Node, sizes: Sizes) -> Poly:
-    """What stands in a column beside the scores: a number of each head, or else raises `Unsupported`."""
+    """The sinks that are concatenated to the scores: a number of each head, or else raises `Unsupported`."""
     found = Reader().read(node, ("b", "h", "q", "k")) if value(node).dim() == 4 else None
     if not isinstance(found, Poly) or axes_of(found) - {"h"} or not is_expressible(found, sizes):
         raise Unsupported(
@@ -182,11 +183,11 @@ class MaskRecovery:
             if looked_up:
                 entry, visited = _from_entries(node, entry, visited, sizes)
             if not _is_as_read(node, visited, looked_up):
-                entry, visited = unread(node, axes), frozenset()
+                entry, visited = _unread(node, axes), frozenset()
             self._entries[key] = entry, visited
         entry, visited = self._entries[key]
         if visited and written_between(node, until, [node]) is not None:
-            return unread(node, axes), frozenset()
+            return _unread(node, axes), frozenset()
         return entry, visited
 
 
@@ -207,7 +208,7 @@ def _taken_apart(
 ) -> RecoveredMask:
     """What is proven as structure, and the rest kept; raises `KeepAsTensors` where all is better kept.
 
-    chunks: whether they may be structure, which they are alone or beside causal and a window.
+    chunks: whether they may be structure, which they are alone or together with causal and a window.
     """
     found = RecoveredMask(structured(both(*(read.condition for read in reads)), sizes, chunks))
     for i, read in enumerate(reads):
@@ -215,8 +216,8 @@ def _taken_apart(
             continue
         alibi = None if found.slopes else slopes(read.bias, found.structure, sizes)
         if alibi is None or not is_expressible(alibi[0], sizes):
-            whole = read.whole()
-            return _taken_apart([*reads[:i], whole, *reads[i + 1 :]], sizes, rows, chunks)
+            kept = read.as_tensor()
+            return _taken_apart([*reads[:i], kept, *reads[i + 1 :]], sizes, rows, chunks)
         found.slopes, found.structure = alibi
         found.roots[found.slopes] = read.term.node
     for poly in (found.structure.start, found.structure.lengths):
@@ -256,9 +257,9 @@ def _kept(read: ParsedTerm, found: RecoveredMask, sizes: Sizes, finite: bool) ->
 
 def _root(poly: Poly, reads: list[ParsedTerm], sizes: Sizes) -> Node:
     """A mask that holds all that a polynomial is made of: there it can be computed."""
-    wanted = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
+    lookups = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
     for read in reads:
-        if wanted <= set(atoms_of(read.condition)) and is_expressible(poly, sizes):
+        if lookups <= set(atoms_of(read.condition)) and is_expressible(poly, sizes):
             return read.term.node
     raise KeepAsTensors("mask-data")
 
@@ -277,7 +278,7 @@ def _is_as_read(root: Node, visited: frozenset[Node], looked_up: set[Node]) -> b
     return written_between(node, root, {*visited, *looked_up}) is None
 
 
-def unread(node: Node, axes: tuple[str, ...]) -> Entry:
+def _unread(node: Node, axes: tuple[str, ...]) -> Entry:
     index = tuple(map(axis, axes))[len(axes) - value(node).dim() :]
     found = Lookup(node, index)
     return Holds(found) if value(node).dtype == torch.bool else Poly.atom(found)
@@ -296,19 +297,19 @@ def _from_entries(
 
 def _band(mask: Tensor, sizes: Sizes) -> Condition | None:
     """The condition from the first to the last diagonal that is seen, where that is all of it."""
-    whole = (sizes.queries, sizes.keys)
+    shape = (sizes.queries, sizes.keys)
     try:
-        mask = mask.expand(torch.broadcast_shapes(mask.shape, whole)).reshape(-1, *whole)
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, shape)).reshape(-1, *shape)
     except RuntimeError:
         return None
     if not mask.any() or not (mask == mask[:1]).all():
         return None
-    diagonals = torch.arange(whole[1]) - torch.arange(whole[0])[:, None]
+    diagonals = torch.arange(shape[1]) - torch.arange(shape[0])[:, None]
     seen = diagonals[mask[0]]
     first, last = int(seen.min()), int(seen.max())
     if not torch.equal(mask[0], (diagonals >= first) & (diagonals <= last)):
         return None
     offset = axis("k") - axis("q")
-    above = at_least_zero(number(last) - offset) if last < whole[1] - 1 else TRUE
-    below = at_least_zero(offset - number(first)) if first > 1 - whole[0] else TRUE
+    above = non_negative(number(last) - offset) if last < shape[1] - 1 else TRUE
+    below = non_negative(offset - number(first)) if first > 1 - shape[0] else TRUE
     return both(above, below)

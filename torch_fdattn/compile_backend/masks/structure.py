@@ -16,10 +16,10 @@ from torch_fdattn.compile_backend.graph.nodes import statically_true
 from torch_fdattn.compile_backend.masks import chunks as mask_chunks
 from torch_fdattn.compile_backend.masks.chunks import Part
 from torch_fdattn.compile_backend.masks.expressions import (
-    AtLeastZero,
     Axis,
     Condition,
     Magnitude,
+    NonNegative,
     Poly,
     Select,
     axes_of,
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     keys: object
 
     def is_provable(self, poly: Poly, test: Callable) -> bool:
-        """Whether a test of what the polynomial is holds for all sizes the graph may meet."""
+        """Whether a test of what the polynomial is holds for all sizes that the graph may be called with."""
         constant = poly.constant
         if constant is None:
             return False
@@ -73,9 +73,8 @@ class Structure:
     left: int = -1
     right: int = -1
     lengths: Poly | None = None  #: keys that are valid, of each sequence
-    chunk: int | None = (
-        None  #: only keys of the query's own chunk of this many; beside no lengths and no rest
-    )
+    #: only keys of the query's own chunk of this many; then there are no lengths and no rest
+    chunk: int | None = None
     rest: list[Condition] = field(default_factory=list)
 
     def is_never_empty(self, sizes: Sizes) -> bool:
@@ -168,7 +167,7 @@ def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
 
 
 def _with_left_window(found: Structure, below: list[Bound]) -> list[Bound]:
-    """Takes the bound from below that is a window in whole numbers; returns the others."""
+    """Takes the bound from below that is a window with integer bounds; returns the others."""
     for bound in below:
         if found.start is None:
             found.start, found.left = bound.by * number(-1), 0
@@ -183,7 +182,7 @@ def _with_left_window(found: Structure, below: list[Bound]) -> list[Bound]:
 
 def _bound(part: Condition) -> tuple[str, Poly | None]:
     """("above", r) of k <= q + r; ("below", r) of k >= q - r; ("length", r) of k <= r; ("from", r) of k >= -r."""
-    if not isinstance(part, AtLeastZero):
+    if not isinstance(part, NonNegative):
         return "", None
     of_k, of_q = part.of.coefficient(_K), part.of.coefficient(_Q)
     by = part.of.without(_K, _Q)
@@ -244,7 +243,7 @@ def split(added: Poly, hides: Callable[[float], bool]) -> SplitBias:
             return SplitBias(conditions, fills, added)
 
 
-def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure] | None:
+def slopes(bias: Poly, structure: Structure, sizes: Sizes) -> tuple[Poly, Structure] | None:
     """ALiBi: (slopes, the structure with where queries stand), where the bias is -slope · |query - key|.
 
     What is the same for all keys of a query changes no softmax: where keys after the query are hidden, slope · key
@@ -258,7 +257,7 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
     slope = Poly.of((m - {(atom, 1)}, c) for m, c in of_keys)
     constant = {x for m, c in bias.terms if (m, c) not in of_keys for x, _ in m}
     if (
-        found.chunk
+        structure.chunk
         or axes_of(slope) - {"b", "h"}
         or any(isinstance(x, Select) for x in slope.atoms)
     ):
@@ -269,19 +268,19 @@ def slopes(bias: Poly, found: Structure, sizes: Sizes) -> tuple[Poly, Structure]
     if not is_for_all_keys(number(dict(bias.terms).get(frozenset(), 0))):
         return None
     if atom == _K:
-        if found.start is None:  # from beyond all keys
-            found = replace(found, start=sizes.poly("keys") - number(1), right=0)
-        return (slope, found) if found.right == 0 else None
+        if structure.start is None:  # from beyond all keys
+            structure = replace(structure, start=sizes.poly("keys") - number(1), right=0)
+        return (slope, structure) if structure.right == 0 else None
     if not isinstance(atom, Magnitude):
         return None
     start = _where_distances_begin(atom, sizes)
-    moved = None if start is None else found.moved_to(start)
+    moved = None if start is None else structure.moved_to(start)
     return None if moved is None else (slope * number(-1), moved)
 
 
 def _where_distances_begin(distance: Magnitude, sizes: Sizes) -> Poly | None:
     """start in |start + q - k|."""
-    kind, by = _bound(AtLeastZero(distance.of))
+    kind, by = _bound(NonNegative(distance.of))
     if kind == "above" or (kind == "length" and statically_true(sizes.queries == 1)):
         return by
     return by * number(-1) if kind == "below" else None

@@ -22,9 +22,8 @@ class MaskTerm:
     """One operation that hides scores."""
 
     node: Node
-    kind: Literal[
-        "visible", "hidden", "added"
-    ]  #: True where seen, True where hidden, a number to add
+    #: True where seen, True where hidden, a number to add
+    kind: Literal["visible", "hidden", "added"]
     fill: float = 0.0  #: what hidden scores become, where the mask itself does not say
     factor: float = 1.0  #: by which the scores are multiplied afterwards
     dtype: torch.dtype | None = None  #: the narrowest that the scores have from there on
@@ -47,7 +46,7 @@ class ExplicitMask:
     fill: float = -math.inf  #: what a boolean mask makes of its hidden entries
     limited: bool = False  #: whether the mask may hold finite numbers that our ops take for -inf
     scale: float = (
-        1.0  #: by which the sum of all masks up to this one is multiplied, among `RowLevels`
+        1.0  #: by which the sum of all masks up to this one is multiplied, in `RowLevels`
     )
 
 
@@ -56,13 +55,11 @@ class RowLevels:
     """All masks in the order in which they are written: what they hide a row by (see `hidden_rows.py`)."""
 
     terms: tuple[ExplicitMask, ...]
-    limit: (
-        float | None
-    )  #: of a row whose highest number is at most this, nothing of its scores is left
+    #: of a row whose highest number is at most this, nothing of its scores is left
+    limit: float | None
     flows: bool  #: whether gradients reach these scores
-    fills_apart: bool = (
-        False  #: whether keys that fills hide are another attention, which none reaches
-    )
+    #: whether keys that fills hide are another attention, which no gradient reaches
+    fills_apart: bool = False
 
     @property
     def needs_copies(self) -> bool:
@@ -75,7 +72,7 @@ class RowLevels:
 
 @dataclass(frozen=True)
 class NanGradients:
-    """Which gradients are NaN beside an output that is: where -inf hides all keys of a query, and not all by fills."""
+    """Which gradients are NaN where the output is: where -inf hides all keys of a query, and not all by fills."""
 
     fills: tuple[ExplicitMask, ...] = ()  #: whose keys pass none to scores; empty: all do, or none
     learned: tuple[
@@ -89,29 +86,28 @@ class RecoveredMask:
     slopes: Poly | None = None
     kept: list[ExplicitMask] = field(
         default_factory=list
-    )  #: in the order in which they meet the scores
+    )  #: in the order in which they are applied to the scores
     empty: Empty = "zero"
     flows: bool = False  #: whether gradients reach the scores of a query that sees no key
     levels: RowLevels | None = None
     nans: NanGradients = NanGradients()
     reason: str = ""  #: why something stays a tensor: a key of `report.MASK_REASONS`
-    roots: dict[Poly, Node] = field(
-        default_factory=dict
-    )  #: the masks that hold what these are made of
+    #: the masks that hold what these are made of
+    roots: dict[Poly, Node] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)  #: that made the masks, and are needed no more
 
     @property
     def name(self) -> str:
         """As a report says it."""
-        found, words = self.structure, []
-        if found.right == 0:
-            words.append("causal" if found.start is None else "causal from an offset")
-        if found.left >= 0 or found.right > 0:
-            left, right = ("all" if n < 0 else n for n in (found.left, found.right))
+        structure, words = self.structure, []
+        if structure.right == 0:
+            words.append("causal" if structure.start is None else "causal from an offset")
+        if structure.left >= 0 or structure.right > 0:
+            left, right = ("all" if n < 0 else n for n in (structure.left, structure.right))
             words.append(f"window ({left}, {right})")
-        if found.chunk is not None:
-            words.append(f"chunks of {found.chunk}")
-        if found.lengths is not None:
+        if structure.chunk is not None:
+            words.append(f"chunks of {structure.chunk}")
+        if structure.lengths is not None:
             words.append("lengths")
         if self.slopes is not None:
             words.append("ALiBi")
@@ -138,13 +134,13 @@ class ParsedTerm:
     summed: bool = False  #: whether an added mask is a sum of several that hide
     floor: float = 0.0  #: the lowest finite number that an added mask may hold
     one_level: bool = False  #: whether it is the one number of its that swallows scores
-    learned: bool = False  #: whether its gradient is wanted
+    learned: bool = False  #: whether it needs a gradient
 
     @property
     def hides(self) -> bool:
         return bool(self.fills) or self.bias is None
 
-    def whole(self, reason: str = "") -> ParsedTerm:
+    def as_tensor(self, reason: str = "") -> ParsedTerm:
         """An added mask as the numbers that it holds."""
         return replace(
             self, condition=TRUE, fills=frozenset(), bias=None, reason=reason or self.reason

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.constants import number
+from torch_fdattn.compile_backend.graph.dims import permutation
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
     equal_sizes,
@@ -29,70 +30,56 @@ B, H, S, D = range(4)
 
 class Operand(NamedTuple):
     node: Node
-    dims: tuple[
-        int | None, ...
-    ]  #: of (B, H, S, D) in the node; None: a head dim of one, to be inserted
+    #: of (B, H, S, D) in the node; None: a head dim of one, to be inserted
+    dims: tuple[int | None, ...]
     scale: float = 1.0  #: what was multiplied into it on the way
-    repeats: bool = False  #: whether copies of heads were seen through
+    repeats: bool = False  #: whether the node's consumer had copies of its heads
 
     def size(self, which: int) -> int | torch.SymInt:
         dim = self.dims[which]
         return 1 if dim is None else tensor(self.node).shape[dim]
 
 
-def operand(node: object, dims: tuple[int | None, ...] | None = None) -> Operand:
-    """An operand in SDPA's order, (B, H, S, D) or (B, S, D), where no other is given."""
+def operand_of(node: object) -> Operand:
+    """A tensor in SDPA's order, (B, H, S, D) or (B, S, D)."""
     rank = tensor(node).dim()
     if rank not in (3, 4):
         raise Unsupported("rank", f"a tensor has {rank} dimensions")
-    if dims is None:
-        dims = (0, 1, 2, 3) if rank == 4 else (0, None, 1, 2)
-    return Operand(node, dims)
+    return Operand(node, (0, 1, 2, 3) if rank == 4 else (0, None, 1, 2))
 
 
-def trace_operand(found: Operand, path: list[Node], scalings: bool) -> Operand:
+def trace_operand(operand: Operand, path: list[Node], scalings: bool) -> Operand:
     """The operand's source; `path` receives the nodes between, whose results are then not needed."""
     while True:
-        node = found.node
-        step = _transposed(found) or _repeated(found, path) or _copied(found)
-        step = step or (_scaled(found) if scalings else None)
+        node = operand.node
+        step = _transposed(operand) or _repeated(operand, path) or _copied(operand)
+        step = step or (_scaled(operand) if scalings else None)
         if step is None:
-            return found
+            return operand
         path.append(node)
-        found = step
+        operand = step
 
 
-def _transposed(found: Operand) -> Operand | None:
-    node, name = found.node, op_name(found.node)
-    source = node.args[0] if node.args else None
-    if name not in ("transpose", "permute", "mT") or not is_tensor(source):
+def _transposed(operand: Operand) -> Operand | None:
+    order = permutation(operand.node)
+    if order is None:
         return None
-    rank = value(source).dim()
-    order = list(range(rank))
-    if name == "permute":
-        order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        order = list(node.kwargs.get("dims", order))
-    else:
-        a, b = (-2, -1) if name == "mT" else (*node.args[1:], *node.kwargs.values())
-        order[a], order[b] = order[b], order[a]
-    if not all(isinstance(dim, int) for dim in order):
+    dims = tuple(None if dim is None else order[dim] for dim in operand.dims)
+    return operand._replace(node=operand.node.args[0], dims=dims)
+
+
+def _scaled(operand: Operand) -> Operand | None:
+    scaled = scaling(operand.node)
+    if scaled is None or value(scaled[0]).dtype != value(operand.node).dtype:
         return None
-    dims = tuple(None if dim is None else order[dim] % rank for dim in found.dims)
-    return found._replace(node=source, dims=dims)
+    return operand._replace(node=scaled[0], scale=operand.scale * scaled[1])
 
 
-def _scaled(found: Operand) -> Operand | None:
-    scaled = scaling(found.node)
-    if scaled is None or value(scaled[0]).dtype != value(found.node).dtype:
-        return None
-    return found._replace(node=scaled[0], scale=found.scale * scaled[1])
-
-
-def _copied(found: Operand) -> Operand | None:
+def _copied(operand: Operand) -> Operand | None:
     """Kernels read any strides."""
-    node = found.node
+    node = operand.node
     if op_name(node) == "contiguous" and is_tensor(node.args[0]):
-        return found._replace(node=node.args[0])
+        return operand._replace(node=node.args[0])
     return None
 
 
@@ -112,20 +99,20 @@ def scaling(node: Node) -> tuple[Node, float] | None:
     return x, factor if name == "mul" else 1 / factor
 
 
-def _repeated(found: Operand, path: list[Node]) -> Operand | None:
+def _repeated(operand: Operand, path: list[Node]) -> Operand | None:
     """K or V without the copies of its heads: head h of the copy is head h // n of the source.
 
     Kernels of grouped heads read the same; `k.repeat(1, n, 1, 1)`, where it is head h % H_kv, is another thing.
     """
-    head = found.dims[H]
-    if head is None or not is_tensor(found.node):
+    head = operand.dims[H]
+    if head is None or not is_tensor(operand.node):
         return None
-    source = _interleaved(found.node, head) or _expanded_and_merged(found.node, head, path)
-    source = source or _expanded_from_one(found.node, head)
+    source = _interleaved(operand.node, head) or _expanded_and_merged(operand.node, head, path)
+    source = source or _expanded_from_one(operand.node, head)
     if source is None:
         return None
     # All but the heads stays as it is, and these divide.
-    few, many = value(source), value(found.node)
+    few, many = value(source), value(operand.node)
     others = [dim for dim in range(many.dim()) if dim != head]
     if few.dim() != many.dim() or not all(
         statically_true(few.shape[d] == many.shape[d]) for d in others
@@ -135,7 +122,7 @@ def _repeated(found: Operand, path: list[Node]) -> Operand | None:
         many.shape[head] % few.shape[head] == 0
     ):
         return None
-    return found._replace(node=source, repeats=True)
+    return operand._replace(node=source, repeats=True)
 
 
 def _interleaved(node: Node, head: int) -> Node | None:

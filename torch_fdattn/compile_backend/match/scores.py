@@ -1,6 +1,6 @@
 """From a softmax's input up to the product `q kᵀ`: scalings, casts and masks on the way.
 
-Walking up meets last what was done first: a scaling met before a mask multiplies what the mask wrote.
+The walk upwards reaches last what was computed first: a scaling that it reaches before a mask multiplies what the mask wrote.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class MatchedScores:
     softcap: float = 0.0
     masks: list[MaskTerm] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)  #: the nodes between
-    sinks: tuple[Node, Node] | None = None  #: a last column beside the scores, and both together
+    sinks: tuple[Node, Node] | None = (
+        None  #: a last column that is concatenated to the scores, and the concatenation
+    )
 
 
 def below_softmax(node: object) -> MatchedScores:
-    """The scores that go into a softmax: less their maximum, which changes nothing, and beside sinks, if so."""
+    """The scores that go into a softmax, with or without sinks; subtracting their maximum changes nothing."""
     tensor(node)
     unshifted = _shifted_by_maximum(node)
     if unshifted is not None:

@@ -17,7 +17,7 @@ from torch_fdattn.compile_backend.graph.nodes import (
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery, top_left
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
 from torch_fdattn.compile_backend.match.attention import Attention, score_sizes
-from torch_fdattn.compile_backend.match.operands import H, operand
+from torch_fdattn.compile_backend.match.operands import H, operand_of
 from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "scaled_dot_product_attention"
@@ -32,7 +32,7 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         scale=None, enable_gqa=False,
     )  # fmt: skip
     tensor(node)
-    given = [operand(x) for x in (q, k, v)]
+    given = [operand_of(x) for x in (q, k, v)]
     if len({tensor(x.node).dim() for x in given}) > 1:
         raise Unsupported("rank", "q, k and v have different ranks")
     # The call drops out whenever p > 0: it knows no training mode.
@@ -42,8 +42,8 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         raise Unsupported("metadata", "is_causal or enable_gqa is not known")
     if scale is not None and not isinstance(scale, (int, float)):
         raise Unsupported("scale", "the scale is not known before the call")
-    found = Attention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
-    found.out_dims = tuple(i for i, dim in enumerate(found.q.dims) if dim is not None)
+    attention = Attention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
+    attention.out_dims = tuple(i for i, dim in enumerate(attention.q.dims) if dim is not None)
     terms = []
     if attn_mask is not None:
         if not is_tensor(attn_mask):
@@ -54,12 +54,12 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         kind = "visible" if tensor(attn_mask).dtype == torch.bool else "added"
         terms = [MaskTerm(attn_mask, kind, fill=float("-inf"))]
     rank = tensor(q).dim()
-    found.mask = top_left(score_sizes(*given[:2])) if is_causal else masks.recover(
+    attention.mask = top_left(score_sizes(*given[:2])) if is_causal else masks.recover(
         terms, score_sizes(*given[:2]), rank, tensor(q).dtype, node, safe=True
     )  # fmt: skip
     if terms:
-        found.notes.append(f"mask: {found.mask.name}")
-    with_copies = replace(found, between=[], notes=[*found.notes])
-    found.k, found.v = (found.unrepeated(x) for x in (found.k, found.v))
+        attention.notes.append(f"mask: {attention.mask.name}")
+    with_copies = replace(attention, between=[], notes=[*attention.notes])
+    attention.k, attention.v = (attention.unrepeated(x) for x in (attention.k, attention.v))
     # Where only one of them was repeated, the copy is what makes their heads equally many.
-    return found if statically_true(found.k.size(H) == found.v.size(H)) else with_copies
+    return attention if statically_true(attention.k.size(H) == attention.v.size(H)) else with_copies

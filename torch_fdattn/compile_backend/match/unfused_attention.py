@@ -1,7 +1,7 @@
-"""Attention written out: a product, softmax over its last dim, a product; between them scalings, casts, masks.
+"""Unfused attention: a product, softmax over its last dim, a product; between them scalings, casts, masks.
 
 The softmax is where a match begins. Upwards it follows the scores to `q kᵀ`, downwards the weights to the
-product with V. Whatever else it meets on the way is named in the report, and nothing is changed.
+product with V. Any other operation on the way is named in the report, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         raise Unsupported("softmax-dim", f"the softmax is over dimension {dim} of {last + 1}")
     between = [*scores.path, scores.product.node, node, *weights.path]
     _check_unused_elsewhere(between, weights.product.node)
-    found = _operands(scores, weights)
-    found.between += between
-    found.masked = bool(scores.masks)
+    attention = _operands(scores, weights)
+    attention.between += between
+    attention.masked = bool(scores.masks)
     dtype, result = tensor(scores.product.node).dtype, weights.product.node
     if dtype != tensor(result).dtype:
         raise Unsupported("dtype", f"the scores are {dtype}, the result is {tensor(result).dtype}")
-    found.mask = masks.recover(
-        scores.masks, found.sizes, tensor(scores.product.node).dim(), dtype, result,
+    attention.mask = masks.recover(
+        scores.masks, attention.sizes, tensor(scores.product.node).dim(), dtype, result,
         safe=op_name(node) == "_safe_softmax", sinks=scores.sinks is not None,
     )  # fmt: skip
     if (scores.sinks is None) == weights.without_last:
@@ -65,14 +65,14 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         )
     if scores.sinks is not None:
         column, joined = scores.sinks
-        found.sinks = sinks_of(column, found.sizes), joined
-        found.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
-        found.notes.append("sinks")
-    if found.softcap:
-        found.notes.append(f"softcap {found.softcap:g}")
+        attention.sinks = sinks_of(column, attention.sizes), joined
+        attention.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
+        attention.notes.append("sinks")
+    if attention.softcap:
+        attention.notes.append(f"softcap {attention.softcap:g}")
     if scores.masks:
-        found.notes.append(f"mask: {found.mask.name}")
-    return found
+        attention.notes.append(f"mask: {attention.mask.name}")
+    return attention
 
 
 def _or_unsupported(follow, node):
@@ -136,17 +136,17 @@ def _operands(scores: MatchedScores, weights: MatchedWeights) -> Attention:
     q_operand = trace_operand(q_operand, between, scalings=True)
     k_operand = trace_operand(k_operand, between, scalings=True)
     roles = [p_labels[0], p_head, p_labels[-2], v_depth]
-    found = Attention(
+    attention = Attention(
         FORM, weights.product.node, q_operand, k_operand, v_operand,
         out_dims=tuple(roles.index(label) for label in result_labels),
         scale=scores.factor * q_operand.scale * k_operand.scale, softcap=scores.softcap,
         between=between,
     )  # fmt: skip
     if k_operand.repeats:
-        found.note_repeated_heads()
-    found.v = found.unrepeated(v_operand)
-    _check_broadcast(found, scores.product)
-    return found
+        attention.note_repeated_heads()
+    attention.v = attention.unrepeated(v_operand)
+    _check_broadcast(attention, scores.product)
+    return attention
 
 
 def _roles(product: Product) -> tuple[tuple[Node, str], tuple[Node, str], str]:
@@ -170,9 +170,9 @@ def _placed(node: Node, labels: str, order: list[str]) -> Operand:
     return Operand(node, tuple(labels.index(label) if label else None for label in order))
 
 
-def _check_broadcast(found: Attention, product: Product) -> None:
+def _check_broadcast(attention: Attention, product: Product) -> None:
     """q's batch and heads are the scores': not broadcast from one."""
     out = tensor(product.node)
-    sizes = [found.q.size(B), *([found.q.size(H)] if out.dim() == 4 else [])]
+    sizes = [attention.q.size(B), *([attention.q.size(H)] if out.dim() == 4 else [])]
     if not equal_sizes(sizes, out.shape[: len(sizes)]):
         raise Unsupported("batch-broadcast", "q is broadcast over batches or heads")

@@ -31,7 +31,7 @@ from torch_fdattn.compile_backend.match import scores
 from torch_fdattn.compile_backend.match.written_softmax import dim_of_sum
 from torch_fdattn.compile_backend.report import Unsupported, where
 
-#: All that is a softmax, beside those that forms know; `exp` where it is divided by its sum.
+#: All softmaxes but those that forms match; `exp` where it is divided by its sum.
 OTHER_SOFTMAXES = (
     "_softmax", "_log_softmax", "exp", "gumbel_softmax", "log_softmax", "masked_log_softmax",
     "masked_softmax", "masked_softmin", "softmin",
@@ -92,18 +92,18 @@ class Unmatched:
 
     def _way(self, softmax: Node, up: bool) -> tuple[list[Node], bool]:
         """(the nodes from a softmax to the nearest product of attention, without it; whether it is a router's)."""
-        neighbours: Callable = self.flow.sources if up else self.flow.users
+        step: Callable = self.flow.sources if up else self.flow.users
         start = _Step(softmax, _dim(softmax), frozenset())
         came_from: dict[_Step, _Step | None] = {start: None}
         is_routers = False
         for at in (waiting := [start]):
-            for found in (met := [_arrived(x, at, up) for x in neighbours(at.node)]):
+            for found in (neighbours := [_arrived(x, at, up) for x in step(at.node)]):
                 if op_name(found.node) in _PRODUCTS and self._is_attentions(found, at, up):
                     return _back(came_from, at), is_routers
                 is_routers |= up and self._brings_keys(found)
                 for beyond in self._beyond(found, at, up):
                     if beyond.node is not found.node:
-                        met.append(beyond)  # what was projected, and may be a product
+                        neighbours.append(beyond)  # what was projected, and may be a product
                     elif beyond not in came_from:
                         came_from[beyond] = at
                         waiting.append(beyond)
@@ -123,7 +123,7 @@ class Unmatched:
         )
 
     def _beyond(self, found: _Step, at: _Step, up: bool) -> Iterator[_Step]:
-        """Where the way goes on from a node that is met: there, or above it where it is a projection."""
+        """Where the path continues behind a neighbour: there, or above it where it is a projection."""
         other, name = found.node, op_name(found.node)
         if name in _ENDS:
             return

@@ -1,4 +1,4 @@
-"""Finds matmuls beside collectives in ATen graphs: what `emit.py` then makes one op."""
+"""Finds matmuls next to collectives in ATen graphs: what `emit.py` then makes one op."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _terms(node: Node, chain: dict[Node, None]) -> frozenset[Node]:
             same = tuple(value(node.args[0]).shape) == tuple(value(node.args[1]).shape)
             found = left | right if left and right and same and not left & right else nothing
     elif node.target is not _ADD:
-        # What joins pieces of different sums, or of one with a bias and one without, is no sum of whole matmuls.
+        # What joins pieces of different sums, or of one with a bias and one without, is no sum of complete matmuls.
         each = {_terms(x, chain) for x in sources(node) or ()}
         found = each.pop() if len(each) == 1 else nothing
     if found:

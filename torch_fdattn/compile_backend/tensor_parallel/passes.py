@@ -47,7 +47,7 @@ def applies(choice: str) -> bool:
 
 
 def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Site]:
-    """Replaces matmuls beside collectives, in place; the sites that were found."""
+    """Replaces matmuls next to collectives, in place; the sites that were found."""
     sites = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in FORMS:
