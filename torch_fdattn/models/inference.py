@@ -1,6 +1,6 @@
 """The inference form of a `Transformer`: the same model in merged and fused layers (`Transformer.for_inference`).
 
-A block's kernels on one GPU, beside the cache and attention:
+A block's kernels on one GPU, besides the cache and attention:
 
     q, k, v · norms and rotation · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
 

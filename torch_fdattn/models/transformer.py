@@ -165,7 +165,7 @@ class Transformer(nn.Module):
 
         **Weights.** The form has parameters of its own over this model's memory. So that gate and up (and q, k and v) lie
         together, this model's parameters become views of the merged weights: the same objects with the same values.
-        Both models can be used side by side, and both see what is written into a parameter in place (`load_state_dict`,
+        Both models can be used at the same time, and both see what is written into a parameter in place (`load_state_dict`,
         an optimiser). What gives this model other memory (`.to`, `.data = …`, `load_state_dict(assign=True)`) does not
         reach the form: call this again afterwards. Two parameters then share a storage, which safetensors' `save_model`
         refuses; `save_file` of the state dict takes it.

@@ -75,18 +75,16 @@ class NanGradients:
     """Which gradients are NaN where the output is: where -inf hides all keys of a query, and not all by fills."""
 
     fills: tuple[ExplicitMask, ...] = ()  #: whose keys pass none to scores; empty: all do, or none
-    learned: tuple[
-        tuple[ExplicitMask, tuple[ExplicitMask, ...]], ...
-    ] = ()  #: sums, each with the fills behind it
+    #: sums, each with the fills behind it
+    learned: tuple[tuple[ExplicitMask, tuple[ExplicitMask, ...]], ...] = ()
 
 
 @dataclass
 class RecoveredMask:
     structure: Structure = field(default_factory=Structure)
     slopes: Poly | None = None
-    kept: list[ExplicitMask] = field(
-        default_factory=list
-    )  #: in the order in which they are applied to the scores
+    #: in the order in which they are applied to the scores
+    kept: list[ExplicitMask] = field(default_factory=list)
     empty: Empty = "zero"
     flows: bool = False  #: whether gradients reach the scores of a query that sees no key
     levels: RowLevels | None = None

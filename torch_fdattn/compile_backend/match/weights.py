@@ -17,9 +17,8 @@ class MatchedWeights:
     product: Product
     value: Node  #: V as the product has it
     labels: tuple[str, str]  #: of the weights and of V in the product
-    path: list[Node] = field(
-        default_factory=list
-    )  #: from the softmax, excluded, to the product, excluded
+    #: from the softmax, excluded, to the product, excluded
+    path: list[Node] = field(default_factory=list)
     without_last: bool = False  #: whether the last column, a sink's, is cut off
 
 
