@@ -55,7 +55,7 @@ _ORDINARY = {
 
 
 class _Step(NamedTuple):
-    """A node on the way, with what its dims are."""
+    """A node on the path, with what its dims are."""
 
     node: Node
     keys: int | None  #: that softmax is over
@@ -74,8 +74,8 @@ class Unmatched:
         """Raises `Unsupported`, with the first operation that no form has, where this is attention."""
         if op_name(softmax) == "exp" and dim_of_sum(softmax) is None:
             return
-        above, _ = self._way(softmax, up=True)
-        below = above and self._way(softmax, up=False)[0]
+        above, _ = self._path(softmax, up=True)
+        below = above and self._path(softmax, up=False)[0]
         if not above or not below:
             return
         between = [*reversed(above[1:]), softmax, *below[1:]]
@@ -87,10 +87,10 @@ class Unmatched:
 
     def is_router(self, softmax: Node) -> bool:
         """Whether a softmax is over what parameters bring, and of no queries and keys."""
-        above, is_over_them = self._way(softmax, up=True)
+        above, is_over_them = self._path(softmax, up=True)
         return is_over_them and not above
 
-    def _way(self, softmax: Node, up: bool) -> tuple[list[Node], bool]:
+    def _path(self, softmax: Node, up: bool) -> tuple[list[Node], bool]:
         """(the nodes from a softmax to the nearest product of attention, without it; whether it is a router's)."""
         step: Callable = self.flow.sources if up else self.flow.users
         start = _Step(softmax, _dim(softmax), frozenset())
