@@ -63,12 +63,17 @@ class Attention(nn.Module):
         k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)  # (B, K, T, D)
         v = self._heads(self.v_proj(x)).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is None:
-            out, _ = attention(q, k, v, causal=True)
-        else:
-            cache.append(self.layer, k, v)
-            out = cache.attend(self.layer, q)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(self.layer, q, k, v, cache))
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+    """q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H · D): among these tokens, or over the cache they go into."""
+    if cache is None:
+        out, _ = attention(q, k, v, causal=True)
+    else:
+        cache.append(layer, k, v)
+        out = cache.attend(layer, q)
+    return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
