@@ -95,18 +95,27 @@ def factors(node: Node) -> Factors | None:
 
 
 def _of_einsum(node: Node) -> Factors | None:
+    parsed = einsum_parts(node)
+    if parsed is None:
+        return None
+    operands, parts = parsed
+    ranks = [value(x).dim() for x in (*operands, node)]
+    # An ellipsis stands for dims that are counted from the last.
+    labels = []
+    for part, rank in zip(parts, ranks, strict=True):
+        rest = "0123456789"[10 - max(0, rank - len(part) + 3) :]
+        labels.append(part.replace("...", rest))
+    if any(len(x) != rank for x, rank in zip(labels, ranks, strict=True)):
+        return None
+    return Factors(tuple(operands), (labels[0], labels[1]), labels[2])
+
+
+def einsum_parts(node: Node) -> tuple[list[Node], tuple[str, str, str]] | None:
+    """(the operands, their labels and the result's) of an einsum of two tensors."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
     parts = re.fullmatch(r"([\w.]+),([\w.]+)->([\w.]+)", str(equation).replace(" ", ""))
     if parts is None or len(operands) != 2 or not all(map(is_tensor, operands)):
         return None
-    ranks = [value(x).dim() for x in (*operands, node)]
-    # An ellipsis stands for dims that are counted from the last.
-    labels = []
-    for part, rank in zip(parts.groups(), ranks, strict=True):
-        rest = "0123456789"[10 - max(0, rank - len(part) + 3) :]
-        labels.append(part.replace("...", rest))
-    if any(len(x) != rank for x, rank in zip(labels, ranks, strict=True)):
-        return None
-    return Factors(tuple(operands), (labels[0], labels[1]), labels[2])
+    return operands, parts.groups()

@@ -105,6 +105,14 @@ def arguments(node: Node, **defaults: Any) -> list[Any]:
     return [given.get(name, default) for name, default in defaults.items()]
 
 
+def where_arguments(node: Node) -> list[Any]:
+    """[condition, input, other] of a function's or a method's call."""
+    if node.op == "call_function":
+        return arguments(node, condition=None, input=None, other=None)
+    source, condition, other = arguments(node, input=None, condition=None, other=None)
+    return [condition, source, other]
+
+
 def value(node: Node) -> Any:
     """What Dynamo found that a node yields: a fake tensor, a number, or None where it does not say."""
     return node.meta.get("example_value")

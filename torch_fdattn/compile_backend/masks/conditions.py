@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.graph.nodes import arguments, value
+from torch_fdattn.compile_backend.graph.nodes import arguments, value, where_arguments
 from torch_fdattn.compile_backend.masks.entries import (
     Entry,
     Index,
@@ -90,10 +90,7 @@ def _exclusive(a: Condition, b: Condition) -> Condition:
 
 
 def _where(reader: Reader, node: Node, index: Index) -> Entry:
-    if node.op == "call_method":
-        yes, condition, no = arguments(node, input=None, condition=None, other=None)
-    else:
-        condition, yes, no = arguments(node, condition=None, input=None, other=None)
+    condition, yes, no = where_arguments(node)
     return _chosen(reader, node, index, reader.condition(condition, index), yes, no)
 
 
@@ -106,12 +103,8 @@ def _chosen(reader, node: Node, index: Index, condition: Condition, yes, no) -> 
     if value(node).dtype == torch.bool:
         yes, no = (reader.condition(x, index) for x in (yes, no))
         return either(both(condition, yes), both(negation(condition), no))
-    yes, no = (_rounded_as(node, reader.numeric(x, index)) for x in (yes, no))
+    yes, no = (in_dtype(reader.numeric(x, index), value(node).dtype) for x in (yes, no))
     return choice(condition, yes, no)
-
-
-def _rounded_as(node: Node, found: Poly) -> Poly:
-    return in_dtype(found, value(node).dtype)
 
 
 def _triangle(upper: bool) -> Callable:

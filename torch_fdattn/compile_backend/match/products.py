@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from torch_fdattn.compile_backend.graph.dims import einsum_parts
 from torch_fdattn.compile_backend.graph.nodes import arguments, is_tensor, op_name, tensor
 from torch_fdattn.compile_backend.report import Unsupported
 
@@ -51,12 +52,9 @@ def _labelled(node: Node, left: object, right: object) -> Product | None:
 
 
 def _einsum(node: Node) -> Product | None:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if len(operands) != 2 or not all(map(is_tensor, operands)) or not isinstance(equation, str):
+    parsed = einsum_parts(node)
+    if parsed is None or not all(
+        re.fullmatch(r"\w+", x) and len({*x}) == len(x) for x in parsed[1]
+    ):
         return None
-    parts = re.fullmatch(r"(\w+),(\w+)->(\w+)", equation.replace(" ", ""))
-    if parts is None or any(len(set(labels)) != len(labels) for labels in parts.groups()):
-        return None
-    return Product(node, *operands, parts.groups())
+    return Product(node, *parsed[0], parsed[1])

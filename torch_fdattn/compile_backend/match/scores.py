@@ -20,6 +20,7 @@ from torch_fdattn.compile_backend.graph.nodes import (
     statically_true,
     tensor,
     value,
+    where_arguments,
 )
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
 from torch_fdattn.compile_backend.match.operands import scaling
@@ -64,7 +65,8 @@ def below_softmax(node: object) -> MatchedScores:
         )
     found = follow(parts[0])
     found.sinks = parts[1], node
-    return _passed(node, found)
+    found.path.append(node)
+    return found
 
 
 def _shifted_by_maximum(node: Node) -> tuple[Node, list[Node]] | None:
@@ -91,14 +93,21 @@ def follow(node: object, factor: float = 1.0) -> MatchedScores:
     found = product(node)
     if found is not None:
         return MatchedScores(found, factor * found.factor)
+    scores = _behind(node, factor)
+    scores.path.append(node)
+    return scores
+
+
+def _behind(node: Node, factor: float) -> MatchedScores:
+    """The scores that an operation is given, with what it does to them."""
     below = cast_of(node)
     if below is not None:
         found = follow(below, factor)
         found.masks = [_narrowed(mask, value(node).dtype) for mask in found.masks]
-        return _passed(node, found)
+        return found
     scaled = scaling(node)
     if scaled is not None:
-        return _passed(node, follow(scaled[0], factor * scaled[1]))
+        return follow(scaled[0], factor * scaled[1])
     name = op_name(node)
     if name == "tanh":
         return _capped(node, factor)
@@ -123,11 +132,6 @@ def _narrowed(mask: MaskTerm, dtype: torch.dtype) -> MaskTerm:
     return replace(mask, dtype=min(mask.dtype, dtype, key=lambda x: torch.finfo(x).max))
 
 
-def _passed(node: Node, found: MatchedScores) -> MatchedScores:
-    found.path.append(node)
-    return found
-
-
 def _capped(node: Node, cap: float) -> MatchedScores:
     """cap · tanh(factor · product), which is the product times cap · factor under that cap."""
     (source,) = arguments(node, input=None)
@@ -138,7 +142,7 @@ def _capped(node: Node, cap: float) -> MatchedScores:
         raise Unsupported("scores-unknown", f"a cap of {cap:g}, not a positive number")
     found.factor *= cap
     found.softcap = cap
-    return _passed(node, found)
+    return found
 
 
 def _added(node: Node, name: str, factor: float) -> MatchedScores:
@@ -157,7 +161,7 @@ def _added(node: Node, name: str, factor: float) -> MatchedScores:
             continue
         factor = factor if name == "add" else -factor
         found.masks.append(MaskTerm(mask, "added", factor=factor, dtype=value(node).dtype))
-        return _passed(node, found)
+        return found
     raise reason or Unsupported(
         "scores-unknown", "something that is no mask is added to the scores"
     )
@@ -168,11 +172,7 @@ def _filled(node: Node, name: str, factor: float) -> MatchedScores:
     if name == "masked_fill":
         scores, mask, fill = arguments(node, input=None, mask=None, value=None)
     else:
-        names = ("input", "condition", "other") if node.op == "call_method" else (
-            "condition", "input", "other"
-        )  # fmt: skip
-        given = dict(zip(names, arguments(node, **dict.fromkeys(names)), strict=True))
-        mask, scores, fill = given["condition"], given["input"], given["other"]
+        mask, scores, fill = where_arguments(node)
         kind = "visible"
         if number(scores) is not None:
             kind, scores, fill = "hidden", fill, scores
@@ -183,7 +183,7 @@ def _filled(node: Node, name: str, factor: float) -> MatchedScores:
         raise Unsupported("mask", "a mask that has more entries than the scores")
     found = follow(scores, factor)
     found.masks.append(MaskTerm(mask, kind, fill, factor, value(node).dtype))
-    return _passed(node, found)
+    return found
 
 
 def _keeps_shape(scores: Node, node: Node) -> bool:

@@ -80,12 +80,7 @@ def _check_idle(node: Node) -> None:
     if node.op == "call_method":
         raise Unsupported("weights-unknown", "a method named dropout")
     # torch.dropout calls its training flag `train`.
-    p, training = 0.5, True
-    if len(node.args) > 1:
-        p = node.args[1]
-    if len(node.args) > 2:
-        training = node.args[2]
-    p = node.kwargs.get("p", p)
-    training = node.kwargs.get("training", node.kwargs.get("train", training))
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+    p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
     if not (p == 0 or training is False):
         raise Unsupported("dropout", f"dropout with p = {p} in training")
