@@ -5,7 +5,8 @@
               works anywhere
     explain   what the backend does to a function's attention, site by site
 
-Importing this loads nothing of torch.compile: that happens at the first compilation.
+`rewrite.py` is the pass, a stage after the other: match/ → masks/ → choose.py → emit/ → report.py. `tensor_parallel/`
+is a second pass, over matmuls next to collectives. Importing this loads nothing of torch.compile: that happens at the first compilation.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import described, equal_sizes, statically_true, value
 from torch_fdattn.compile_backend.masks.expressions import Poly
-from torch_fdattn.compile_backend.masks.hidden_rows import SWALLOWS
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.masks.terms import ExplicitMask
+from torch_fdattn.compile_backend.masks.values import SWALLOWS
 from torch_fdattn.compile_backend.match.attention import Attention
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT

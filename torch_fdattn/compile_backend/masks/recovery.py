@@ -37,13 +37,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     non_negative,
     number,
 )
-from torch_fdattn.compile_backend.masks.hidden_rows import (
-    SWALLOWS,
-    HiddenRows,
-    constants,
-    hides,
-    lowest,
-)
+from torch_fdattn.compile_backend.masks.hidden_rows import HiddenRows
 from torch_fdattn.compile_backend.masks.reader import Reader
 from torch_fdattn.compile_backend.masks.structure import (
     Sizes,
@@ -60,6 +54,7 @@ from torch_fdattn.compile_backend.masks.terms import (
     ParsedTerm,
     RecoveredMask,
 )
+from torch_fdattn.compile_backend.masks.values import SWALLOWS, constants, hides, lowest
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
@@ -103,7 +98,7 @@ class MaskRecovery:
         axes = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
         reads, makers = [], []
         for term in terms:
-            read, nodes = self._understood(term, axes, sizes, dtype, until, sinks)
+            read, nodes = self._parsed(term, axes, sizes, dtype, until, sinks)
             reads.append(read)
             makers += nodes
         _check_writes(reads)
@@ -119,7 +114,7 @@ class MaskRecovery:
         found.nodes = makers
         return found
 
-    def _understood(
+    def _parsed(
         self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node,
         sinks: bool,
     ) -> tuple[ParsedTerm, list[Node]]:  # fmt: skip
