@@ -160,7 +160,7 @@ _PASS_STRIDES = ("transpose", "permute", "reshape", "flatten", "unsqueeze", "squ
 def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     """The output with the strides of what it replaces, where anything could tell: `view`, for example."""
     expected = tensor(result)
-    if _same_strides(value(out), expected) or _strides_do_not_matter(result):
+    if _equal_strides(value(out), expected) or _strides_do_not_matter(result):
         return out
     if not all(isinstance(stride, int) for stride in expected.stride()):
         order = range(expected.dim())  # symbolic: only the usual order can be recognised
@@ -172,14 +172,14 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     inverse = [order.index(dim) for dim in range(len(order))]
     out = _permuted(add, out, order)
     out = _permuted(add, add("contiguous", out), inverse)
-    if not _same_strides(value(out), expected):
+    if not _equal_strides(value(out), expected):
         raise Unsupported(
             "layout", f"the result's strides {tuple(expected.stride())} cannot be kept"
         )
     return out
 
 
-def _same_strides(a: Tensor, b: Tensor) -> bool:
+def _equal_strides(a: Tensor, b: Tensor) -> bool:
     return all(
         statically_true(x == y) or statically_true(size == 1)
         for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)

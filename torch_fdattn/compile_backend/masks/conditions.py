@@ -61,11 +61,11 @@ def _against_infinity(a: Poly, b: Poly, test: Callable[[float], bool]) -> Condit
     return decided(other, lambda x: test(0.0 if x == limit else sign * (x - limit)))
 
 
-def _less(poly: Poly) -> Condition:
+def _negative(poly: Poly) -> Condition:
     return non_negative(number(-1) - poly)
 
 
-def _at_most(poly: Poly) -> Condition:
+def _non_positive(poly: Poly) -> Condition:
     return non_negative(poly * number(-1))
 
 
@@ -126,10 +126,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("bitwise_xor", "logical_xor"), _logical(_exclusive)),
     **dict.fromkeys(("bitwise_not", "logical_not"), _not),
     "where": _where, "masked_fill": _masked_fill, "tril": _triangle(False), "triu": _triangle(True),
-    "lt": _comparison(lambda d: d < 0, _less),
-    "le": _comparison(lambda d: d <= 0, _at_most),
-    "gt": _comparison(lambda d: d > 0, lambda p: negation(_at_most(p))),
-    "ge": _comparison(lambda d: d >= 0, lambda p: negation(_less(p))),
+    "lt": _comparison(lambda d: d < 0, _negative),
+    "le": _comparison(lambda d: d <= 0, _non_positive),
+    "gt": _comparison(lambda d: d > 0, lambda p: negation(_non_positive(p))),
+    "ge": _comparison(lambda d: d >= 0, lambda p: negation(_negative(p))),
     "eq": _comparison(lambda d: d == 0, is_zero),
     "ne": _comparison(lambda d: d != 0, lambda p: negation(is_zero(p))),
 }  # fmt: skip

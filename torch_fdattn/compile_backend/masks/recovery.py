@@ -205,46 +205,46 @@ def _taken_apart(
 
     chunks: whether they may be structure, which they are alone or together with causal and a window.
     """
-    found = RecoveredMask(structured(both(*(read.condition for read in reads)), sizes, chunks))
+    mask = RecoveredMask(structured(both(*(read.condition for read in reads)), sizes, chunks))
     for i, read in enumerate(reads):
         if read.bias is None or not read.bias.terms:
             continue
-        alibi = None if found.slopes else slopes(read.bias, found.structure, sizes)
+        alibi = None if mask.slopes else slopes(read.bias, mask.structure, sizes)
         if alibi is None or not is_expressible(alibi[0], sizes):
             kept = read.as_tensor()
             return _taken_apart([*reads[:i], kept, *reads[i + 1 :]], sizes, rows, chunks)
-        found.slopes, found.structure = alibi
-        found.roots[found.slopes] = read.term.node
-    for poly in (found.structure.start, found.structure.lengths):
+        mask.slopes, mask.structure = alibi
+        mask.roots[mask.slopes] = read.term.node
+    for poly in (mask.structure.start, mask.structure.lengths):
         if poly is not None and poly.constant is None:
-            found.roots[poly] = _root(poly, reads, sizes)
+            mask.roots[poly] = _root(poly, reads, sizes)
     finite = any(math.isfinite(fill) for read in reads for fill in read.fills)
     for read in reads:
-        found.kept += _kept(read, found, sizes, finite)
-    if found.kept and found.structure.chunk:
+        mask.kept += _kept(read, mask, sizes, finite)
+    if mask.kept and mask.structure.chunk:
         return _taken_apart(reads, sizes, rows, chunks=False)
-    if found.kept or not found.structure.is_never_empty(sizes):
-        rows.settle(found, reads)
-    return found
+    if mask.kept or not mask.structure.is_never_empty(sizes):
+        rows.settle(mask, reads)
+    return mask
 
 
-def _kept(read: ParsedTerm, found: RecoveredMask, sizes: Sizes, finite: bool) -> list[ExplicitMask]:
+def _kept(read: ParsedTerm, mask: RecoveredMask, sizes: Sizes, finite: bool) -> list[ExplicitMask]:
     """What of a term the structure does not say."""
     if read.bias is None:
-        found.reason = read.reason
+        mask.reason = read.reason
         return [ExplicitMask(read.term, limited=read.limited)]
-    condition = both(*(x for x in conjuncts(read.condition) if x in found.structure.rest))
+    condition = both(*(x for x in conjuncts(read.condition) if x in mask.structure.rest))
     if condition == TRUE:
         return []
     data = any(isinstance(x, Lookup) for x in atoms_of(condition))
-    found.reason = "mask-data" if data else "mask-form"
+    mask.reason = "mask-data" if data else "mask-form"
     if is_chunked(condition):
-        found.reason = "mask-chunked"
+        mask.reason = "mask-chunked"
     by_rows = {"q", "k"} <= axes_of(condition)
     if not by_rows and condition != FALSE and is_expressible(condition, sizes):
         return [ExplicitMask(read.term, condition)]
     if read.bias.terms:  # which the mask holds too
-        raise KeepAsTensors(found.reason)
+        raise KeepAsTensors(mask.reason)
     if read.term.is_added and finite:
         raise KeepAsTensors("mask-chunked" if is_chunked(condition) else "mask-rows")
     return [ExplicitMask(read.term)]

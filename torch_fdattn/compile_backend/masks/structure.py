@@ -166,16 +166,16 @@ def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
     return found
 
 
-def _with_left_window(found: Structure, below: list[Bound]) -> list[Bound]:
+def _with_left_window(structure: Structure, below: list[Bound]) -> list[Bound]:
     """Takes the bound from below that is a window with integer bounds; returns the others."""
     for bound in below:
-        if found.start is None:
-            found.start, found.left = bound.by * number(-1), 0
+        if structure.start is None:
+            structure.start, structure.left = bound.by * number(-1), 0
         else:
-            width = (found.start + bound.by).constant
+            width = (structure.start + bound.by).constant
             if not isinstance(width, int) or width < 0:
                 continue
-            found.left = width
+            structure.left = width
         return [x for x in below if x is not bound]
     return below
 
@@ -192,8 +192,8 @@ def _bound(part: Condition) -> tuple[str, Poly | None]:
     return kinds.get((of_k, of_q), ""), by
 
 
-def _allows_all(excess: Poly, least: int, sizes: Sizes) -> bool:
-    return sizes.is_provable(excess, lambda x: x >= least)
+def _allows_all(excess: Poly, minimum: int, sizes: Sizes) -> bool:
+    return sizes.is_provable(excess, lambda x: x >= minimum)
 
 
 def _tightest(bounds: list[Bound], sizes: Sizes) -> list[Bound]:

@@ -97,21 +97,23 @@ class Unmatched:
         came_from: dict[_Step, _Step | None] = {start: None}
         is_routers = False
         for at in (waiting := [start]):
-            for found in (neighbours := [_arrived(x, at, up) for x in step(at.node)]):
-                if op_name(found.node) in _PRODUCTS and self._is_attentions(found, at, up):
+            for neighbour in (neighbours := [_arrived(x, at, up) for x in step(at.node)]):
+                if op_name(neighbour.node) in _PRODUCTS and self._is_of_attention(
+                    neighbour, at, up
+                ):
                     return _back(came_from, at), is_routers
-                is_routers |= up and self._brings_keys(found)
-                for beyond in self._beyond(found, at, up):
-                    if beyond.node is not found.node:
+                is_routers |= up and self._brings_keys(neighbour)
+                for beyond in self._beyond(neighbour, at, up):
+                    if beyond.node is not neighbour.node:
                         neighbours.append(beyond)  # what was projected, and may be a product
                     elif beyond not in came_from:
                         came_from[beyond] = at
                         waiting.append(beyond)
         return [], is_routers
 
-    def _brings_keys(self, found: _Step) -> bool:
+    def _brings_keys(self, neighbour: _Step) -> bool:
         """Whether parameters make the dim that softmax is over, or are what tokens are scored by."""
-        (other, keys, _), name = found, op_name(found.node)
+        (other, keys, _), name = neighbour, op_name(neighbour.node)
         if keys is None:
             return False
         if name in _PROJECTIONS:
@@ -122,24 +124,24 @@ class Unmatched:
             for i, x in enumerate(product.nodes)
         )
 
-    def _beyond(self, found: _Step, at: _Step, up: bool) -> Iterator[_Step]:
+    def _beyond(self, neighbour: _Step, at: _Step, up: bool) -> Iterator[_Step]:
         """Where the path continues behind a neighbour: there, or above it where it is a projection."""
-        other, name = found.node, op_name(found.node)
+        other, name = neighbour.node, op_name(neighbour.node)
         if name in _ENDS:
             return
         if name in _PROJECTIONS and is_tensor(other):
             dim = _PROJECTIONS[name] % value(other).dim()
             if up:
-                yield from _projected(other.args[0], found, found, dim)
+                yield from _projected(other.args[0], neighbour, neighbour, dim)
             elif other.args[0] is at.node:
-                yield from _projected(other, at, found, dim)
+                yield from _projected(other, at, neighbour, dim)
         elif name not in _PRODUCTS:
-            yield found
+            yield neighbour
         elif (product := factors(other)) is not None:
-            yield from self._through(other, product, at, found, up)
+            yield from self._through(other, product, at, neighbour, up)
 
     def _through(
-        self, node: Node, product: Factors, at: _Step, found: _Step, up: bool
+        self, node: Node, product: Factors, at: _Step, neighbour: _Step, up: bool
     ) -> Iterator[_Step]:
         """Through a product with parameters, which is a projection."""
         for i in (0, 1):
@@ -149,7 +151,7 @@ class Unmatched:
             if given is not data or not self.flow.is_made_of_parameters(weight):
                 continue
             came, goes = (product.out, labels) if up else (labels, product.out)
-            named = _labelled(found if up else at, came)
+            named = _labelled(neighbour if up else at, came)
             if named is None:
                 continue
             keys, mixed = named
@@ -163,16 +165,18 @@ class Unmatched:
             moved = frozenset(goes.index(x) for x in mixed | new)
             yield _Step(data if up else node, goes.index(keys), moved)
 
-    def _is_attentions(self, found: _Step, at: _Step, up: bool) -> bool:
+    def _is_of_attention(self, neighbour: _Step, at: _Step, up: bool) -> bool:
         """Whether a product is that of queries and keys (up), or that of weights and values."""
-        node, product = found.node, factors(found.node)
-        if found.projected and not _are_common(product, found if up else at, at.node, up):
+        node, product = neighbour.node, factors(neighbour.node)
+        if neighbour.projected and not _are_common(product, neighbour if up else at, at.node, up):
             return False
         inputs = node.all_input_nodes if product is None else [*dict.fromkeys(product.nodes)]
         data = [x for x in inputs if not self.flow.is_made_of_parameters(x)]
         if len(data) > 1 or len(inputs) == len(data) == 1:
             return True
-        return bool(up and data and product and self._has_learned_queries(product, found, data[0]))
+        return bool(
+            up and data and product and self._has_learned_queries(product, neighbour, data[0])
+        )
 
     def _has_learned_queries(self, product: Factors, at: _Step, keys: Node) -> bool:
         i = product.nodes.index(keys)
@@ -198,11 +202,11 @@ def _arrived(other: Node, at: _Step, up: bool) -> _Step:
     )
 
 
-def _projected(node: object, at: _Step, found: _Step, dim: int) -> Iterator[_Step]:
+def _projected(node: object, at: _Step, neighbour: _Step, dim: int) -> Iterator[_Step]:
     """Beyond a projection of one dim, which is no keys' and was not projected before."""
-    taken = {found.keys, at.keys, *found.projected, *at.projected}
+    taken = {neighbour.keys, at.keys, *neighbour.projected, *at.projected}
     if None not in taken and dim not in taken and isinstance(node, Node):
-        yield _Step(node, found.keys, found.projected | {dim})
+        yield _Step(node, neighbour.keys, neighbour.projected | {dim})
 
 
 def _labelled(at: _Step, labels: str) -> tuple[str, set[str]] | None:

@@ -31,9 +31,9 @@ def follow(softmax: Node) -> MatchedWeights:
             what = "are used elsewhere" if users else "have no use"
             raise Unsupported("scores-used", f"the weights {what}")
         below = users[0]
-        found = product(below)
-        if found is not None:
-            weights = _with_weights(found, node, path)
+        second = product(below)
+        if second is not None:
+            weights = _with_weights(second, node, path)
             weights.without_last = cut is not None
             return weights
         if cut is None and _is_without_last(below):
@@ -64,15 +64,15 @@ def _used_by(name: str) -> str:
     return f"the weights go into {name}, not into a product with v"
 
 
-def _with_weights(found: Product, weights: Node, path: list[Node]) -> MatchedWeights:
-    left, right, _out = found.labels
-    if found.factor != 1:
+def _with_weights(second: Product, weights: Node, path: list[Node]) -> MatchedWeights:
+    left, right, _out = second.labels
+    if second.factor != 1:
         raise Unsupported("product", "the product with v is scaled")
-    if found.left is weights and found.right is not weights:
-        return MatchedWeights(found, found.right, (left, right), path)
+    if second.left is weights and second.right is not weights:
+        return MatchedWeights(second, second.right, (left, right), path)
     # `bkhd,bhqk->bqhd`: einsum alone names what is summed; elsewhere weights on the right are another product.
-    if found.right is weights and found.left is not weights and op_name(found.node) == "einsum":
-        return MatchedWeights(found, found.left, (right, left), path)
+    if second.right is weights and second.left is not weights and op_name(second.node) == "einsum":
+        return MatchedWeights(second, second.left, (right, left), path)
     raise Unsupported("product", "the weights are not the left factor of the product with v")
 
 

@@ -55,24 +55,24 @@ def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Si
         op = _OPS[node.target]
         about = dict(form=FORMS[node.target], node=node.name, stack_trace=stack_trace(node))
         try:
-            found = match(node)
-            if found is None:
+            matched = match(node)
+            if matched is None:
                 continue
-            about["stack_trace"] = stack_trace(found.matmuls[0].node) or about["stack_trace"]
-            _expect_gain(op, found, choice)
+            about["stack_trace"] = stack_trace(matched.matmuls[0].node) or about["stack_trace"]
+            _expect_gain(op, matched, choice)
             if not dryrun:
-                (emit_gather if isinstance(found, Gather) else emit_reduction)(found, choice)
+                (emit_gather if isinstance(matched, Gather) else emit_reduction)(matched, choice)
         except Unsupported as unsupported:
             sites.append(Site(op=None, reason=unsupported.code, detail=unsupported.detail, **about))
             continue
-        sites.append(Site(op=op, notes=_notes(found, choice), **about))
+        sites.append(Site(op=op, notes=_notes(matched, choice), **about))
     if any(site.op for site in sites) and not dryrun:
         graph.lint()
     return sites
 
 
-def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
-    first = found.matmuls[0]
+def _expect_gain(op: str, matched: Gather | Reduction, choice: str) -> None:
+    first = matched.matmuls[0]
     given = value(first.x)
     if given.device.type not in ("cpu", "cuda"):
         raise Unsupported("device")
@@ -80,26 +80,26 @@ def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
         raise Unsupported("strategy")
     if choice != "auto":
         return
-    columns = [width(matmul.node) for matmul in found.matmuls]
-    features = [width(matmul.x) for matmul in found.matmuls]
-    gathers = isinstance(found, Gather)
+    columns = [width(matmul.node) for matmul in matched.matmuls]
+    features = [width(matmul.x) for matmul in matched.matmuls]
+    gathers = isinstance(matched, Gather)
     numbers = (
         value(first.node).shape[0],
         sum(columns) if gathers else columns[0],
         features[0] if gathers else sum(features),
-        found.world_size,
+        matched.world_size,
     )
     known = all(isinstance(number, int) for number in numbers)
     if not may_choose(op, given.device, given.dtype, Sizes(*numbers) if known else None):
         raise Unsupported("not-faster")
 
 
-def _notes(found: Gather | Reduction, choice: str) -> tuple[str, ...]:
-    modules = [_module(matmul.node) for matmul in found.matmuls]
+def _notes(matched: Gather | Reduction, choice: str) -> tuple[str, ...]:
+    modules = [_module(matmul.node) for matmul in matched.matmuls]
     return (
         *((" and ".join(modules),) if all(modules) else ()),
         *((f"{len(modules)} matmuls",) if len(modules) > 1 else ()),
-        *(("keeps the gathered rows",) if isinstance(found, Gather) and found.keep else ()),
+        *(("keeps the gathered rows",) if isinstance(matched, Gather) and matched.keep else ()),
         *((choice,) if choice != "auto" else ()),
     )
 
