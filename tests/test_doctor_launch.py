@@ -42,7 +42,7 @@ import os, time
 from torch_fdattn.doctor import ranks, torchrun
 from torch_fdattn.doctor.machine import inspect
 launch, _ = torchrun.check_launch(os.environ, torchrun.real_network())
-ranks.meet(launch, ranks.own_card(inspect(), launch), 30)
+ranks.join(launch, ranks.own_card(inspect(), launch), 30)
 time.sleep(100)
 """
 

@@ -96,7 +96,7 @@ def compiling(model: nn.Module, x: Tensor) -> Report:
     compiled(x)
     report: Report = torch_fdattn.explain(model)(x)
     again: Report = torch_fdattn.compile_backend.explain(model, tensor_parallel="off")(x)
-    print(again, report.own)
+    print(again, report.fdattn_calls)
     return report
 
 

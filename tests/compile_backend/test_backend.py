@@ -419,5 +419,5 @@ def test_the_users_own_joint_pass_is_kept():
     with torch._inductor.config.patch(force_disable_caches=True):  # a hit would run no pass
         agree(attend, torch.compile(attend, backend=fdattn, options=options), qkv(24, dim=32))
     assert seen
-    assert CacheKey({}, Own()).uuid()[-1] == "own"
-    assert CacheKey({}, lambda graph: None).uuid() is None  # what has no id cannot be cached
+    assert CacheKey((), Own()).uuid()[-1] == "own"
+    assert CacheKey((), lambda graph: None).uuid() is None  # what has no id cannot be cached

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch_fdattn
 from tests.compile_backend.harness import qkv
 from torch_fdattn.compile_backend import fdattn
-from torch_fdattn.compile_backend.backend import AttentionLeft, _split
 from torch_fdattn.compile_backend.cache_key import CacheKey
-from torch_fdattn.compile_backend.context_parallel import parse
-from torch_fdattn.compile_backend.report import Report
+from torch_fdattn.compile_backend.context_parallel.options import parse
+from torch_fdattn.compile_backend.options import split
+from torch_fdattn.compile_backend.report import Report, UnsupportedAttention
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.dist import SequenceShards
 
@@ -109,7 +109,7 @@ def test_bad_values(group, option, error, text):
     if isinstance(option, dict) and option and "group" not in option:
         option["group"] = group
     with pytest.raises(error, match=text) as raised:
-        _split({"context_parallel": option})
+        split({"context_parallel": option}, None)
     assert 'options["context_parallel"]' in str(raised.value)
 
 
@@ -187,7 +187,7 @@ def test_what_is_refused(group, text):
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text) as raised:
         torch.compile(REFUSED[text], backend=fdattn, options=options)(*args)
-    assert isinstance(raised.value.inner_exception, AttentionLeft)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
     assert "test_context_parallel.py:" in str(raised.value)
     torch._dynamo.reset()
     torch.compile(REFUSED[text], backend=fdattn, options={**options, "dryrun": True})(*args)
@@ -306,7 +306,7 @@ def test_explain(group):
 
 def test_the_cache_key_has_group_and_shards(group):
     keys = [
-        CacheKey(_split({"context_parallel": option})[0]).uuid()
+        CacheKey(split({"context_parallel": option}, None)[0]).uuid()
         for option in (
             None, group, {"group": group}, {"group": group, "shards": "zigzag"},
             {"group": group, "shards": SequenceShards.zigzag(8, 2)},

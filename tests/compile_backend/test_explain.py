@@ -13,9 +13,9 @@ from torch_fdattn.compile_backend.report import (
     MASK_REASONS,
     MATMUL_REASONS,
     REASONS,
-    Left,
     Report,
     Site,
+    Unsupported,
 )
 
 sdpa = F.scaled_dot_product_attention
@@ -85,7 +85,7 @@ def test_calls_of_our_own_ops_are_counted():
         return torch_fdattn.merge_states(out[None], lse[None])
 
     report = torch_fdattn.explain(fn)(*qkv())
-    assert report.own == {"attention": 2, "merge_states": 1}  # what SDPA became is none
+    assert report.fdattn_calls == {"attention": 2, "merge_states": 1}  # what SDPA became is none
     assert str(report).splitlines()[0] == (
         "1 of 1 attention sites rewritten, in 2 graphs; it calls ops of torch_fdattn itself, which stay: "
         "2 of fdattn.attention, 1 of fdattn.merge_states"
@@ -95,23 +95,24 @@ def test_calls_of_our_own_ops_are_counted():
 def test_every_reason_in_the_sources_is_listed():
     """A code that the table lacks would be a KeyError where it is raised without a detail."""
     root = Path(torch_fdattn.__file__).parent / "compile_backend"
-    text = "\n".join(path.read_text() for path in root.glob("*.py"))
-    raised = set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text))
-    raised |= set(re.findall(r'_leave_if\([^"]*"([a-z0-9-]+)"', text))
+    tensor_parallel = root / "tensor_parallel"
+    files = [path for path in root.rglob("*.py") if path.parent != tensor_parallel]
+    text = "\n".join(path.read_text() for path in files)
+    raised = set(re.findall(r'Unsupported\(\s*"([a-z0-9-]+)"', text))
+    raised |= set(re.findall(r'_unsupported_if\([^"]*"([a-z0-9-]+)"', text))
     raised |= {"scores-used", "weights-unknown"}
     assert raised == set(REASONS)
-    root = root / "tensor_parallel"
-    text = "\n".join(path.read_text() for path in root.glob("*.py"))
-    assert set(re.findall(r'Left\(\s*"([a-z0-9-]+)"', text)) == set(MATMUL_REASONS)
+    text = "\n".join(path.read_text() for path in tensor_parallel.glob("*.py"))
+    assert set(re.findall(r'Unsupported\(\s*"([a-z0-9-]+)"', text)) == set(MATMUL_REASONS)
 
 
 def test_every_reason_why_masks_stay_is_listed():
     root = Path(torch_fdattn.__file__).parent / "compile_backend"
-    used = set(re.findall(r'"(mask-[a-z]+)"', (root / "masks.py").read_text()))
+    used = set(re.findall(r'"(mask-[a-z]+)"', (root / "masks" / "recovery.py").read_text()))
     assert used - {"mask-value"} == set(MASK_REASONS)
 
 
 def test_a_site_without_a_stack_trace():
-    site = Site(form="x", node="n", op=None, reason="mask", detail=Left("mask").detail)
+    site = Site(form="x", node="n", op=None, reason="mask", detail=Unsupported("mask").detail)
     assert str(site).startswith("node n: x: left as it was, mask: a mask that is no")
     assert Report([site]).reasons == ["mask"]

@@ -162,7 +162,7 @@ def attend(q, k, v, *, scaled=lambda s: s / 4.0, mask=None, soften=None, finish=
     return torch.matmul(finish(weights), v)
 
 
-HANDWRITTEN = {
+UNFUSED = {
     "plain": lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
     "special": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
     "special, fp32": lambda q, k, v: torch.special.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v,
@@ -218,13 +218,13 @@ HANDWRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HANDWRITTEN)
-def test_handwritten(name):
-    rewritten(HANDWRITTEN[name], *qkv())
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused_attention(name):
+    rewritten(UNFUSED[name], *qkv())
 
 
 def test_the_seed_form_graph():
-    found = rewritten(HANDWRITTEN["the seed's form"], *qkv())
+    found = rewritten(UNFUSED["the seed's form"], *qkv())
     assert_expected_inline(
         found.graph,
         """\

@@ -13,7 +13,7 @@ from torch_fdattn.testing import check_close
 LEAST = torch.finfo(torch.float32).min
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-#: Left padding: queries before the first token see none.
+#: Padding on the left: queries before the first token see none.
 KEEP = torch.tensor([[0] * 3 + [1] * 5, [1] * 8]).bool()
 
 WAYS = {

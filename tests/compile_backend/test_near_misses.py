@@ -31,7 +31,7 @@ def test_sdpa_with_dropout():
     left("dropout", lambda q, k, v: sdpa(q, k, v, dropout_p=0.5), *qkv())
 
 
-HANDWRITTEN = {
+UNFUSED = {
     "softmax over queries": (
         "softmax-dim",
         lambda q, k, v: (q @ k.transpose(-2, -1)).softmax(-2) @ v,
@@ -162,9 +162,9 @@ HANDWRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", HANDWRITTEN)
-def test_handwritten(name):
-    reason, fn = HANDWRITTEN[name]
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused_attention(name):
+    reason, fn = UNFUSED[name]
     left(reason, fn, *qkv())
 
 

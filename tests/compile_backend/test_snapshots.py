@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from tests.compile_backend.harness import check, qkv
-from tests.compile_backend.test_forms import HANDWRITTEN, REPEATED, SDPA, sdpa
+from tests.compile_backend.test_forms import REPEATED, SDPA, UNFUSED, sdpa
 from tests.compile_backend.test_masks import (
     ALIBI,
     BIASES,
@@ -49,9 +49,9 @@ a scale: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale =
     )
 
 
-def test_handwritten():
+def test_unfused_attention():
     assert_expected_inline(
-        snapshot(HANDWRITTEN, *qkv()),
+        snapshot(UNFUSED, *qkv()),
         """\
 plain: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 1.0)
 special: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_fdattn
-from torch_fdattn.compile_backend.context_parallel import OPTION, parse
+from torch_fdattn.compile_backend.context_parallel.options import OPTION, parse
 from torch_fdattn.dist import (
     TPMLP,
     DistributedDecodeAttention,

@@ -207,7 +207,7 @@ def test_torch_compile(backend, active):
 
 
 def sdpa_cases():
-    """A code of OBSTACLES, and a call of SDPA's op that it names."""
+    """A code of UNSUPPORTED_REASONS, and a call of SDPA's op that it names."""
     q, k, v = qkv()
     yield "dropout", (q, k, v, 0.5, True), {}
     yield "debug-mask", (q, k, v, 0.0, True, True), {}
@@ -266,8 +266,8 @@ CASES = [(SDPA, *case) for case in sdpa_cases()] + [(FLASH, *case) for case in v
     ("op", "code", "args", "options"), CASES, ids=[f"{c[0].__name__}-{c[1]}" for c in CASES]
 )
 def test_what_ours_does_not_do_goes_to_torchs_own(op, code, args, options, active):
-    obstacle = flash_impl._KERNELS[op.default._schema.name.removeprefix("aten::")][0]
-    assert obstacle(*args, **options) == code
+    kernel = flash_impl._KERNELS[op.default._schema.name.removeprefix("aten::")]
+    assert kernel(*args, **options) == code
     if any(x.device.type == "meta" or x.numel() > 2**28 for x in args[:3]):
         return  # no kernel is asked, or none could answer
     found = op(*args, **options)
@@ -277,8 +277,10 @@ def test_what_ours_does_not_do_goes_to_torchs_own(op, code, args, options, activ
     assert not launches
 
 
-def test_every_obstacle_is_tried():
-    assert {case[1] for case in CASES} | {"lse", "paged", "split"} == set(flash_impl.OBSTACLES)
+def test_every_reason_is_tried():
+    assert {case[1] for case in CASES} | {"lse", "paged", "split"} == set(
+        flash_impl.UNSUPPORTED_REASONS
+    )
 
 
 def test_backwards_that_ours_does_not_do(active):

@@ -73,8 +73,8 @@ TPStrategyOption = Annotated[
 ]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"fdattn {__version__}")
         raise typer.Exit
 

@@ -61,7 +61,7 @@ def _needed(make: Callable) -> list[str]:
 
 
 def _module(source: str) -> object:
-    """A file or a module of that name; what it imports may lie beside it, or in the current folder."""
+    """A file or a module of that name; what it imports may lie next to it, or in the current folder."""
     if source.endswith(".py"):
         if not os.path.isfile(source):
             raise UsageError(f"{source}: no such file")

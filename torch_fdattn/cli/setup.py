@@ -84,7 +84,7 @@ def make_sampling(temperature: float, top_p: float, seed: int | None) -> Samplin
 
 
 def load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
-    wanted = None if dtype is DType.auto else getattr(torch, dtype.value)
+    chosen = None if dtype is DType.auto else getattr(torch, dtype.value)
     columns = TextColumn("loading {task.description}"), BarColumn(), DownloadColumn()
     quiet = world.rank > 0 or not stderr.is_terminal
     with Progress(
@@ -93,7 +93,7 @@ def load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
         task = bar.add_task(os.path.basename(path), total=None)
         return load_model(
             path,
-            dtype=wanted,
+            dtype=chosen,
             device=world.device,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

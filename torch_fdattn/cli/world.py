@@ -31,14 +31,14 @@ class World:
 @contextmanager
 def join(device_name: str | None) -> Iterator[World]:
     """Join torchrun's group where there is one, and leave it at the end."""
-    size = _from_environment("WORLD_SIZE", 1, least=1)
-    rank = _from_environment("RANK", None if size > 1 else 0, least=0)
+    size = _from_environment("WORLD_SIZE", 1, minimum=1)
+    rank = _from_environment("RANK", None if size > 1 else 0, minimum=0)
     if rank >= size:
         raise UsageError(
             f"the environment variable RANK must be below WORLD_SIZE {size}, got {rank}"
         )
-    local = _from_environment("LOCAL_RANK", 0, least=0)
-    local_size = _from_environment("LOCAL_WORLD_SIZE", size, least=1)
+    local = _from_environment("LOCAL_RANK", 0, minimum=0)
+    local_size = _from_environment("LOCAL_WORLD_SIZE", size, minimum=1)
     device = _device(device_name, local if size > 1 else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -60,13 +60,13 @@ def join(device_name: str | None) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _from_environment(name: str, default: int | None, least: int) -> int:
+def _from_environment(name: str, default: int | None, minimum: int) -> int:
     """One of torchrun's variables; one that is empty is not set."""
     text = os.environ.get(name)
     value = whole_number(text) if text else default
-    if value is None or value < least:
+    if value is None or value < minimum:
         raise UsageError(
-            f"the environment variable {name} must be an integer of at least {least}, got "
+            f"the environment variable {name} must be an integer of at least {minimum}, got "
             f"{os.environ.get(name)!r}; `fdattn doctor` says more"
         )
     return value

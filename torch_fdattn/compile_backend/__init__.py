@@ -5,12 +5,14 @@
               works anywhere
     explain   what the backend does to a function's attention, site by site
 
-Importing this loads nothing of torch.compile: that happens at the first compilation.
+`rewrite.py` is the pass, a stage after the other: match/ → masks/ → choose.py → emit/ → report.py. `tensor_parallel/`
+is a second pass, over matmuls next to collectives. Importing this loads nothing of torch.compile: that happens at the first compilation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def fdattn(
 
     Args:
         mode, options: as `torch.compile(backend="inductor")` takes them. Of our own, in options:
-            ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `AttentionLeft` where any
+            ``dryrun`` (report alone, rewrite nothing), ``require_all`` (raise `UnsupportedAttention` where any
             attention is left as it was), ``no_fully_masked_rows`` (your promise that masks leave every query a
             key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
@@ -37,9 +39,9 @@ def fdattn(
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
     included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
-    softcap or sinks, raises `AttentionLeft` (with ``dryrun`` it is reported alone): left as it was it would attend
+    softcap or sinks, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was it would attend
     to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
-    shards, q is the same on all ranks, kv_lens and q_start are those of whole sequences, and the call becomes
+    shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
     `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees
     all slots of all ranks. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
     backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.
@@ -62,9 +64,24 @@ def fdattn(
         >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
         True
     """
-    from torch_fdattn.compile_backend.backend import compile_graph
+    from torch_fdattn.compile_backend.lowering import lower
+    from torch_fdattn.compile_backend.options import split
+    from torch_fdattn.compile_backend.record import record
+    from torch_fdattn.compile_backend.rewrite import rewrite
 
-    return compile_graph(gm, inputs, mode, options)
+    own, others = split(options, mode)
+    report = rewrite(
+        gm, dryrun=own.dryrun, context=own.context_parallel,
+        no_fully_masked_rows=own.no_fully_masked_rows,
+    )  # fmt: skip
+    record(report)
+    if own.require_all:
+        report.check('options["require_all"] is set, and')
+    if own.context_parallel and not own.dryrun:
+        report.check(
+            'with options["context_parallel"] this would attend to one rank\'s tokens alone:'
+        )
+    return lower(gm, inputs, own, mode, others)
 
 
 def explain(
@@ -86,7 +103,7 @@ def explain(
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 
-    return lambda *args, **kwargs: explain_call(fn, args, kwargs, context_parallel, tensor_parallel)
+    return partial(explain_call, fn, context_parallel, tensor_parallel)
 
 
 __all__ = ["explain", "fdattn"]

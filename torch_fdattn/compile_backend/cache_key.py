@@ -6,7 +6,7 @@ alone: were the op's backward to change, the old gradient would be served on.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -14,16 +14,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch_fdattn.sources import hash_of
 from torch_fdattn.version import __version__
 
+if TYPE_CHECKING:
+    from torch_fdattn.compile_backend.options import Options
+
 
 class CacheKey(CustomGraphPass):
     """A pass over the joint graph that does nothing (but run the user's own), and has an id."""
 
-    def __init__(self, own: dict[str, Any], users: object = None) -> None:
-        self.own = tuple(sorted(own.items()))
+    def __init__(self, own: Options, users: object = None) -> None:
+        self.own = tuple(own)
         self.users = users
 
     @classmethod
-    def patch(cls, patches: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    def patch(cls, patches: dict[str, Any], own: Options) -> dict[str, Any]:
         users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
         return {"joint_custom_pre_pass": cls(own, users)}
 

@@ -11,16 +11,16 @@ from torch._dynamo.backends import debugging
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from torch_fdattn.compile_backend.context_parallel import parse
+from torch_fdattn.compile_backend.context_parallel.options import parse
 from torch_fdattn.compile_backend.report import Report, joined
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.compile_backend.tensor_parallel import passes
 
 
 def explain_call(
-    fn: Callable, args: tuple, kwargs: dict[str, Any], context_parallel: object = None,
-    tensor_parallel: str = "auto",
-) -> Report:  # fmt: skip
+    fn: Callable, context_parallel: object, tensor_parallel: str, /, *args: Any, **kwargs: Any
+) -> Report:
+    """What the backend makes of ``fn(*args, **kwargs)``, which is called; the options are those of these names."""
     reports: list[Report] = []
     context = parse(context_parallel)
     choice = passes.parse(tensor_parallel)

@@ -51,7 +51,7 @@ MASK_REASONS = {
     "mask-rows": "finite numbers hide scores, which matters where they hide all of a query's",
 }
 
-#: Why matmuls beside a collective are left as they are. Stable too.
+#: Why matmuls next to a collective are left as they are. Stable too.
 MATMUL_REASONS = {
     "batched": "a product of batches of matrices",
     "bias": "what is added to a product is no bias of one number a column",
@@ -67,8 +67,12 @@ MATMUL_REASONS = {
 }
 
 
-class Left(Exception):
-    """Raised while an attention, or a matmul beside a collective, is looked at: it stays as it is, for this reason."""
+class UnsupportedAttention(RuntimeError):
+    """Attention that was left as it was, with ``require_all`` or ``context_parallel`` among the options."""
+
+
+class Unsupported(Exception):
+    """Raised while an attention, or a matmul next to a collective, is examined: it stays as it is, for this reason."""
 
     def __init__(self, code: str, detail: str = "") -> None:
         super().__init__(code, detail)
@@ -109,9 +113,9 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 1
-    matmuls: list[Site] = field(default_factory=list)  #: beside collectives
+    matmuls: list[Site] = field(default_factory=list)  #: next to collectives
     #: calls of our own ops that the model made itself, and which stay: how many of each
-    own: Counter[str] = field(default_factory=Counter)
+    fdattn_calls: Counter[str] = field(default_factory=Counter)
 
     @property
     def rewritten(self) -> list[Site]:
@@ -126,6 +130,11 @@ class Report:
         """The reason code of each site that is left."""
         return [site.reason for site in self.left]
 
+    def check(self, why: str) -> None:
+        """Raises `UnsupportedAttention` where any attention is left."""
+        if self.left:
+            raise UnsupportedAttention(f"{why} {self}")
+
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
 
@@ -136,10 +145,9 @@ class Report:
     def head(self) -> str:
         """One line that counts the sites, and the calls of our own ops where there are some."""
         own = ""
-        if self.own:
-            calls = ", ".join(
-                f"{count} of fdattn.{name}" for name, count in sorted(self.own.items())
-            )
+        if self.fdattn_calls:
+            counts = sorted(self.fdattn_calls.items())
+            calls = ", ".join(f"{count} of fdattn.{name}" for name, count in counts)
             own = f"; it calls ops of torch_fdattn itself, which stay: {calls}"
         return (
             f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, "
@@ -161,7 +169,7 @@ def joined(reports: Iterable[Report]) -> Report:
         [site for report in reports for site in report],
         sum(report.graphs for report in reports),
         [site for report in reports for site in report.matmuls],
-        sum((report.own for report in reports), Counter()),
+        sum((report.fdattn_calls for report in reports), Counter()),
     )
 
 

@@ -1,25 +1,29 @@
-"""The pass over a Dynamo graph: every attention that is provably ours is replaced, every other is reported."""
+"""The pass over a Dynamo graph, one stage after the other: match, recover the mask, choose, emit, report.
+
+Every attention that is provably the same function as an op of ours is replaced; every other is reported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import torch
-from torch._functorch import predispatch as vmap
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
-from torch_fdattn.compile_backend import context_parallel, handwritten, opaque, sdpa
-from torch_fdattn.compile_backend.attention import Attention, check_gradients, choose
-from torch_fdattn.compile_backend.context_parallel import ContextParallel, OwnCall
-from torch_fdattn.compile_backend.data_flow import DataFlow
-from torch_fdattn.compile_backend.emit import emit
-from torch_fdattn.compile_backend.masks import Masks
-from torch_fdattn.compile_backend.nodes import op_name
-from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
-from torch_fdattn.compile_backend.unmatched import OTHER_SOFTMAXES, Unmatched
-
-_FORMS = {sdpa.FORM: sdpa, **dict.fromkeys(handwritten.SOFTMAX, handwritten)}
+from torch_fdattn.compile_backend.choose import choose
+from torch_fdattn.compile_backend.context_parallel import fdattn_calls
+from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
+from torch_fdattn.compile_backend.context_parallel.ring import over_ranks
+from torch_fdattn.compile_backend.emit.attention import emit
+from torch_fdattn.compile_backend.graph.data_flow import DataFlow
+from torch_fdattn.compile_backend.graph.functorch import transformed_nodes
+from torch_fdattn.compile_backend.graph.nodes import op_name
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
+from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
+from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
+from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
 
 #: What a call in a form that nobody thought of raises.
 _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
@@ -38,115 +42,97 @@ def rewrite(
     report, unmatched = Report(), Unmatched(DataFlow(gm))
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
-            report.own.update(_own_calls(module, context))
-            report.sites += _rewrite_one(
-                module, name, unmatched, dryrun, context, Masks(no_fully_masked_rows)
-            )
+            report.fdattn_calls.update(_fdattn_calls(module, context))
+            masks = MaskRecovery(no_fully_masked_rows)
+            report.sites += _GraphPass(module, name, unmatched, masks, context, dryrun).run()
     return report
 
 
-def _own_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str]:
+def _fdattn_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[str]:
     """The names of our ops that a graph calls before anything is rewritten; those that become sites are none."""
     for node in gm.graph.nodes:
         if isinstance(node.target, (OpOverload, OpOverloadPacket)):
             namespace, name = str(node.target).split(".")[:2]
-            if namespace == "fdattn" and (context is None or not OwnCall.matches(node)):
+            if namespace == "fdattn" and (context is None or not fdattn_calls.matches(node)):
                 yield name
 
 
-def _rewrite_one(
-    gm: GraphModule, module: str, unmatched: Unmatched, dryrun: bool,
-    context: ContextParallel | None, masks: Masks,
-) -> list[Site]:  # fmt: skip
-    sites: list[Site] = []
-    forms = {**_FORMS, **dict.fromkeys(OTHER_SOFTMAXES, unmatched)}
-    transformed = _transformed(gm)
-    for node in list(gm.graph.nodes):
-        form = opaque if opaque.is_opaque(node) else forms.get(op_name(node))
-        if context is not None and OwnCall.matches(node):
-            form = OwnCall
-        if form is handwritten and _is_routers(node, unmatched):
-            continue
-        if form is not None:
-            found = _site(form, node, masks, module, node in transformed, dryrun, context)
-            if not found and form is handwritten:
-                found = _site(unmatched, node, masks, module, node in transformed, dryrun, context)
-            sites += found
-    if any(site.op for site in sites) and not dryrun:
-        gm.graph.lint()
-        gm.recompile()
-    return sites
+class _GraphPass:
+    """The pass over one graph; `name` is that of its module."""
 
+    def __init__(
+        self, gm: GraphModule, name: str, unmatched: Unmatched, masks: MaskRecovery,
+        context: ContextParallel | None, dryrun: bool,
+    ) -> None:  # fmt: skip
+        self.gm, self.name, self.unmatched, self.masks = gm, name, unmatched, masks
+        self.context, self.dryrun = context, dryrun
+        self.transformed = transformed_nodes(gm)
+        self.forms = {
+            sdpa.FORM: sdpa,
+            **dict.fromkeys(unfused_attention.SOFTMAX, unfused_attention),
+            **dict.fromkeys(OTHER_SOFTMAXES, unmatched),
+        }
 
-def _site(
-    form, node: Node, masks: Masks, module: str, transformed: bool, dryrun: bool,
-    context: ContextParallel | None,
-) -> list[Site]:  # fmt: skip
-    about = dict(form=form.FORM, node=node.name, stack_trace=stack_trace(node), module=module)
-    try:
-        if form is OwnCall:
-            about["stack_trace"] = OwnCall.stack_trace(node)
-            if transformed:
-                raise Left("functorch")
-            op = context_parallel.replace_own(node, context, dryrun=dryrun)
-            return [Site(op=op, **about)]
-        found = _matched(form, node, masks)
-        if found is None:
-            return []
-        if transformed:
-            raise Left("functorch")
-        plan = choose(found)
-        check_gradients(found)
-        if context is not None:
-            plan = context_parallel.over_ranks(found, plan, context)
-        if not dryrun:
-            emit(found, plan, masks)
-    except Left as left:
-        left = Left("functorch") if transformed else left  # whatever its tensors seem to be
-        return [Site(op=None, reason=left.code, detail=left.detail, **about)]
-    return [Site(op=plan.op, notes=tuple(found.notes), **about)]
+    def run(self) -> list[Site]:
+        sites = [site for node in list(self.gm.graph.nodes) if (site := self._site(node))]
+        if any(site.op for site in sites) and not self.dryrun:
+            self.gm.graph.lint()
+            self.gm.recompile()
+        return sites
 
+    def _site(self, node: Node) -> Site | None:
+        """What became of the attention that a node is; None where it is none."""
+        if self.context is not None and fdattn_calls.matches(node):
+            return self._reported(fdattn_calls, node, fdattn_calls.stack_trace(node))
+        form = opaque if opaque.is_opaque(node) else self.forms.get(op_name(node))
+        if form is None or (form is unfused_attention and self._is_router(node)):
+            return None
+        site = self._reported(form, node, stack_trace(node))
+        if site is None and form is unfused_attention:
+            site = self._reported(self.unmatched, node, stack_trace(node))
+        return site
 
-def _matched(form, node: Node, masks: Masks) -> Attention | None:
-    """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
-    try:
-        return form.match(node, masks)
-    except _UNEXPECTED as error:
-        raise Left("unexpected", f"a call in a form that is not known ({error})") from error
+    def _is_router(self, node: Node) -> bool:
+        try:
+            return self.unmatched.is_router(node)
+        except (*_UNEXPECTED, Unsupported):
+            return False
 
+    def _reported(self, form: Any, node: Node, trace: str) -> Site | None:
+        about = dict(form=form.FORM, node=node.name, stack_trace=trace, module=self.name)
+        try:
+            op, notes = self._replaced(form, node)
+        except Unsupported as error:
+            # Of a transformed node, tensors seem to be what they are not.
+            reason = Unsupported("functorch") if node in self.transformed else error
+            return Site(op=None, reason=reason.code, detail=reason.detail, **about)
+        return Site(op=op, notes=tuple(notes), **about) if op else None
 
-def _is_routers(node: Node, unmatched: Unmatched) -> bool:
-    try:
-        return unmatched.is_routers(node)
-    except (*_UNEXPECTED, Left):
-        return False
+    def _replaced(self, form: Any, node: Node) -> tuple[str | None, list[str]]:
+        """(the op that takes the place of what a node is, notes); raises `Unsupported`."""
+        if form is fdattn_calls:
+            self._check_untransformed(node)
+            return fdattn_calls.replace(node, self.context, dryrun=self.dryrun), []
+        attention = self._matched(form, node)
+        if attention is None:
+            return None, []
+        self._check_untransformed(node)
+        call = choose(attention)
+        if self.context is not None:
+            call = over_ranks(attention, call, self.context)
+        if not self.dryrun:
+            emit(attention, call, self.masks)
+        return call.op, attention.notes
 
+    def _check_untransformed(self, node: Node) -> None:
+        if node in self.transformed:
+            raise Unsupported("functorch")
 
-_VMAP = {vmap._vmap_increment_nesting: 1, vmap._vmap_decrement_nesting: -1}
-_AROUND_VMAP = {vmap._add_batch_dim, vmap._remove_batch_dim, vmap.lazy_load_decompositions}
-
-
-def _transformed(gm: GraphModule) -> set[Node]:
-    """Nodes whose tensors are not what their metadata says: those inside of a vmap, or all, for grad and jvp."""
-    inside, depth = set(), 0
-    for node in gm.graph.nodes:
-        depth += _VMAP.get(node.target, 0)
-        if depth:
-            inside.add(node)
-        elif _is_functorch(node):
-            return set(gm.graph.nodes)
-    return inside
-
-
-def _is_functorch(node: Node) -> bool:
-    """grad, jvp and the like."""
-    if node.op != "call_function" or node.target in _VMAP or node.target in _AROUND_VMAP:
-        return False
-    module = getattr(node.target, "__module__", None) or ""
-    name = getattr(node.target, "__name__", "")
-    return (
-        module.startswith(("torch._functorch", "torch._C._functorch"))
-        or name.endswith("_increment_nesting")
-        or node.target is torch.autograd.forward_ad.enter_dual_level
-        or name == "_enter_dual_level"
-    )
+    def _matched(self, form: Any, node: Node) -> Attention | None:
+        """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
+        try:
+            return form.match(node, self.masks)
+        except _UNEXPECTED as error:
+            raise Unsupported(
+                "unexpected", f"a call in a form that is not known ({error})"
+            ) from error

@@ -36,21 +36,21 @@ def main(json: bool = False, *, timeout: float = 30.0) -> int:
     machine = inspect()
     launch, launch_findings = torchrun.check_launch(env, torchrun.real_network())
     rank = launch.rank if launch else _rank(env)
-    meeting = None
+    rendezvous = None
     if launch and (machine.gloo or machine.nccl):
-        meeting, met = ranks.meet(launch, ranks.own_card(machine, launch), timeout)
-        launch_findings += met
-        if meeting and len(meeting.cards) == launch.world:
-            launch_findings.append(ranks.add_up(meeting, timeout))
+        rendezvous, findings = ranks.join(launch, ranks.own_card(machine, launch), timeout)
+        launch_findings += findings
+        if rendezvous and len(rendezvous.cards) == launch.world:
+            launch_findings.append(ranks.add_up(rendezvous, timeout))
     findings = judge(machine, env, launch, launch_findings)
     findings += try_kernels(machine, launch)
-    if meeting:
-        meeting.await_first(timeout + KERNEL_SECONDS)
+    if rendezvous:
+        rendezvous.await_first(timeout + KERNEL_SECONDS)
     try:
         show(findings, rank, json)
     finally:  # the others wait for it even where the screen could not be written
-        if meeting:
-            meeting.leave()
+        if rendezvous:
+            rendezvous.leave()
     return 1 if failures(findings) else 0
 
 

@@ -1,4 +1,4 @@
-"""The processes of one launch: they meet in torch's store, compare what they are, add up a tensor
+"""The processes of one launch: they find each other in torch's store, compare what they are, add up a tensor
 together, and speak in turn. A process that does not come is named within the time limit.
 """
 
@@ -29,7 +29,7 @@ _START_SECONDS = 30.0  # for a child to import torch on a busy machine
 _LEAVE_SECONDS = 5.0
 
 
-class Meeting:
+class Rendezvous:
     """A store under a prefix of its own for this run, with everyone's card once all have come."""
 
     def __init__(self, launch: Launch, seconds: float) -> None:
@@ -106,17 +106,17 @@ def own_card(machine: Machine, launch: Launch) -> Card:
     }
 
 
-def meet(launch: Launch, card: Card, seconds: float) -> tuple[Meeting | None, list[Finding]]:
-    """The meeting once the store could be reached, and what its check-in found."""
+def join(launch: Launch, card: Card, seconds: float) -> tuple[Rendezvous | None, list[Finding]]:
+    """The rendezvous once the store could be reached, and what its check-in found."""
     where = f"{launch.host}:{launch.port}"
     start = time.monotonic()
     try:
-        meeting = Meeting(launch, seconds)
+        rendezvous = Rendezvous(launch, seconds)
     except Exception as error:
         text = f"the store at {where} could not be reached within {seconds:.0f} s: {error}"
         return None, [Finding("fail", "ranks", text, remedy_for(str(error), _LATE))]
     try:
-        missing = meeting.check_in(card, max(1.0, seconds - (time.monotonic() - start)))
+        missing = rendezvous.check_in(card, max(1.0, seconds - (time.monotonic() - start)))
     except Exception as error:
         return None, [Finding("fail", "ranks", f"the store at {where} failed: {error}", _LATE)]
     if missing:
@@ -124,8 +124,8 @@ def meet(launch: Launch, card: Card, seconds: float) -> tuple[Meeting | None, li
         text = (
             f"{len(missing)} of {launch.world} ranks did not come within {seconds:.0f} s: {shown}"
         )
-        return meeting, [Finding("fail", "ranks", text, _LATE)]
-    return meeting, compare(meeting.cards)
+        return rendezvous, [Finding("fail", "ranks", text, _LATE)]
+    return rendezvous, compare(rendezvous.cards)
 
 
 def compare(cards: Mapping[int, Card]) -> list[Finding]:
@@ -154,15 +154,15 @@ def compare(cards: Mapping[int, Card]) -> list[Finding]:
     return found
 
 
-def add_up(meeting: Meeting, seconds: float) -> Finding:
+def add_up(rendezvous: Rendezvous, seconds: float) -> Finding:
     """A bounded all-reduce: NCCL where every rank has a GPU of its own, else gloo on the CPU."""
-    cards, launch = meeting.cards, meeting.launch
+    cards, launch = rendezvous.cards, rendezvous.launch
     own = all(card["gpu"] and card["nccl"] for card in cards.values()) and not _shared_gpus(cards)
     backend, device = ("nccl", cards[launch.rank]["device"]) if own else ("gloo", "cpu")
     argument = {
-        "host": meeting.host,
+        "host": rendezvous.host,
         "port": launch.port,
-        "prefix": f"{meeting.prefix}/all_reduce",
+        "prefix": f"{rendezvous.prefix}/all_reduce",
         "rank": launch.rank,
         "world": launch.world,
         "backend": backend,

@@ -5,7 +5,7 @@ from __future__ import annotations
 NEWER_DRIVER = "update the NVIDIA driver, or install torch for an older CUDA"
 
 # Part of the message in lower case -> what to do. The first match counts.
-_KNOWN: tuple[tuple[str, str], ...] = (
+_REMEDIES: tuple[tuple[str, str], ...] = (
     (
         "no kernel image",
         "this torch build has no code for this GPU: install a torch wheel for its CUDA version",
@@ -40,4 +40,4 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 def remedy_for(error: str, default: str = "") -> str:
     lowered = error.lower()
-    return next((remedy for part, remedy in _KNOWN if part in lowered), default)
+    return next((remedy for part, remedy in _REMEDIES if part in lowered), default)

@@ -25,7 +25,7 @@ def release(version: str) -> tuple[int, ...]:
 def check_versions(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
     return [
         Finding("ok", "fdattn", machine.fdattn),
-        _least("python", machine.python, MIN_PYTHON, "install a newer Python"),
+        _check_minimum("python", machine.python, MIN_PYTHON, "install a newer Python"),
         _torch(machine),
         _triton(machine, env),
         *_interpreter_trap(machine, env),
@@ -71,9 +71,9 @@ def check_unread(machine: Machine) -> list[Finding]:
     ]
 
 
-def _least(name: str, version: str, least: tuple[int, int], remedy: str) -> Finding:
-    bound = f"{least[0]}.{least[1]}"
-    if release(version)[:2] >= least:
+def _check_minimum(name: str, version: str, minimum: tuple[int, int], remedy: str) -> Finding:
+    bound = f"{minimum[0]}.{minimum[1]}"
+    if release(version)[:2] >= minimum:
         return Finding("ok", name, f"{version} (supported: >= {bound})")
     return Finding("fail", name, f"{version} is too old (supported: >= {bound})", remedy)
 
@@ -82,13 +82,13 @@ def _torch(machine: Machine) -> Finding:
     if not machine.torch:
         reason = machine.unread.get("torch", "unknown reason")
         return Finding("fail", "torch", f"does not import: {reason}", "pip install 'torch>=2.11'")
-    return _least("torch", machine.torch, MIN_TORCH, "pip install 'torch>=2.11'")
+    return _check_minimum("torch", machine.torch, MIN_TORCH, "pip install 'torch>=2.11'")
 
 
 def _triton(machine: Machine, env: Mapping[str, str]) -> Finding:
     remedy = "pip install 'triton>=3.6' (torch's own wheels for Linux bring the matching one)"
     if machine.triton:
-        return _least("triton", machine.triton, MIN_TRITON, remedy)
+        return _check_minimum("triton", machine.triton, MIN_TRITON, remedy)
     level = "fail" if machine.gpus else "note"
     if "triton" in machine.unread:
         text = f"does not import: {machine.unread['triton']}"
@@ -147,8 +147,8 @@ def _cuda_kernels(machine: Machine, env: Mapping[str, str]) -> Finding:
     if machine.hip:
         text = "ROCm tensors: portable Triton kernels (tested by compilation only)"
         return Finding("note", "kernels", text)
-    least = min(gpu.capability for gpu in machine.gpus)
-    if least < (8, 0):
-        text = f"CUDA tensors: portable Triton kernels, untested on sm_{least[0]}{least[1]}"
+    oldest = min(gpu.capability for gpu in machine.gpus)
+    if oldest < (8, 0):
+        text = f"CUDA tensors: portable Triton kernels, untested on sm_{oldest[0]}{oldest[1]}"
         return Finding("warn", "kernels", text, "use an Ampere GPU or later (sm_80 and up)")
     return Finding("ok", "kernels", "CUDA tensors: portable Triton kernels")

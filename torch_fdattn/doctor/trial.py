@@ -60,13 +60,13 @@ def _kernels_on(device: str) -> float:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 20, 32, generator=generator, dtype=torch.float64).to(dtype)
     k, v = torch.randn(2, 1, 2, 20, 32, generator=generator, dtype=torch.float64).to(dtype)
-    wanted = torch.nn.functional.scaled_dot_product_attention(
+    expected = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
     q, k, v = q.to(device), k.to(device), v.to(device)
     out, _ = torch_fdattn.attention(q, k, v, causal=True)
     last, _ = torch_fdattn.decode(q[:, :, -1:], k, v)
-    wrong = torch.stack([out.cpu() - wanted, last.cpu().expand_as(out) - wanted[:, :, -1:]])
+    wrong = torch.stack([out.cpu() - expected, last.cpu().expand_as(out) - expected[:, :, -1:]])
     return wrong.abs().max().item()  # NaN stays NaN
 
 
@@ -91,16 +91,16 @@ def all_reduce(argument: dict[str, Any]) -> dict[str, Any]:
     )
     values = torch.full((ELEMENTS,), rank + 1.0, device=device)
     dist.all_reduce(values)
-    least, most = values.min().item(), values.max().item()
+    lowest, highest = values.min().item(), values.max().item()
     start = time.perf_counter()
     dist.all_reduce(torch.ones(ELEMENTS, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
     dist.destroy_process_group()
-    wanted = world * (world + 1) / 2
-    if (least, most) != (wanted, wanted):
-        return {"error": f"wrong sum: expected {wanted} everywhere, got {least} to {most}"}
+    total = world * (world + 1) / 2
+    if (lowest, highest) != (total, total):
+        return {"error": f"wrong sum: expected {total} everywhere, got {lowest} to {highest}"}
     return {"seconds": elapsed}
 
 

@@ -4,7 +4,7 @@
     aten::_flash_attention_forward, …_backward              varlen_attn, nested tensors; dense tensors too
 
 The CUDA kernels of these four are replaced until `torch.nn.attention.restore_flash_attention_impl()`. A call
-that ours cannot answer exactly as torch's own would (`OBSTACLES`) goes to torch's own kernel, captured before;
+that ours cannot answer exactly as torch's own would (`UNSUPPORTED_REASONS`) goes to torch's own kernel, captured before;
 `fallbacks` counts those by reason. Which calls SDPA sends to flash is SDPA's to decide, as before: no explicit
 mask, float16 or bfloat16, is_causal with as many queries as keys.
 
@@ -28,7 +28,7 @@ from torch_fdattn.ops.positions import FAR
 _log = logging.getLogger(__name__)
 
 #: Why a call goes to torch's own kernel. Codes are stable.
-OBSTACLES = {
+UNSUPPORTED_REASONS = {
     "alibi": "alibi_slopes are given",
     "causal-lengths": "is_causal with other numbers of queries and keys: SDPA and flash align them differently",
     "cu-seqlens": "cum_seq_q and cum_seq_k are not both int32, or one of them is missing",
@@ -46,16 +46,16 @@ OBSTACLES = {
     "shape": "the sizes of query, key and value do not fit",
     "split": "a number of splits is asked for",
 }
-#: Calls that went to torch's own kernels since the process began, by the key of OBSTACLES.
+#: Calls that went to torch's own kernels since the process began, by the key of UNSUPPORTED_REASONS.
 fallbacks: Counter[str] = Counter()
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _obstacle(
+def _unsupported(
     query: Tensor, others: tuple[Tensor, ...], heads: int, scale: float | None
 ) -> str | None:
-    """What keeps ours from any call; others: key, value, and in a backward what else is in their dtype.
+    """The code of a reason against ours, of any call; others: key, value, and in a backward what else is in their dtype.
 
     heads: the dimension of the heads. The last dimension is the head's, and key is like value but in that.
     """
@@ -78,12 +78,12 @@ def _obstacle(
     return None
 
 
-def _dense_obstacle(query, others, heads, is_causal, scale) -> str | None:
+def _unsupported_dense(query, others, heads, is_causal, scale) -> str | None:
     """Of (B, H, S, D) with heads = 1, or (B, S, H, D) with heads = 2."""
     if query.dim() != 4:
         return "rank"
-    if found := _obstacle(query, others, heads, scale):
-        return found
+    if reason := _unsupported(query, others, heads, scale):
+        return reason
     if query.shape[0] != others[0].shape[0]:
         return "shape"
     queries, keys = query.shape[3 - heads], others[0].shape[3 - heads]
@@ -92,7 +92,7 @@ def _dense_obstacle(query, others, heads, is_causal, scale) -> str | None:
     return "causal-lengths" if is_causal and queries != keys else None
 
 
-def _varlen_obstacle(query, others, cum_seq_q, cum_seq_k, scale) -> str | None:
+def _unsupported_varlen(query, others, cum_seq_q, cum_seq_k, scale) -> str | None:
     if query.dim() != 3:
         return "rank"
     if cum_seq_k is None or any(x.dtype != torch.int32 for x in (cum_seq_q, cum_seq_k)):
@@ -101,8 +101,8 @@ def _varlen_obstacle(query, others, cum_seq_q, cum_seq_k, scale) -> str | None:
         return "cu-seqlens"
     if any(x.device != query.device for x in (cum_seq_q, cum_seq_k)):
         return "device"
-    if found := _obstacle(query, others, 1, scale):
-        return found
+    if reason := _unsupported(query, others, 1, scale):
+        return reason
     return "length" if query.shape[0] >= FAR or others[0].shape[0] >= 2 * FAR else None
 
 
@@ -122,68 +122,81 @@ def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rng_state, torch.empty((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 
-# Dense, (B, H, S, D): what SDPA calls.
-
-
-def _sdpa_forward_obstacle(
-    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
-):
-    if dropout_p or return_debug_mask:
-        return "dropout" if dropout_p else "debug-mask"
-    return _dense_obstacle(query, (key, value), 1, is_causal, scale)
+# A function for each op: the code of a reason against ours, or else our call, to be made. First those of SDPA, on
+# (B, H, S, D).
 
 
 def _sdpa_forward(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
-):
-    out, lse = torch.ops.fdattn.attention_forward(
-        query, key, value, *_tail(query, is_causal, scale)
-    )
-    return out, lse, None, None, query.shape[2], key.shape[2], *_unused_results(query)
+) -> str | Callable[[], tuple]:
+    if dropout_p or return_debug_mask:
+        return "dropout" if dropout_p else "debug-mask"
+    if reason := _unsupported_dense(query, (key, value), 1, is_causal, scale):
+        return reason
 
+    def run():
+        tail = _tail(query, is_causal, scale)
+        out, lse = torch.ops.fdattn.attention_forward(query, key, value, *tail)
+        return out, lse, None, None, query.shape[2], key.shape[2], *_unused_results(query)
 
-def _sdpa_backward_obstacle(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-    is_causal, philox_seed, philox_offset, *, scale=None,
-):  # fmt: skip
-    if dropout_p:
-        return "dropout"
-    if logsumexp.dtype != torch.float32 or logsumexp.shape != query.shape[:-1]:
-        return "lse"
-    return _dense_obstacle(query, (key, value, grad_out, out), 1, is_causal, scale)
+    return run
 
 
 def _sdpa_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
     is_causal, philox_seed, philox_offset, *, scale=None,
-):  # fmt: skip
+) -> str | Callable[[], tuple]:  # fmt: skip
+    if dropout_p:
+        return "dropout"
+    if logsumexp.dtype != torch.float32 or logsumexp.shape != query.shape[:-1]:
+        return "lse"
+    if reason := _unsupported_dense(query, (key, value, grad_out, out), 1, is_causal, scale):
+        return reason
     state = grad_out, None, query, key, value, out, logsumexp
-    return torch.ops.fdattn.attention_backward(*state, *_tail(query, is_causal, scale))
+    return lambda: torch.ops.fdattn.attention_backward(*state, *_tail(query, is_causal, scale))
 
 
 # Packed, (T, H, D) with cum_seq_q; or dense, (B, S, H, D).
 
 
-def _flash_forward_obstacle(
+def _flash_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
     block_table=None, num_splits=None,
-):  # fmt: skip
+) -> str | Callable[[], tuple]:  # fmt: skip
     given = (
         ("dropout", dropout_p), ("debug-mask", return_debug_mask), ("alibi", alibi_slopes is not None),
         ("paged", block_table is not None), ("split", (num_splits or 0) > 1),
     )  # fmt: skip
-    if found := next((code for code, there in given if there), None):
-        return found
-    if cum_seq_q is not None:
-        if seqused_k is not None and seqused_k.dtype != torch.int32:
-            return "cu-seqlens"
-        if seqused_k is not None and seqused_k.device != query.device:
-            return "device"
-        return _varlen_obstacle(query, (key, value), cum_seq_q, cum_seq_k, scale)
-    if cum_seq_k is not None or seqused_k is not None:
+    if reason := next((code for code, there in given if there), None):
+        return reason
+    dense = cum_seq_q is None
+    if dense and (cum_seq_k is not None or seqused_k is not None):
         return "cu-seqlens"
-    return _dense_obstacle(query, (key, value), 2, is_causal, scale)
+    if seqused_k is not None and seqused_k.dtype != torch.int32:
+        return "cu-seqlens"
+    if seqused_k is not None and seqused_k.device != query.device:
+        return "device"
+    if dense:
+        reason = _unsupported_dense(query, (key, value), 2, is_causal, scale)
+    else:
+        reason = _unsupported_varlen(query, (key, value), cum_seq_q, cum_seq_k, scale)
+    if reason:
+        return reason
+
+    def run():
+        tail = _tail(query, is_causal, scale, window_size_left, window_size_right, seqused_k)
+        if dense:
+            qkv = (x.transpose(1, 2) for x in (query, key, value))
+            out, lse = torch.ops.fdattn.attention_forward(*qkv, *tail)
+            return out.transpose(1, 2), _as_flash(lse), *_unused_results(query)
+        packed = query, key, value, cum_seq_q, cum_seq_k, None
+        out, lse = torch.ops.fdattn.varlen_attention_forward(*packed, *tail)
+        if cum_seq_q is not cum_seq_k or seqused_k is not None:
+            lse = _as_flash(lse)
+        return out, lse, *_unused_results(query)
+
+    return run
 
 
 def _as_flash(lse: Tensor) -> Tensor:
@@ -191,80 +204,59 @@ def _as_flash(lse: Tensor) -> Tensor:
     return torch.where(lse == -math.inf, math.inf, lse)
 
 
-def _flash_forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
-    block_table=None, num_splits=None,
-):  # fmt: skip
-    tail = _tail(query, is_causal, scale, window_size_left, window_size_right, seqused_k)
-    if cum_seq_q is None:
-        out, lse = torch.ops.fdattn.attention_forward(
-            *(x.transpose(1, 2) for x in (query, key, value)), *tail
-        )
-        return out.transpose(1, 2), _as_flash(lse), *_unused_results(query)
-    out, lse = torch.ops.fdattn.varlen_attention_forward(
-        query, key, value, cum_seq_q, cum_seq_k, None, *tail
-    )
-    if cum_seq_q is not cum_seq_k or seqused_k is not None:
-        lse = _as_flash(lse)
-    return out, lse, *_unused_results(query)
-
-
-def _flash_backward_obstacle(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-    is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    if dropout_p:
-        return "dropout"
-    others = key, value, grad_out, out
-    if cum_seq_q is None:
-        found = _dense_obstacle(query, others, 2, is_causal, scale)
-        rows = (query.shape[0], query.shape[2], query.shape[1]) if found is None else ()
-    else:
-        found = _varlen_obstacle(query, others, cum_seq_q, cum_seq_k, scale)
-        rows = (query.shape[1], query.shape[0]) if found is None else ()
-    if found is None and (logsumexp.dtype != torch.float32 or logsumexp.shape != rows):
-        return "lse"
-    return found
-
-
 def _flash_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
     is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    tail = _tail(query, is_causal, scale, window_size_left, window_size_right)
-    if cum_seq_q is None:
-        q, k, v, out, grad_out = (x.transpose(1, 2) for x in (query, key, value, out, grad_out))
-        found = torch.ops.fdattn.attention_backward(grad_out, None, q, k, v, out, logsumexp, *tail)
-        return tuple(x.transpose(1, 2) for x in found)
-    state = grad_out, None, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
-    return torch.ops.fdattn.varlen_attention_backward(*state, *tail)
+) -> str | Callable[[], tuple]:  # fmt: skip
+    if dropout_p:
+        return "dropout"
+    dense, others = cum_seq_q is None, (key, value, grad_out, out)
+    if dense:
+        reason = _unsupported_dense(query, others, 2, is_causal, scale)
+    else:
+        reason = _unsupported_varlen(query, others, cum_seq_q, cum_seq_k, scale)
+    if reason:
+        return reason
+    rows = query.transpose(1, 2).shape[:3] if dense else query.shape[1::-1]
+    if logsumexp.dtype != torch.float32 or logsumexp.shape != rows:
+        return "lse"
+
+    def run():
+        tail = _tail(query, is_causal, scale, window_size_left, window_size_right)
+        if dense:
+            q, k, v, o, do = (x.transpose(1, 2) for x in (query, key, value, out, grad_out))
+            grads = torch.ops.fdattn.attention_backward(do, None, q, k, v, o, logsumexp, *tail)
+            return tuple(x.transpose(1, 2) for x in grads)
+        state = grad_out, None, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
+        return torch.ops.fdattn.varlen_attention_backward(*state, *tail)
+
+    return run
 
 
 _KERNELS = {
-    "_scaled_dot_product_flash_attention": (_sdpa_forward_obstacle, _sdpa_forward),
-    "_scaled_dot_product_flash_attention_backward": (_sdpa_backward_obstacle, _sdpa_backward),
-    "_flash_attention_forward": (_flash_forward_obstacle, _flash_forward),
-    "_flash_attention_backward": (_flash_backward_obstacle, _flash_backward),
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
 }
 
 
 def _override(name: str, dispatch_key: str) -> Callable:
-    """Ours where nothing stands in its way, and else the kernel that the op has now."""
-    obstacle, ours = _KERNELS[name]
+    """Ours where there is no reason against it, and else the kernel that the op has now."""
     original = None  # a torch built without CUDA has none
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", dispatch_key):
         original = torch.library.get_kernel(f"aten::{name}", dispatch_key)
 
     def kernel(keys, *args, **kwargs):
-        code = obstacle(*args, **kwargs)
-        if code is None:
-            return ours(*args, **kwargs)
+        code = _KERNELS[name](*args, **kwargs)
+        if callable(code):
+            return code()
         fallbacks[code] += 1
-        _log.debug("aten::%s by torch's own kernel, %s: %s", name, code, OBSTACLES[code])
+        reason = UNSUPPORTED_REASONS[code]
+        _log.debug("aten::%s by torch's own kernel, %s: %s", name, code, reason)
         if original is None:
             raise NotImplementedError(
-                f"aten::{name}: torch_fdattn leaves this call to torch ({code}: {OBSTACLES[code]}), and this "
+                f"aten::{name}: torch_fdattn leaves this call to torch ({code}: {reason}), and this "
                 f"torch has no {dispatch_key} kernel for it"
             )
         return original.call_boxed(keys, *args, **kwargs)

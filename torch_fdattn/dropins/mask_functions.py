@@ -1,4 +1,4 @@
-"""What transformers' mask functions mean: closures, known where their code and all that they enclose are known."""
+"""What transformers' mask functions mean: closures are recognised by their code and all that they enclose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def window_of(mask_function: Callable, local_size: int | None, hf: types.ModuleT
     """Of a causal mask: its sliding window, 0 for none; None for any other mask."""
     if mask_function is hf.causal_mask_function:
         return 0
-    if local_size is not None and same_function(
+    if local_size is not None and equal_functions(
         mask_function, hf.sliding_window_causal_mask_function(local_size)
     ):
         return local_size
@@ -31,10 +31,10 @@ def without_packing(
     if sequences is None:
         return None
     packed = hf.packed_sequence_mask_function(sequences)
-    if not _same_code(mask_function, hf.and_masks(packed, packed)):
+    if not _equal_code(mask_function, hf.and_masks(packed, packed)):
         return None
     inner = _enclosed(mask_function).get("mask_functions", ())
-    if len(inner) != 2 or not _same_code(inner[1], packed):
+    if len(inner) != 2 or not _equal_code(inner[1], packed):
         return None
     theirs = _enclosed(inner[1]).get("packed_sequence_mask")
     if not isinstance(theirs, Tensor) or theirs.shape[-1:] != positions.shape:
@@ -42,25 +42,25 @@ def without_packing(
     if not bool((theirs == sequences.to(theirs.device)).all()):
         return None
     remap = getattr(hf, "remap_positions_for_packed_sequence", None)  # of later versions
-    if remap is not None and _same_code(inner[0], remap(packed, positions)):
+    if remap is not None and _equal_code(inner[0], remap(packed, positions)):
         return _enclosed(inner[0]).get("mask_function")
     return inner[0]
 
 
-def same_function(a: object, b: object) -> bool:
+def equal_functions(a: object, b: object) -> bool:
     """Whether two closures have the same code over the same values, and so are the same function."""
     if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
         if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-            return all(map(same_function, a, b))
+            return all(map(equal_functions, a, b))
         return type(a) is type(b) is int and a == b
     if a is b:
         return True
-    return _same_code(a, b) and same_function(
+    return _equal_code(a, b) and equal_functions(
         *(tuple(cell.cell_contents for cell in of.__closure__ or ()) for of in (a, b))
     )
 
 
-def _same_code(a: object, b: object) -> bool:
+def _equal_code(a: object, b: object) -> bool:
     return (
         isinstance(a, types.FunctionType)
         and isinstance(b, types.FunctionType)

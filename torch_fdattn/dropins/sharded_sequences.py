@@ -35,7 +35,7 @@ def context() -> RingMode | None:
     """The `dist.context_parallel` that is under way, if one is."""
     if not torch._C._len_torch_function_stack():
         return None
-    module = sys.modules.get("torch_fdattn.dist.context_parallel")
+    module = sys.modules.get("torch_fdattn.dist.ring_attention.context_parallel")
     return None if module is None else module.active()
 
 

@@ -23,10 +23,10 @@ from torch_fdattn.dropins.mask_functions import padding as padding_of
 from torch_fdattn.dropins.mask_functions import window_of
 from torch_fdattn.dropins.model_kinds import Kind, kind_of
 from torch_fdattn.functional import attention, decode, varlen_attention
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
 NAME = "fdattn"
 _hf: types.ModuleType | None = None  # transformers.masking_utils, from register() on
-_MOST_QUERIES = 16  # of decode
 
 
 def register() -> None:
@@ -96,7 +96,7 @@ def fdattn_mask(
     if kind is not Kind.HANDS_ON:
         return _explicit(*explicit)
     if torch.compiler.is_compiling():
-        # Dynamo does not follow `same_function`; no mask is made only where it is so by lengths alone.
+        # Dynamo does not follow `equal_functions`; no mask is made only where it is so by lengths alone.
         ends = isinstance(q_offset, int) and q_length == kv_length
         mask = hf.sdpa_mask(
             *sizes, mask_function, attention_mask, local_size, device=device,
@@ -198,7 +198,7 @@ def fdattn_attention(
 
 def _is_decode(query, key, value, sinks, mask: Tensor | None, dropout: float) -> bool:
     """A few new tokens over a cache, without gradients."""
-    if dropout or not 1 <= query.shape[2] <= min(_MOST_QUERIES, key.shape[2] - 1):
+    if dropout or not 1 <= query.shape[2] <= min(MAX_QUERY_TOKENS, key.shape[2] - 1):
         return False
     given = (x for x in (query, key, value, sinks, mask) if x is not None)
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))

@@ -89,10 +89,9 @@ class Chat:
     def _fitting_prompt(self, turn: Message) -> list[int]:
         """Token ids of the history and the new turn, without the oldest turns where they do not fit."""
         oldest, dropped = len(self._system), 0
-        room = (
-            self._engine.capacity - self._max_new_tokens + 1
-        )  # a reply's last token is not stored
-        while len(prompt := self._tokenizer.chat([*self.messages, turn])) > room:
+        # a reply's last token is not stored
+        budget = self._engine.capacity - self._max_new_tokens + 1
+        while len(prompt := self._tokenizer.chat([*self.messages, turn])) > budget:
             if len(self.messages) == oldest:
                 raise PromptError(
                     f"prompt of {len(prompt)} tokens and a reply of up to {self._max_new_tokens} need "

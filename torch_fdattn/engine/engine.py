@@ -43,7 +43,7 @@ class _Output(NamedTuple):
 
 
 class Engine:
-    """Generates with `batch` sequences side by side in a cache of `capacity` tokens each.
+    """Generates with `batch` sequences at a time in a cache of `capacity` tokens each.
 
     Args:
         model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its
@@ -144,9 +144,8 @@ class Engine:
             PromptError: a prompt that is empty, does not fit, or has unknown tokens.
         """
         check_prompts(prompts, 0, self.model.config.vocab_size, self.cache)
-        return self._prefill(
-            prompts
-        ).logits.clone()  # a captured pass writes its logits where the last one did
+        # a captured pass writes its logits where the last one did
+        return self._prefill(prompts).logits.clone()
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """A KV cache in pages: memory follows what sequences hold, not what they might.
 
-It stands in the engine's room, beside the free list, because handing out pages is a decision of whoever
+It stands in the engine's package, with the free list, because handing out pages is a decision of whoever
 serves the sequences; the model takes it as it takes `ShardedKVCache`, by what it can do. Where a group shares
 its positions, each rank has pages and a table of its own, for the tokens that it keeps.
 

@@ -33,7 +33,7 @@ class PageTable:
         self.free = list(range(pages - 1, -1, -1))
 
     def shortage(self, lengths: Sequence[int]) -> str | None:
-        """What is missing for sequences of these lengths, beside what they have; None: nothing."""
+        """What is missing for sequences of these lengths, in addition to what they have; None: nothing."""
         needed = sum(map(max, self._needed(lengths), self._owned))
         if needed <= self.pages:
             return None

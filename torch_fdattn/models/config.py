@@ -218,7 +218,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes one dictionary; before it, theta stood beside an optional scaling.
+    # transformers 5 writes one dictionary; before it, theta and an optional scaling were keys of their own.
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if new and old and new != {**old, "rope_theta": new.get("rope_theta")}:
         raise ModelError(

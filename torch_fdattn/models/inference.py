@@ -1,6 +1,6 @@
 """The inference form of a `Transformer`: the same model in merged and fused layers (`Transformer.for_inference`).
 
-A block's kernels on one GPU, beside the cache and attention:
+A block's kernels on one GPU, besides the cache and attention:
 
     q, k, v · norms and rotation · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
 
@@ -29,8 +29,14 @@ from torch_fdattn.dist.tensor_parallel.fused_inference import (
 )
 from torch_fdattn.dist.tensor_parallel.inference import FusedTPLayer
 from torch_fdattn.dist.tensor_parallel.layers import TPMLP
-from torch_fdattn.functional import attention
-from torch_fdattn.models.transformer import MLP, Attention, Block, KVCache, Transformer
+from torch_fdattn.models.transformer import (
+    MLP,
+    Attention,
+    Block,
+    KVCache,
+    Transformer,
+    attend,
+)
 from torch_fdattn.ops.merged_linear import can_merge, frozen_copy, merge_linears, refuse_gradients
 
 if TYPE_CHECKING:
@@ -54,12 +60,7 @@ class FusedAttention(nn.Module):
         q, k, v = (self._heads(y) for y in self.qkv_proj(x))
         q, k = norm_and_rotate_heads(q, k, self.q_norm, self.k_norm, cos, sin)
         v = v.transpose(1, 2)
-        if cache is None:
-            out, _ = attention(q, k, v, causal=True)
-        else:
-            cache.append(self.layer, k, v)
-            out = cache.attend(self.layer, q)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(self.layer, q, k, v, cache))
 
     # The layers of the plain form, over their rows of the merged weight: what `parallelize` slices.
     @property

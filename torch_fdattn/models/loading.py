@@ -195,9 +195,8 @@ class SafetensorsWeights:
 
         if tied and "lm_head.weight" in self._files and "embed_tokens.weight" not in self._files:
             for known in (self._files, self._paths, self._names, self.shapes):
-                known["embed_tokens.weight"] = known[
-                    "lm_head.weight"
-                ]  # saved under that name alone
+                # saved under that name alone
+                known["embed_tokens.weight"] = known["lm_head.weight"]
 
     def _add(self, path: Path, file: Any, called: str, theirs: str, entry: Any) -> None:
         """The file's tensor `theirs`, under our form of the name `called`."""
@@ -291,18 +290,18 @@ def _check_tied(config: ModelConfig, weights: Weights) -> None:
 
 
 def _check_names(model: Transformer, weights: Weights, path: Path) -> None:
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if missing := wanted.keys() - weights.shapes.keys():
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if missing := expected.keys() - weights.shapes.keys():
         raise ModelError(f"{path}: {_listing('tensor', missing)} missing from the weights")
     surplus = {
         name
-        for name in weights.shapes.keys() - wanted.keys()
+        for name in weights.shapes.keys() - expected.keys()
         # Old checkpoints store rope's frequencies; some store a tied output matrix twice.
         if not (name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight")
     }
     if surplus:
         raise ModelError(f"{path}: {_listing('unexpected tensor', surplus)} in the weights")
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if weights.shapes[name] != shape:
             raise ModelError(
                 f"{weights.where(name)} must have shape {shape} by the configuration, got "

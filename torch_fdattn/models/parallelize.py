@@ -53,7 +53,7 @@ def parallelize(
             many tokens, layers of this size, ranks and GPU; "all_reduce" where nothing was, where gradients
             are enabled, and in torch.compile.
         allreduce_method: of `torch_fdattn.dist.matmul_all_reduce`.
-        linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and its kin; with "auto" forms
+        linear_strategy: the `strategy` of `torch_fdattn.dist.all_gather_matmul` and the other tensor-parallel products; with "auto" forms
             "copy_engine" is that of sharded activations alone.
         fused: for inference: the layers' fused forms, with merged weights and without gradients (`TPMLP.for_inference`).
             Always those for an `InferenceTransformer`. A parallel `Transformer` may also be asked for its inference form

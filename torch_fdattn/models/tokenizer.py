@@ -76,7 +76,7 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
 def _library_tokenizer(
     path: Path, added: Mapping[str, AddedToken], named: Mapping[str, str]
 ) -> Any:
-    """tokenizer.json, with the tokens that only the files beside it add or call special."""
+    """tokenizer.json, with the tokens that only the files next to it add or call special."""
     library = require("tokenizers", "tokenizer.json")
     try:
         inner = library.Tokenizer.from_file(str(path))

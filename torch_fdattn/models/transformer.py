@@ -63,12 +63,17 @@ class Attention(nn.Module):
         k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)  # (B, K, T, D)
         v = self._heads(self.v_proj(x)).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is None:
-            out, _ = attention(q, k, v, causal=True)
-        else:
-            cache.append(self.layer, k, v)
-            out = cache.attend(self.layer, q)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(self.layer, q, k, v, cache))
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+    """q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H · D): among these tokens, or over the cache they go into."""
+    if cache is None:
+        out, _ = attention(q, k, v, causal=True)
+    else:
+        cache.append(layer, k, v)
+        out = cache.attend(layer, q)
+    return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -165,7 +170,7 @@ class Transformer(nn.Module):
 
         **Weights.** The form has parameters of its own over this model's memory. So that gate and up (and q, k and v) lie
         together, this model's parameters become views of the merged weights: the same objects with the same values.
-        Both models can be used side by side, and both see what is written into a parameter in place (`load_state_dict`,
+        Both models can be used at the same time, and both see what is written into a parameter in place (`load_state_dict`,
         an optimiser). What gives this model other memory (`.to`, `.data = …`, `load_state_dict(assign=True)`) does not
         reach the form: call this again afterwards. Two parameters then share a storage, which safetensors' `save_model`
         refuses; `save_file` of the state dict takes it.

@@ -1,4 +1,4 @@
-"""Matmuls beside collectives, in the graphs that autograd has been through: one op each, which overlaps the two.
+"""Matmuls next to collectives, in the graphs that autograd has been through: one op each, which overlaps the two.
 
     rows     what a graph does to rows, and doing the same to others
     match    finds all-gather -> matmul, matmul -> reduce-scatter, matmul -> all-reduce

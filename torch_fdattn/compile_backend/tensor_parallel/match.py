@@ -1,4 +1,4 @@
-"""Finds matmuls beside collectives in ATen graphs: what `emit.py` then makes one op."""
+"""Finds matmuls next to collectives in ATen graphs: what `emit.py` then makes one op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.report import Left
+from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.compile_backend.tensor_parallel.rows import sources, value, width
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.tensor_parallel.one_sided import DTYPES
@@ -46,13 +46,13 @@ class Matmul:
     def check(self) -> None:
         """That an op of ours can compute it."""
         if self.node.target is _BMM:
-            raise Left("batched")
+            raise Unsupported("batched")
         if any(self.node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-            raise Left("scaled")
+            raise Unsupported("scaled")
         given = [x for x in (self.node, self.x, self.weight, self.bias) if x is not None]
         dtypes = {value(x).dtype for x in given}
         if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
-            raise Left("dtype", f"of {', '.join(sorted(map(str, dtypes)))}")
+            raise Unsupported("dtype", f"of {', '.join(sorted(map(str, dtypes)))}")
 
 
 @dataclass
@@ -89,7 +89,7 @@ def match(node: Node) -> Gather | Reduction | None:
     """What stands about a collective; None: no matmul.
 
     Raises:
-        Left: matmuls that must stay as they are.
+        Unsupported: matmuls that must stay as they are.
     """
     wait, group_name = _only_wait(node), node.args[-1]
     if wait is None or not isinstance(group_name, str) or not value(node).dim():
@@ -98,7 +98,7 @@ def match(node: Node) -> Gather | Reduction | None:
         gathers = node.target is _C10D.all_gather_into_tensor.default
         return (_gather if gathers else _reduction)(node, wait)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise Left("unexpected", f"a form that is not known ({error})") from error
+        raise Unsupported("unexpected", f"a form that is not known ({error})") from error
 
 
 def _only_wait(node: Node) -> Node | None:
@@ -158,19 +158,19 @@ def _reduction(node: Node, wait: Node) -> Reduction | None:
     if not matmuls:
         return None
     if op != "sum":
-        raise Left("reduce-op", f"it takes the {op}, not the sum")
+        raise Unsupported("reduce-op", f"it takes the {op}, not the sum")
     inside = {node, *chain, *(matmul.node for matmul in matmuls)}
     if any(user not in inside for part in inside - {node} for user in part.users):
-        raise Left("product-used")
+        raise Unsupported("product-used")
     for matmul in matmuls:
         matmul.check()
     biases = [matmul.bias for matmul in matmuls if matmul.bias is not None]
     biases += [_added(term) for term in terms if term in chain]
     columns = width(matmuls[0].node)
     if any(tuple(value(bias).shape) != (columns,) for bias in biases):
-        raise Left("bias")
+        raise Unsupported("bias")
     if any(value(bias).dtype != value(matmuls[0].node).dtype for bias in biases):
-        raise Left("dtype", "a bias has another than the products")
+        raise Unsupported("dtype", "a bias has another than the products")
     world_size = size[0] if size else rank_and_size(group_name)[1]
     return Reduction(node, wait, group_name, world_size, matmuls, biases, list(chain))
 
@@ -190,7 +190,7 @@ def _terms(node: Node, chain: dict[Node, None]) -> frozenset[Node]:
             same = tuple(value(node.args[0]).shape) == tuple(value(node.args[1]).shape)
             found = left | right if left and right and same and not left & right else nothing
     elif node.target is not _ADD:
-        # What joins pieces of different sums, or of one with a bias and one without, is no sum of whole matmuls.
+        # What joins pieces of different sums, or of one with a bias and one without, is no sum of complete matmuls.
         each = {_terms(x, chain) for x in sources(node) or ()}
         found = each.pop() if len(each) == 1 else nothing
     if found:

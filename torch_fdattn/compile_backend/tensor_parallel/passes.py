@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._inductor import config
 from torch.fx import Graph, GraphModule, Node
 
 from torch_fdattn.compile_backend.cache_key import CacheKey
-from torch_fdattn.compile_backend.report import Left, Report, Site, stack_trace
+from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
 from torch_fdattn.compile_backend.tensor_parallel.emit import emit_gather, emit_reduction
 from torch_fdattn.compile_backend.tensor_parallel.match import FORMS, Gather, Reduction, match
 from torch_fdattn.compile_backend.tensor_parallel.rows import value, width
@@ -23,7 +23,9 @@ from torch_fdattn.dist.tensor_parallel.auto import (
     may_choose,
 )
 
-OPTION = "tensor_parallel"
+if TYPE_CHECKING:
+    from torch_fdattn.compile_backend.options import Options
+
 #: "auto": where something was measured to be faster than the collective; a strategy: everywhere, by that one.
 CHOICES = ("auto", "off", "collective", "copy_engine", "fused", "low_latency")
 _OPS = dict(zip(FORMS, (GATHER, SCATTER, ALL_REDUCE), strict=True))
@@ -37,10 +39,10 @@ def parse(choice: object) -> str:
         RuntimeError: a strategy, without an initialised torch.distributed.
     """
     if choice not in CHOICES:
-        raise ValueError(f'options["{OPTION}"] must be one of {CHOICES}, got {choice!r}')
+        raise ValueError(f'options["tensor_parallel"] must be one of {CHOICES}, got {choice!r}')
     if choice not in CHOICES[:2] and not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            f'options["{OPTION}"]={choice!r} needs an initialised torch.distributed: call init_process_group first'
+            f'options["tensor_parallel"]={choice!r} needs an initialised torch.distributed: call init_process_group first'
         )
     return choice
 
@@ -51,7 +53,7 @@ def applies(choice: str) -> bool:
 
 
 def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Site]:
-    """Replaces matmuls beside collectives, in place; the sites that were found."""
+    """Replaces matmuls next to collectives, in place; the sites that were found."""
     sites = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in FORMS:
@@ -59,51 +61,51 @@ def rewrite_graph(graph: Graph, choice: str, *, dryrun: bool = False) -> list[Si
         op = _OPS[node.target]
         about = dict(form=FORMS[node.target], node=node.name, stack_trace=stack_trace(node))
         try:
-            found = match(node)
-            if found is None:
+            matched = match(node)
+            if matched is None:
                 continue
-            about["stack_trace"] = stack_trace(found.matmuls[0].node) or about["stack_trace"]
-            _expect_gain(op, found, choice)
+            about["stack_trace"] = stack_trace(matched.matmuls[0].node) or about["stack_trace"]
+            _expect_gain(op, matched, choice)
             if not dryrun:
-                (emit_gather if isinstance(found, Gather) else emit_reduction)(found, choice)
-        except Left as left:
-            sites.append(Site(op=None, reason=left.code, detail=left.detail, **about))
+                (emit_gather if isinstance(matched, Gather) else emit_reduction)(matched, choice)
+        except Unsupported as unsupported:
+            sites.append(Site(op=None, reason=unsupported.code, detail=unsupported.detail, **about))
             continue
-        sites.append(Site(op=op, notes=_notes(found, choice), **about))
+        sites.append(Site(op=op, notes=_notes(matched, choice), **about))
     if any(site.op for site in sites) and not dryrun:
         graph.lint()
     return sites
 
 
-def _expect_gain(op: str, found: Gather | Reduction, choice: str) -> None:
-    first = found.matmuls[0]
+def _expect_gain(op: str, matched: Gather | Reduction, choice: str) -> None:
+    first = matched.matmuls[0]
     given = value(first.x)
     if given.device.type not in ("cpu", "cuda"):
-        raise Left("device")
+        raise Unsupported("device")
     if choice == "copy_engine" and op == ALL_REDUCE:
-        raise Left("strategy")
+        raise Unsupported("strategy")
     if choice != "auto":
         return
-    columns = [width(matmul.node) for matmul in found.matmuls]
-    features = [width(matmul.x) for matmul in found.matmuls]
-    gathers = isinstance(found, Gather)
+    columns = [width(matmul.node) for matmul in matched.matmuls]
+    features = [width(matmul.x) for matmul in matched.matmuls]
+    gathers = isinstance(matched, Gather)
     numbers = (
         value(first.node).shape[0],
         sum(columns) if gathers else columns[0],
         features[0] if gathers else sum(features),
-        found.world_size,
+        matched.world_size,
     )
     known = all(isinstance(number, int) for number in numbers)
     if not may_choose(op, given.device, given.dtype, LinearSizes(*numbers) if known else None):
-        raise Left("not-faster")
+        raise Unsupported("not-faster")
 
 
-def _notes(found: Gather | Reduction, choice: str) -> tuple[str, ...]:
-    modules = [_module(matmul.node) for matmul in found.matmuls]
+def _notes(matched: Gather | Reduction, choice: str) -> tuple[str, ...]:
+    modules = [_module(matmul.node) for matmul in matched.matmuls]
     return (
         *((" and ".join(modules),) if all(modules) else ()),
         *((f"{len(modules)} matmuls",) if len(modules) > 1 else ()),
-        *(("keeps the gathered rows",) if isinstance(found, Gather) and found.keep else ()),
+        *(("keeps the gathered rows",) if isinstance(matched, Gather) and matched.keep else ()),
         *((choice,) if choice != "auto" else ()),
     )
 
@@ -120,15 +122,13 @@ class MatmulPass(CacheKey):
 
     PLACE = "post_grad_custom_pre_pass"
 
-    def __init__(
-        self, own: dict[str, Any], users: object, record: Callable[[Report], None]
-    ) -> None:
+    def __init__(self, own: Options, users: object, record: Callable[[Report], None]) -> None:
         super().__init__(own, users)
-        self.choice, self.dryrun, self.record = own[OPTION], own["dryrun"], record
+        self.choice, self.dryrun, self.record = own.tensor_parallel, own.dryrun, record
 
     @classmethod
     def patch(
-        cls, patches: dict[str, Any], own: dict[str, Any], record: Callable[[Report], None]
+        cls, patches: dict[str, Any], own: Options, record: Callable[[Report], None]
     ) -> dict[str, Any]:
         return {cls.PLACE: cls(own, patches.get(cls.PLACE, getattr(config, cls.PLACE)), record)}
 

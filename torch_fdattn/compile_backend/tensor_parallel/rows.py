@@ -39,7 +39,7 @@ def sources(node: Node) -> list[Node] | None:
         return None
     dims = value(given[0]).dim()
     if target in RESHAPES:
-        same = value(node).dim() and statically_known_equal(width(node), width(first))
+        same = value(node).dim() and statically_equal(width(node), width(first))
         return given if same else None
     if target is _ATEN.permute.default:
         return given if node.args[1][-1] % dims == dims - 1 else None
@@ -75,10 +75,10 @@ def replay(node: Node, of: dict[Node, Node], build: Builder) -> Node:
         of[node] = build.reshape(args[0], [*args[1][:-1], build.size(args[0], -1)])
     else:
         of[node] = build(node.target, *args, **node.kwargs)
-        whole = _cut_and_joined(of[node])
-        if whole is not None:
+        joined = _cut_and_joined(of[node])
+        if joined is not None:
             of[node] = build.reshape(
-                whole, [build.size(of[node], d) for d in range(value(node).dim())]
+                joined, [build.size(of[node], d) for d in range(value(node).dim())]
             )
     return of[node]
 
@@ -93,9 +93,9 @@ def _cut_and_joined(node: Node) -> Node | None:
         return None
     if [x.args for x in pieces] != [(cut, i) for i in range(len(value(cut)))]:
         return None
-    whole = cut.args[0]
-    before = [*value(whole).shape[: _dim(cut, 2)], *value(pieces[0]).shape[: _dim(node, 1)]]
-    return whole if all(statically_known_equal(size, 1) for size in before) else None
+    joined = cut.args[0]
+    before = [*value(joined).shape[: _dim(cut, 2)], *value(pieces[0]).shape[: _dim(node, 1)]]
+    return joined if all(statically_equal(size, 1) for size in before) else None
 
 
 def _is_part(x: object, of: dict[Node, Node]) -> bool:
@@ -146,8 +146,8 @@ class Builder:
         while node in self.made and node.target is _ATEN.reshape.default:
             node = node.args[0]
         reshaped = self(_ATEN.reshape.default, node, shape)
-        wanted, given = value(reshaped).shape, value(node).shape
-        if len(wanted) == len(given) and all(map(statically_known_equal, wanted, given)):
+        new, old = value(reshaped).shape, value(node).shape
+        if len(new) == len(old) and all(map(statically_equal, new, old)):
             return node
         return reshaped
 
@@ -170,7 +170,7 @@ class Builder:
         erase(reversed(self.made))
 
 
-def statically_known_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+def statically_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Without a guard."""
     return statically_known_true(a == b)
 

@@ -1,0 +1,15 @@
+"""`options={"context_parallel": …}`: a graph over one rank's tokens, whose attention is of all ranks' tokens.
+
+    options         what the option may hold
+    ring            attention over tokens as ring attention
+    sharded_cache   steps over a KV cache that ranks share
+    fdattn_calls    calls of our own ops, which become either
+
+The meaning is that of `dist.context_parallel`: SDPA and `torch_fdattn.attention` over q, k and v of this rank's
+tokens become ring attention. What it cannot answer has the reason "context-parallel", and no attention at all
+may stay as it was, since that would attend to this rank's tokens alone. With "cache", few queries over more keys
+are a step over a cache that ranks share.
+
+A mask that the graph makes is refused even where it is causal: it is made for local positions, where a window or
+a chunk that is longer than the shard hides nothing, and so cannot be told from a mask that has none.
+"""

@@ -1,0 +1,91 @@
+"""`options={"context_parallel": …}`: what it may hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch_fdattn.compile_backend.report import Unsupported
+
+if TYPE_CHECKING:
+    from torch_fdattn.dist import SequenceShards
+
+OPTION = 'options["context_parallel"]'
+_KEYS = ("group", "shards", "strategy", "cache")
+
+
+class ContextParallel(NamedTuple):
+    """The group and how a sequence is split over it; plain values, for they are part of the caches' keys."""
+
+    group_name: str
+    rank: int
+    world_size: int
+    shards: SequenceShards | str
+    strategy: str
+    #: "contiguous" shards of a KV cache, or round-robin in blocks of as many
+    cache: int | str | None = None
+
+    def operands(self, length: object) -> tuple[str, list[int]]:
+        """What `ring_attention` takes behind q, k and v, of `length` local tokens.
+
+        A symbolic length becomes a number, which adds a guard: which kernels run follows from it.
+        """
+        from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
+
+        length, shards = int(length), self.shards
+        if not isinstance(shards, SequenceShards):
+            try:
+                shards = named_shards(shards, length, self.world_size)
+            except ValueError as error:
+                raise Unsupported("context-parallel", str(error)) from error
+        own = shards.lengths[self.rank]
+        if length != own:
+            raise Unsupported(
+                "context-parallel",
+                f"{length} tokens where the shards of rank {self.rank} have {own}",
+            )
+        return self.group_name, shards.flat()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(rank=self.rank, world_size=self.world_size, strategy=self.strategy)
+
+
+def parse(option: object) -> ContextParallel | None:
+    """What a user gave.
+
+    Raises:
+        TypeError, ValueError: naming the option, what was expected and what came.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if option is None:
+        return None
+    from torch_fdattn.dist.groups import name_of, rank_and_size
+    from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
+    from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+
+    given = option if isinstance(option, dict) else {"group": option}
+    if "group" not in given or not set(given) <= set(_KEYS):
+        raise ValueError(
+            f'{OPTION} must have "group" and may have "shards", "strategy" and "cache", got '
+            f"{sorted(map(str, given))}"
+        )
+    name = name_of(given["group"], OPTION)
+    rank, world_size = rank_and_size(name, OPTION)
+    shards, strategy = given.get("shards", "contiguous"), given.get("strategy", "ring")
+    if isinstance(shards, SequenceShards):
+        if shards.world_size != world_size:
+            raise ValueError(
+                f"{OPTION}'s shards must be for the group's {world_size} ranks, got {shards.world_size}"
+            )
+    elif shards not in ("contiguous", "zigzag"):
+        raise ValueError(
+            f"{OPTION}'s shards must be 'contiguous', 'zigzag' or a SequenceShards, got {shards!r}"
+        )
+    check_strategy(strategy, OPTION)
+    cache = given.get("cache")
+    if cache is not None and cache != "contiguous" and (type(cache) is not int or cache < 1):
+        raise ValueError(
+            f"{OPTION}'s cache must be 'contiguous' or the block of a round-robin map (an int of at least 1), "
+            f"got {cache!r}"
+        )
+    return ContextParallel(name, rank, world_size, shards, strategy, cache)

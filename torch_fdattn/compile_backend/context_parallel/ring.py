@@ -1,0 +1,61 @@
+"""Attention over this rank's tokens as ring attention over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch_fdattn.compile_backend.choose import OpCall
+from torch_fdattn.compile_backend.context_parallel import sharded_cache
+from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
+from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
+from torch_fdattn.compile_backend.masks.structure import Structure
+from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.operands import D, S
+from torch_fdattn.compile_backend.report import Unsupported
+
+#: What ring attention takes of `torch_fdattn.attention`'s arguments.
+_SUPPORTED = ("q", "k", "v", "causal", "window_left", "window_right", "scale")
+
+
+def over_ranks(attention: Attention, call: OpCall, context: ContextParallel) -> OpCall:
+    """Ring attention or, over a cache, `dist_decode` in place of a call over local tokens; raises `Unsupported`."""
+    q, k, v = attention.q, attention.k, attention.v
+    if context.cache is not None and sharded_cache.is_step(q.size(S), k.size(S)):
+        return sharded_cache.over_shards(attention, call, context)
+    _refuse(
+        mask=attention.masked, softcap=attention.softcap, sinks=attention.sinks is not None,
+        **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
+    )  # fmt: skip
+    # Without a start: that of SDPA's is_causal is 0, for tokens that a shard may hold in any order.
+    structure = Structure(right=call.structure.right)
+    operands = context.operands(q.size(S))
+    return replace(
+        call, op="ring_attention", structure=structure, operands=operands, options=context.options
+    )
+
+
+def of_attention(given: dict, defaults: dict, context: ContextParallel) -> tuple[str, tuple, dict]:
+    """(op, arguments, keywords) in place of `torch_fdattn.attention`."""
+    _refuse(**{x: given[x] != default for x, default in defaults.items() if x not in _SUPPORTED})
+    q, k, v = (given[name] for name in "qkv")
+    shapes = [tensor(x).shape for x in (q, k, v)]
+    _refuse(**_misfits(shapes[0][2], shapes[1][2], shapes[1][3], shapes[2][3]))
+    options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
+    return "ring_attention", (q, k, v, *context.operands(shapes[0][2])), options
+
+
+def _misfits(queries: Any, keys: Any, k_dim: Any, v_dim: Any) -> dict[str, bool]:
+    return {
+        "queries and keys of other tokens, or a cache": not statically_true(queries == keys),
+        "values of another head dim": not statically_true(v_dim == k_dim),
+    }
+
+
+def _refuse(**given: object) -> None:
+    named = [name for name, there in given.items() if there]
+    if named:
+        raise Unsupported(
+            "context-parallel",
+            f"only causal, windows and scale go over ranks, got {', '.join(named)}",
+        )

@@ -1,0 +1,108 @@
+"""Where a graph's data comes from and goes to: through writes in place, and into the graphs that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from torch_fdattn.compile_backend.graph.mutations import storages, writes
+from torch_fdattn.compile_backend.graph.nodes import is_tensor
+from torch_fdattn.compile_backend.graph.parameters import is_parameter
+
+
+class DataFlow:
+    """Of a graph and all graphs that it calls (activation checkpointing, `torch.cond`)."""
+
+    def __init__(self, root: GraphModule) -> None:
+        self.graphs = [x.graph for x in root.modules() if isinstance(x, GraphModule)]
+        self._called: dict[Node, list[Graph]] = {}  #: the graphs that a node calls
+        self._callers: dict[Graph, Node] = {}
+        for graph in self.graphs:
+            for node in graph.nodes:
+                for x in node.all_input_nodes if node.op == "call_function" else ():
+                    child = _child(x)
+                    if child is not None:
+                        self._called.setdefault(node, []).append(child)
+                        self._callers[child] = node
+
+    def sources(self, node: Node) -> list[Node]:
+        """What a node's data comes from: its inputs, and what wrote into it."""
+        if node.op == "placeholder":
+            return self._given(node)
+        if node.op == "get_attr":
+            return []
+        if node in self._called:
+            return [x for graph in self._called[node] for x in graph.output_node().all_input_nodes]
+        own = storages([node]) if self._writers else set()
+        return [*node.all_input_nodes, *(x for x, into in self._writers.items() if own & into)]
+
+    def users(self, node: Node) -> list[Node]:
+        """What a node's data goes into: its users, and those of what they wrote it into."""
+        found: list[Node] = []
+        for user in node.users:
+            if user in self._called:
+                inputs = (x for graph in self._called[user] for x in _placeholders(graph))
+                found += [x for x in inputs if node in self._given(x)]
+            elif user.op == "output":
+                found += [self._callers[user.graph]] if user.graph in self._callers else []
+            else:
+                found.append(user)
+                found += user.all_input_nodes if user in self._writers else []
+        return found
+
+    def is_made_of_parameters(self, node: Node) -> bool:
+        """Whether no tensor that the graph is given but parameters reaches it."""
+        inputs = (x for x in self.all_sources(node) if x.op in ("placeholder", "get_attr"))
+        return all(is_parameter(x) or not is_tensor(x) or x.graph in self._callers for x in inputs)
+
+    def all_sources(self, node: Node) -> Iterator[Node]:
+        """A node and all that its data comes from."""
+        seen, waiting = {node}, [node]
+        while waiting:
+            yield (last := waiting.pop())
+            for source in self.sources(last):
+                if source not in seen:
+                    seen.add(source)
+                    waiting.append(source)
+
+    def _given(self, placeholder: Node) -> list[Node]:
+        """What the caller gives for an input: one node, or all where it does not say which."""
+        call = self._callers.get(placeholder.graph)
+        if call is None:
+            return []
+        leaves = tree_leaves((call.args, call.kwargs))
+        first = 1 + max(i for i, x in enumerate(leaves) if _child(x) is not None)
+        inputs = list(_placeholders(placeholder.graph))
+        given = leaves[first:][: len(inputs)]
+        if len(given) < len(inputs):
+            return [x for x in call.all_input_nodes if _child(x) is None]
+        found = given[inputs.index(placeholder)]
+        return [found] if isinstance(found, Node) else []
+
+    @cached_property
+    def _writers(self) -> dict[Node, set]:
+        """Nodes that write in place, with the storages that they may write into."""
+        return {
+            x: storages(x.all_input_nodes[:1])
+            for graph in self.graphs
+            for x in graph.nodes
+            if x not in self._called and writes(x)
+        }
+
+
+def _child(node: object) -> Graph | None:
+    """The graph that a node holds."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    found = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found.graph if isinstance(found, torch.fx.GraphModule) else None
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return [x for x in graph.nodes if x.op == "placeholder"]

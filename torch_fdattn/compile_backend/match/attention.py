@@ -1,0 +1,53 @@
+"""An attention that was recognised, whatever it was written as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from torch_fdattn.compile_backend.masks.expressions import Poly
+from torch_fdattn.compile_backend.masks.structure import Sizes
+from torch_fdattn.compile_backend.masks.terms import RecoveredMask
+from torch_fdattn.compile_backend.match.operands import B, H, Operand, S, trace_operand
+
+_NOTE = "heads of K and V not repeated"
+
+
+@dataclass
+class Attention:
+    form: str
+    result: Node  #: what is to be replaced
+    q: Operand
+    k: Operand
+    v: Operand
+    out_dims: tuple[int, ...] = (0, 1, 2, 3)  #: which of (B, H, S, D) each dim of the result is
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: tuple[Poly, Node] | None = None  #: and the concatenation of scores and sinks
+    mask: RecoveredMask = field(default_factory=RecoveredMask)
+    masked: bool = False  #: whether the graph holds a mask, whatever became of it
+    between: list[Node] = field(default_factory=list)  #: nodes that the op replaces
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> Sizes:
+        return score_sizes(self.q, self.k)
+
+    def note_repeated_heads(self) -> None:
+        if _NOTE not in self.notes:
+            self.notes.append(_NOTE)
+
+    def unrepeated(self, operand: Operand) -> Operand:
+        """K or V without copies of its heads; as it was where there are none."""
+        path: list[Node] = []
+        source = trace_operand(operand, path, scalings=False)
+        if not source.repeats:
+            return operand
+        self.between += path
+        self.note_repeated_heads()
+        return source
+
+
+def score_sizes(q: Operand, k: Operand) -> Sizes:
+    return Sizes(q.size(B), q.size(H), q.size(S), k.size(S))
