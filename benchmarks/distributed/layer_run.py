@@ -121,7 +121,7 @@ class LayerRun:
         if self.options.timeline:
             watched = {name: timeline.watch(self.ranks, way[0]) for name, way in calls.items()}
             if self.ranks.rank == 0:
-                timeline.draw(self.options.timeline, case, watched)
+                timeline.draw(self.options.timeline, case, self.recorder.results, watched)
         return holds
 
     def _check(self, case: str, name: str, found: Tensor, exact: Tensor) -> bool:
