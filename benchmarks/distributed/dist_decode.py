@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ..cases import DIST_DECODE_CASES, select
 from ..ranks import Ranks, barrier
-from ..report import parallel
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from ..timing import EAGER, GRAPH
@@ -26,7 +25,6 @@ from . import latency, variants
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
-table = parallel.sharded_decode_table
 _DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}
 
 

@@ -49,31 +49,11 @@ class LayerRun:
         )
         self._made = generator(ranks.device, 1)  # advances: no two tensors are alike
 
-    def require(self, held: int, passing: int, outputs: int, cache_bytes: int = 0) -> None:
-        """Refuses what does not fit, before the first tensor is made.
-
-        Values on this rank: `held` by weights and inputs, `passing` in activations and the result, whose
-        number is `outputs`: a check holds the exact ones in fp64, then ours and the difference too.
-        """
-        held, passing = (self.dtype.itemsize * values for values in (held, passing))
-        if self.options.check:
-            exact = torch.float64.itemsize * outputs
-            passing = max(passing + exact, 3 * exact)
+    def require(self, values: int, cache_bytes: int = 0) -> None:
+        """Refuses what does not fit, before the first tensor is made; values: of unsharded weights and activations."""
         what = f"{self.options.name} of {self.options.model}"
-        needed = held + passing + cache_bytes
+        needed = values * self.dtype.itemsize + cache_bytes
         require_memory(what, needed, self.ranks.device, self.ranks.size)
-
-    def share(self, count: int) -> int:
-        """The first rank's part of `count`, which is the largest."""
-        return split_evenly(count, self.ranks.size)[0]
-
-    def copied(self, count: int) -> int:
-        """The same, where it is a copy: one rank's is the whole itself."""
-        return self.share(count) if self.ranks.size > 1 else 0
-
-    def own_rows(self, count: int) -> int:
-        """How many of `count` rows a rank's result has at most."""
-        return count if self.strategy == "all_reduce" else self.share(count)
 
     def case(self, *parameters: object) -> str:
         words = (*parameters, self.options.model, self.options.dtype, f"x{self.ranks.size}")
