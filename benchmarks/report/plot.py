@@ -25,8 +25,8 @@ from .tables import (
     is_ours,
     machine_of,
     ours,
+    peer_ratios,
     ratio_text,
-    ratios,
     values_of,
     versions_of,
 )
@@ -222,7 +222,7 @@ def _rates(figure: Figure, results: Results) -> None:
     figure.set_size_inches(max(7.0, 1.0 * widest), 3.0 * len(named))
     grid = figure.subplots(len(named), 1, squeeze=False)
     for axes, (name, title) in zip(grid[:, 0], named, strict=True):
-        _bars(axes, values_of(results, name), ratios(results, name))
+        _bars(axes, values_of(results, name), peer_ratios(results, name))
         axes.set_title(f"Attention {title}")
 
 
@@ -235,9 +235,8 @@ def _bars(axes: Axes, values: Values, compared: Values) -> None:
         colour = _COLOURS.get(impl)
         axes.bar(*zip(*points, strict=True), width=width, label=impl, color=colour)
     for x, (case, by_impl) in enumerate(values.items()):
-        peers = [r for impl, r in compared.get(case, {}).items() if not is_ours(impl)]
-        if peers:
-            text, height = ratio_text(min(peers)), by_impl[ours(by_impl)] / 2
+        if peers := compared.get(case):
+            text, height = ratio_text(min(peers.values())), by_impl[ours(by_impl)] / 2
             axes.text(
                 x, height, text, ha="center", va="center", rotation=90, fontsize=8, color="white"
             )

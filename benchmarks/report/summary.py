@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ..metrics import METRICS
 from ..results import RESULTS_DIR, Results
-from ..shapes import FLOORS
-from .tables import is_loss, is_ours, markdown_table, opposite, ratio_text, ratios, values_of
+from .tables import is_loss, markdown_table, opposite, peer_ratios, ratio_text, values_of
 
 _H100 = "H100-80GB-HBM3"
 #: What the captions of older figures say.
@@ -149,8 +148,7 @@ def _table(subject: Subject, runs: Mapping[str, tuple[str, Results]]) -> str:
 def _lines(run: Results, rows: Rows) -> list[list[str]]:
     metric, lines = METRICS[rows.metric], []
     values = values_of(run, rows.metric)
-    for case, by_peer in ratios(run, rows.metric).items():
-        peers = {x: ratio for x, ratio in by_peer.items() if x not in FLOORS and not is_ours(x)}
+    for case, peers in peer_ratios(run, rows.metric).items():
         if not peers or (rows.cases and case not in rows.cases):
             continue
         peer = min(peers, key=peers.__getitem__)
