@@ -118,11 +118,11 @@ def _measure(
     right = together(ranks, "eager", others[TORCH][0]).double()
     uneven = len(set(shares)) > 1
     ours = {
-        f"fdattn/{way}": matmul.ours(way)
-        for way in VARIANTS[op]
-        if rows <= MAX_ROWS.get(way, rows)
-        and (device.type == "cuda" or "shot" not in way)
-        and not (uneven and op != ALL_REDUCE and way in EVEN)
+        f"fdattn/{variant}": matmul.ours(variant)
+        for variant in VARIANTS[op]
+        if rows <= MAX_ROWS.get(variant, rows)
+        and (device.type == "cuda" or "shot" not in variant)
+        and not (uneven and op != ALL_REDUCE and variant in EVEN)
     }
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
     first = f"fdattn/{VARIANTS[op][0]}"
@@ -202,7 +202,7 @@ def choice(op: str, times: Mapping[str, float]) -> str:
     Not that one either where eager torch is faster than all of ours: eagerly our call of the collective has torch's
     kernels, but takes the host longer.
     """
-    return min(VARIANTS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
+    return min(VARIANTS[op], key=lambda variant: times.get(f"fdattn/{variant}", math.inf))
 
 
 def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Decode over a KV cache that is sharded over ranks: every strategy, stock ways, floors.
+"""Decode over a KV cache that is sharded over ranks: every strategy, stock variants, floors.
 
 `correctness` calls each variant several times and checks it; `compare` also times it, in a CUDA graph over
 rotated inputs, and eager; `scaling` does on ever more ranks, `latency` has a file of its own. All times are the slowest

@@ -91,7 +91,7 @@ class LayerRun:
 
         calls, holds = checked(case, self.ranks, self.recorder, {**others, **ours}, right_here)
         compare(
-            self.ranks, self.recorder, case, {name: way[0] for name, way in calls.items()},
+            self.ranks, self.recorder, case, {name: variant[0] for name, variant in calls.items()},
             repeats=self.options.repeats,
         )  # fmt: skip
         if self.ranks.device.type == "cuda":
@@ -99,7 +99,9 @@ class LayerRun:
             rounds.sample(self.options.repeats)
             rounds.clear()
         if self.options.timeline:
-            watched = {name: timeline.watch(self.ranks, way[0]) for name, way in calls.items()}
+            watched = {
+                name: timeline.watch(self.ranks, variant[0]) for name, variant in calls.items()
+            }
             if self.ranks.rank == 0:
                 timeline.draw(self.options.timeline, case, self.recorder.results, watched)
         return holds
@@ -115,7 +117,7 @@ class LayerRun:
 
 
 def checked(
-    case: str, ranks: Ranks, recorder: Recorder, ways: Mapping[str, Calls],
+    case: str, ranks: Ranks, recorder: Recorder, variants: Mapping[str, Calls],
     right: Callable[[str, Tensor], bool],
 ) -> tuple[dict[str, Calls], bool]:  # fmt: skip
     """Those whose first call works on all ranks, and whether ours are `right`: a refusal is no failure of ours.
@@ -123,21 +125,21 @@ def checked(
     Who cannot run here, or raises StepFailed in `right`, is an `error` row with the reason.
     """
     calls, holds = {}, True
-    for name, way in ways.items():
+    for name, variant in variants.items():
         try:
-            found = together(ranks, "first call", way[0])
+            found = together(ranks, "first call", variant[0])
             holds &= right(name, found)
-            calls[name] = way
+            calls[name] = variant
         except StepFailed as failure:
             recorder.error(case, name, str(failure))
             holds &= not is_ours(name) or failure.refused
     return calls, holds
 
 
-def our_name(form: str, way: str) -> str:
-    """What rows call ours: the form alone where the way is the one that is older than the others."""
+def our_name(form: str, variant: str) -> str:
+    """What rows call ours: the form alone for its default variant."""
     first = "nccl" if form == "all_reduce" else "auto"
-    return f"fdattn/{form}" if way == first else f"fdattn/{form}-{way}"
+    return f"fdattn/{form}" if variant == first else f"fdattn/{form}-{variant}"
 
 
 def marked(case: str, device: torch.device) -> str:
@@ -162,10 +164,10 @@ def _rms(x: Tensor) -> float:
 def prepared(case: str, ranks: Ranks, recorder: Recorder, calls: Mapping[str, Calls]) -> Rounds:
     """Their samplers, eager and in CUDA graphs; what fails has an `error` row, and may yet run eagerly."""
     rounds = Rounds(case, ranks, recorder)
-    for name, way in calls.items():
+    for name, variant in calls.items():
         for in_graph in (True, False) if ranks.device.type == "cuda" else (False,):
             try:
-                rounds.prepare(name, way, in_graph)
+                rounds.prepare(name, variant, in_graph)
                 break
             except StepFailed as failure:
                 recorder.error(case, name, str(failure))

@@ -37,7 +37,7 @@ table = parallel.table
 def _ours(
     run: LayerRun, layer: TPMLP | TPAttention, call: Callable[[TPLayer], Tensor]
 ) -> dict[str, Calls]:
-    """The layer's inference form, over the same weights, by each of the ways."""
+    """The layer's inference form, over the same weights, by each of the variants."""
     found: dict[str, Calls] = {}
     fused = layer.for_inference()
     for name, how in run.variants.items():

@@ -53,18 +53,18 @@ class Matmul:
     def _each(self, function) -> Calls:
         return [functools.partial(function, weight) for weight in self.weights]
 
-    def ours(self, way: str) -> Calls:
+    def ours(self, variant: str) -> Calls:
         """By a strategy, or a method of all-reduce."""
         x, group = self.x, self.ranks.group_name
         if self.op == GATHER:
             return self._each(
-                lambda w: all_gather_matmul(x, [w], group, rows=self.rows, strategy=way)[0]
+                lambda w: all_gather_matmul(x, [w], group, rows=self.rows, strategy=variant)[0]
             )
         if self.op == SCATTER:
             return self._each(
-                lambda w: matmul_reduce_scatter(x, w, group, rows=self.rows, strategy=way)
+                lambda w: matmul_reduce_scatter(x, w, group, rows=self.rows, strategy=variant)
             )
-        return self._each(lambda w: matmul_all_reduce(x, w, group, method=way))
+        return self._each(lambda w: matmul_all_reduce(x, w, group, method=variant))
 
     def others(self) -> dict[str, Calls]:
         """Eager torch, torch's fused ops where there are GPUs, and the product alone."""
