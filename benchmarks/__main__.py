@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: runs a benchmark, or shows results; see benchmarks/README.md."""
+"""`python -m benchmarks NAME`: runs a benchmark, or shows results; see benchmarks/README.md and docs/measuring.md."""
 
 from __future__ import annotations
 

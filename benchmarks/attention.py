@@ -202,9 +202,9 @@ class _Measurement:
         self.recorder.add(self.case.name, impl.name, metric, error)
 
     def _speeds(self, step: str, flops: float, samplers: dict[str, Callable[[], float]]) -> None:
-        way = {"forward": "fwd", "backward": "bwd"}[step]
+        short = {"forward": "fwd", "backward": "bwd"}[step]
         if self.case.feature:
-            self.run.record(self.case.name, f"{way}_us", samplers)
+            self.run.record(self.case.name, f"{short}_us", samplers)
         else:
             rate = lambda us: flops / us / 1e6  # noqa: E731
-            self.run.record(self.case.name, f"{way}_TFLOPs", samplers, rate)
+            self.run.record(self.case.name, f"{short}_TFLOPs", samplers, rate)

@@ -68,12 +68,12 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
 
 
 def measure(run: Run, cases: Sequence[CompileCase]) -> None:
-    run.cases(cases, lambda case, ways: _Measurement(run, case, ways).measure())
+    run.cases(cases, lambda case, backends: _Measurement(run, case, backends).measure())
 
 
 class _Measurement:
-    def __init__(self, run: Run, case: CompileCase, ways: Sequence[Implementation]) -> None:
-        self.run, self.case, self.backends = run, case, ways
+    def __init__(self, run: Run, case: CompileCase, backends: Sequence[Implementation]) -> None:
+        self.run, self.case, self.backends = run, case, backends
         self.device = run.timer.device
         self.guard = functools.partial(run.guard, case.name)
         torch.manual_seed(0)
@@ -82,25 +82,31 @@ class _Measurement:
     def measure(self) -> None:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
-        for way in self.backends:
-            with self.guard(way.name, "first call"):
+        for backend in self.backends:
+            with self.guard(backend.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
-                step = self._made(way)
+                step = self._made(backend)
                 found = self._result(step)
-                if way.name != "eager":
+                if backend.name != "eager":
                     taken = 1e3 * (time.perf_counter() - begin)
-                    self.run.recorder.add(self.case.name, way.name, "first_call_ms", taken)
+                    self.run.recorder.add(self.case.name, backend.name, "first_call_ms", taken)
                 expected = found if expected is None else expected
                 error = ((found - expected).norm() / expected.norm()).item()
                 if not error < TOLERANCE:
                     raise ValueError(f"differs from the eager model by {error:.3g} of its norm")
-                steps[way.name] = step
-        self._times({way.name: steps[way.name] for way in self.backends if way.name in steps})
-        self._compile_times([way for way in self.backends if way.name in steps])
+                steps[backend.name] = step
+        self._times(
+            {
+                backend.name: steps[backend.name]
+                for backend in self.backends
+                if backend.name in steps
+            }
+        )
+        self._compile_times([backend for backend in self.backends if backend.name in steps])
 
-    def _made(self, way: Backend) -> Step:
-        return functools.partial(self.step, way.apply(self.fn))
+    def _made(self, backend: Backend) -> Step:
+        return functools.partial(self.step, backend.apply(self.fn))
 
     def _result(self, step: Step) -> Tensor:
         found = step().float()
@@ -127,20 +133,22 @@ class _Measurement:
             }
             self.run.record(self.case.name, "host_us", samplers)
 
-    def _compile_times(self, ways: Sequence[Backend]) -> None:
+    def _compile_times(self, backends: Sequence[Backend]) -> None:
         from torch._inductor.utils import fresh_cache
 
-        def sampler(way: Backend) -> Callable[[], float]:
+        def sampler(backend: Backend) -> Callable[[], float]:
             def sample() -> float:
                 torch._dynamo.reset()
                 with fresh_cache():
                     begin = time.perf_counter()
-                    self._result(self._made(way))
+                    self._result(self._made(backend))
                     return 1e3 * (time.perf_counter() - begin)
 
             return sample
 
-        samplers = {way.name: sampler(way) for way in ways if way.name != "eager"}
+        samplers = {
+            backend.name: sampler(backend) for backend in backends if backend.name != "eager"
+        }
         self.run.record(self.case.name, "compile_ms", samplers)
 
 

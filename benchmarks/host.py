@@ -1,19 +1,16 @@
-"""Where the host time of one eager decode call goes: entry, plan, outputs, the two launches.
+"""Where the host time of one eager decode call goes: finding the prepared launch, allocating, launching.
 
-Each stage is timed alone with the arguments that it gets inside a real call: the Python entry holds the
-eager kernel, which finds the plan of the call's metadata, allocates and launches; what the nested stages
-leave over is the outer one's own. For comparison the same call through torch's dispatcher (a composite over
-Python kernels), an op that does nothing, and an empty kernel through Triton's own launcher. On a CPU the
-reference computes in place of a launch and every call is checked, so only the other stages mean anything.
+The parts are calls that anybody can make, each within the one before: `decode`; a prepared call (`plan_decode`), which
+has nothing left to find; a prepared call that is given its outputs and workspace, which has nothing left to allocate.
+Beside them the same call through torch's dispatcher, an op that does nothing, and an empty kernel through Triton's own
+launcher. On a CPU the reference computes in place of a launch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -26,46 +23,17 @@ from .runner import Run, chosen_cases
 from .shapes import DecodeCase
 from .timing import HOST_CALLS
 
-ENTRY, STAGE = "fdattn", "stage/"
-_OP = "torch_fdattn.ops.decode.op"
-_DIRECT = "torch_fdattn.launch.driver_launch"
-#: What a stage is in: the function of ours that the call runs, and which run of it; the other stages have calls of
-#: their own. Then its title in the table, and the stages inside it, which are taken off there.
-Stage = tuple[tuple[str, str, int] | None, str, tuple[str, ...]]
-_COMMON: dict[str, Stage] = {
-    ENTRY: (None, "Python entry: keywords, and whether anybody must see the op", ("kernel",)),
-}
-_BESIDE: dict[str, Stage] = {
-    "composite": (None, "beside: the same call as torch.ops.fdattn.decode", ()),
-    "empty_op": (None, "beside: an op that does nothing", ()),
-}
-STAGES: dict[str, dict[str, Stage]] = {
-    "cpu": {
-        **_COMMON,
-        "kernel": (
-            (_OP, "decode_eagerly", 0), "key of the metadata, decisions", ("checks", "allocation", "launch"),
-        ),
-        "checks": ((_OP, "checked_call", 0), "checks", ()),
-        "allocation": ((_OP, "empty_state", 0), "allocation of out and lse", ()),
-        "launch": ((_OP, "decode_reference", 0), "the reference in place of a launch", ()),
-        **_BESIDE,
-    },
-    "cuda": {
-        **_COMMON,
-        "kernel": (
-            (_OP, "decode_eagerly", 0), "plan of the metadata, allocation of out and lse", ("launch",),
-        ),
-        "launch": (
-            (_OP, "PreparedDecode.run", 0), "room for partial results, addresses", ("submission", "merge"),
-        ),
-        "submission": (
-            (_DIRECT, "DriverLaunch.__call__", 0), "first kernel: writing addresses, the driver", (),
-        ),
-        "merge": ((_DIRECT, "DriverLaunch.__call__", 1), "merge kernel: the same", ()),
-        **_BESIDE,
-        "empty_kernel": (None, "beside: an empty kernel through Triton's own launch", ()),
-    },
-}  # fmt: skip
+ENTRY, PLAN, LAUNCH = "fdattn", "fdattn/plan", "fdattn/plan-out"
+#: Each part's title, and of which call it is the time, less that of which other one.
+PARTS = (
+    ("checks, key of the metadata, the prepared launch found", ENTRY, PLAN),
+    ("out, lse and workspace allocated", PLAN, LAUNCH),
+    ("addresses, the driver's launches", LAUNCH, None),
+    ("**the whole call**", ENTRY, None),
+    ("beside: the same call as torch.ops.fdattn.decode", "op", None),
+    ("beside: an op that does nothing", "empty_op", None),
+    ("beside: an empty kernel through Triton's own launcher", "empty_kernel", None),
+)
 
 
 @triton.jit
@@ -91,32 +59,32 @@ def measure(run: Run, cases: Sequence[DecodeCase]) -> None:
 
 
 def _measure_case(run: Run, case: DecodeCase) -> None:
-    import torch_fdattn
-
-    (x,) = make_inputs(case, run.timer.device, 1)
-    arguments = x.q, x.k, x.v, x.kv_lens
-    entry = functools.partial(torch_fdattn.decode, *arguments)
-    entry()
-    stages: dict[str, Callable[[], object]] = {
-        ENTRY: entry,
-        f"{STAGE}composite": functools.partial(torch.ops.fdattn.decode, *arguments),
-        f"{STAGE}empty_op": functools.partial(_empty_op(), *arguments),
-    }
-    if x.q.is_cuda:
-        stages[f"{STAGE}empty_kernel"] = functools.partial(_empty_kernel[(1,)], *arguments)
-    inside = {name: stage[0] for name, stage in STAGES[x.q.device.type].items() if stage[0]}
-    for name, call in _inner_stages(entry, inside).items():
-        if isinstance(call, str):
-            run.recorder.error(case.name, f"{STAGE}{name}", call)
-        else:
-            stages[f"{STAGE}{name}"] = call
     samplers = {}
-    for name, call in stages.items():
+    for name, call in _calls(case, run.timer.device).items():
         with run.guard(case.name, name, "first call"):
             for _ in range(3):
                 call()
             samplers[name] = functools.partial(run.timer.host_us, [call], HOST_CALLS)
     run.record(case.name, "host_us", samplers)
+
+
+def _calls(case: DecodeCase, device: torch.device) -> dict[str, Callable[[], object]]:
+    import torch_fdattn
+
+    (x,) = make_inputs(case, device, 1)
+    arguments = x.q, x.k, x.v, x.kv_lens
+    plan = torch_fdattn.plan_decode(*arguments)
+    given = dict(out=plan(*arguments), workspace=torch_fdattn.decode_workspace(x.q, x.k, x.v))
+    calls: dict[str, Callable[[], object]] = {
+        ENTRY: functools.partial(torch_fdattn.decode, *arguments),
+        PLAN: functools.partial(plan, *arguments),
+        LAUNCH: functools.partial(plan, *arguments, **given),
+        "op": functools.partial(torch.ops.fdattn.decode, *arguments),
+        "empty_op": functools.partial(_empty_op(), *arguments),
+    }
+    if x.q.is_cuda:
+        calls["empty_kernel"] = functools.partial(_empty_kernel[(1,)], *arguments)
+    return calls
 
 
 @functools.cache
@@ -129,61 +97,17 @@ def _empty_op() -> Callable[..., object]:
     return torch.ops.fdattn_benchmarks.empty
 
 
-def _inner_stages(
-    entry: Callable[[], object], inside: dict[str, tuple[str, str, int]]
-) -> dict[str, Callable[[], object] | str]:
-    """What runs inside the entry, with the arguments of this call, or why it is not seen."""
-    found: dict[str, Callable[[], object] | str] = {}
-    for name, (module, function, which) in inside.items():
-        with _watched(module, function) as calls:
-            entry()
-        if len(calls) > which:
-            found[name] = calls[which]
-        else:
-            found[name] = f"not seen: the call runs no {'other ' * which}{module}.{function}"
-    return found
-
-
-@contextlib.contextmanager
-def _watched(module_name: str, function: str) -> Iterator[list[Callable[[], object]]]:
-    """The calls of a module's function or method while entered; none where there is none."""
-    calls: list[Callable[[], object]] = []
-    try:
-        module = importlib.import_module(module_name)
-        *classes, function = function.split(".")
-        for name in classes:
-            module = getattr(module, name)
-        original = getattr(module, function)
-    except (ImportError, AttributeError):
-        yield calls
-        return
-
-    def watching(*args, **kwargs):
-        calls.append(functools.partial(original, *args, **kwargs))
-        return original(*args, **kwargs)
-
-    setattr(module, function, watching)
-    try:
-        yield calls
-    finally:
-        setattr(module, function, original)
-
-
 def table(results: Results) -> str:
     """The host time of a call by parts, in Markdown."""
-    stages = STAGES["cpu" if results.meta["gpu"] == "cpu" else "cuda"]
     parts = [heading(results, note="")]
-    for case, by_impl in values_of(results, "host_us").items():
-        total, rows = by_impl.get(ENTRY), []
-        times = {impl.removeprefix(STAGE): value for impl, value in by_impl.items()}
-        for stage, (_, title, inside) in stages.items():
-            if total is None or not {stage, *inside} <= set(times):
-                rows.append([title, "–", "–"])
-                continue
-            own = times[stage] - sum(times[name] for name in inside)
-            rows.append([title, f"{own:.1f}", f"{100 * own / total:.0f}"])
-        if total is not None:
-            rows.append(["**the whole call**", f"**{total:.1f}**", "100"])
+    for case, times in values_of(results, "host_us").items():
+        rows = []
+        for title, name, less in PARTS:
+            if name in times and (less is None or less in times) and ENTRY in times:
+                own = times[name] - times.get(less, 0.0)
+                bold = "**" if title.startswith("**") else ""
+                share = f"{100 * own / times[ENTRY]:.0f}"
+                rows.append([title, f"{bold}{own:.1f}{bold}", f"{bold}{share}{bold}"])
         parts.append(f"### {case}\n\n" + markdown_table(["part", "µs", "%"], rows))
     spreads = (f"- {line}" for line in spread_lines(results))
     return join(*parts, *spreads, failures(results))

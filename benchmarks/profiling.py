@@ -109,26 +109,17 @@ class _Events:
     def __init__(self) -> None:
         self._kept: list[dict] = []
         self._header: dict[str, object] = {}
-        self._named: set[str] = set()
 
     def add(self, profiler: torch.profiler.profile) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
             found = json.loads(file.read_text(encoding="utf-8"))
-        events = found.pop("traceEvents")
+        self._kept += found.pop("traceEvents")
         if self._header.get("baseTimeNanoseconds") not in (None, found.get("baseTimeNanoseconds")):
             raise RuntimeError("profiler sessions of one process must share their time base")
-        self._header = self._header or {
-            key: value for key, value in found.items() if key not in ("host_name", "traceName")
-        }
-        for event in events:
-            if event.get("ph") == "M":  # names of processes and threads: once each
-                text = json.dumps(event | {"ts": 0}, sort_keys=True)
-                if text in self._named:
-                    continue
-                self._named.add(text)
-            self._kept.append(event)
+        private = ("host_name", "traceName")
+        self._header |= {key: value for key, value in found.items() if key not in private}
 
     def save(self, path: str | Path, meta: dict[str, object]) -> None:
         path = Path(path)

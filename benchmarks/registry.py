@@ -247,6 +247,12 @@ BENCHMARKS = {
             "host", "the host time of one eager decode call by parts; of the first decode case, or of --cases", "host",
             count("--repeats", "rounds over all", 15), cases=_CONTIGUOUS,
         ),
+        _one(
+            "sweep_attention", "attention's kernels, each alone, at lists of tiles", "sweep_attention",
+            option("--kernels", "default: %(default)s", default="forward,dkdv,dq", metavar="A,B"),
+            option("--configs", "instead of the built-in lists, e.g. 128x64w8s3", metavar="A,B"),
+            count("--jobs", "threads that compile", 8), REPEATS, cases=cases.ATTENTION_CASES,
+        ),
         _ranks("ring", "ring attention against one device", "ring", *_RING),
         _ranks("tp_mlp", "a tensor-parallel MLP", "layers", _ROWS, *_LAYER),
         _ranks("ag_gemm", "all-gather, then the gate and up matmul", "matmuls", _ROWS, *_LAYER),

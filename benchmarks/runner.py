@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import os
 import sys
@@ -30,7 +29,7 @@ from .registry import Benchmark, cases_of
 from .report.tables import render
 from .results import Recorder, Results, collect_meta, describe, output_path
 from .shapes import Case
-from .timing import DeviceLost, Sample, Timer, interleave
+from .timing import DeviceLost, Sample, Timer, interleave, release
 
 if TYPE_CHECKING:
     from .peers import Implementation
@@ -221,7 +220,7 @@ class Run:
                 for name in usable_names:
                     self.recorder.error(case.name, name, f"case: {describe(failure)}")
             if stop is None:
-                self._release()
+                release(self.timer.device)
             self.recorder.came(case.name)
             self.recorder.save()
             taken = self.budget.spent - begin
@@ -245,9 +244,3 @@ class Run:
             value = as_value(sample.median)
             self.recorder.add_sample(case, name, metric, value, sample.spread)
         return samples
-
-    def _release(self) -> None:
-        """Give memory back between cases; graphs hold theirs in reference cycles."""
-        if self.timer.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()

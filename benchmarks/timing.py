@@ -98,6 +98,13 @@ def copies_needed(bytes_per_copy: int, l2_bytes: int) -> int:
     return max(2, -(-ROTATION_FACTOR * l2_bytes // bytes_per_copy))
 
 
+def release(device: torch.device) -> None:
+    """Gives memory back; graphs hold theirs in reference cycles."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 class DeviceLost(RuntimeError):
     """The device answers no more (a sticky CUDA error): nothing after this can be measured."""
 
@@ -342,12 +349,10 @@ class Rounds:
         return slowest(self._ranks, [sampler()])[0]
 
     def clear(self) -> None:
-        """Gives memory back; graphs hold theirs in reference cycles, and must go before their buffers."""
+        """Graphs must go before their buffers."""
         for samplers in self._samplers.values():
             samplers.clear()
-        if self._ranks.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        release(self._ranks.device)
 
 
 def compare(

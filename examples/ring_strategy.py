@@ -55,6 +55,8 @@ def backward(dout, dlse, saved, problem):
 
 def main() -> None:
     STRATEGIES["broadcast"] = sys.modules[__name__]
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(__doc__)  # not started by torchrun
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/sharded_decode.py
 
-Every rank is given the same queries and the same new K and V, and keeps what is its own. A step attends locally and
-merges the ranks' (out, lse): `strategy` says how they travel, "auto" takes what was measured to be fastest.
+Every rank gets the same queries and the same new K and V, and keeps its own positions. A step attends locally and
+merges the ranks' (out, lse). `strategy` says how they are exchanged; "auto" takes what was measured to be fastest.
 """
 
 import os
@@ -17,6 +17,8 @@ BATCH, HEADS, KV_HEADS, DIM, CAPACITY = 2, 8, 2, 64, 512
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(__doc__)  # not started by torchrun
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:
@@ -25,7 +27,7 @@ def main() -> None:
 
     sizes = dict(num_layers=1, batch=BATCH, kv_heads=KV_HEADS, capacity=CAPACITY, head_dim=DIM)
     sizes |= dict(dtype=torch.float32, device=device)
-    # kv_block=16: positions go round the ranks in blocks of 16, so that all have as much to read at any length.
+    # kv_block=16: positions are dealt to the ranks in blocks of 16, so that all ranks read equally much at any length.
     cache = ShardedKVCache(**sizes, group=dist.group.WORLD, kv_block=16, strategy="auto")
     whole = ShardedKVCache(**sizes)  # the same on one process, to compare
 

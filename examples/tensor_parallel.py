@@ -18,6 +18,8 @@ from torch_fdattn.models import parallelize
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(__doc__)  # not started by torchrun
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:

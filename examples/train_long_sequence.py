@@ -1,9 +1,9 @@
-"""Training with each sequence split over the ranks: attention goes round the ring, the loss is that of one process.
+"""Training with each sequence split over the ranks: ring attention, and the loss of one process.
 
     torchrun --nproc-per-node 2 examples/train_long_sequence.py
 
 Inside `context_parallel` calls of scaled_dot_product_attention are ring attention over the group. All else in
-the model works token by token, so it must be told its tokens' positions.
+the model works token by token, so it is given its tokens' positions.
 """
 
 import copy
@@ -35,6 +35,8 @@ class Model(nn.Module):
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(__doc__)  # not started by torchrun
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
     if cuda:

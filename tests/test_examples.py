@@ -127,6 +127,17 @@ def test_ring_strategy():
     assert number(r"gradients, largest difference from SDPA: (\S+)", gradients) < 1e-4
 
 
+def test_started_without_torchrun_it_says_how() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
+    done = subprocess.run(
+        [sys.executable, "examples/sharded_decode.py"], cwd=ROOT, capture_output=True, text=True,
+        env={**environment, "PYTHONPATH": str(ROOT)}, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "    torchrun --nproc-per-node 2 examples/sharded_decode.py" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_is_run_and_listed(script):
     """By a test of its name, with the command of its docstring, which the table has too."""
@@ -135,6 +146,7 @@ def test_it_is_run_and_listed(script):
     text = (EXAMPLES / script).read_text()
     assert text.count("\n") <= 90
     ranked = "torch.distributed as dist" in text
+    assert ranked == ("raise SystemExit(__doc__)" in text)
     command = f"{'torchrun --nproc-per-node 2' if ranked else 'python'} examples/{script}"
     assert f"    {command}" in ast.get_docstring(ast.parse(text))
     assert f"[{script}]({script}) | `{command}` |" in table

@@ -24,14 +24,12 @@ from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 from torch_fdattn.dist.tensor_parallel.op import GEMM_ALL_REDUCE_ROWS
 from torch_fdattn.models import ModelConfig
 
-from ..peers.torch_symm import NAME as SYMMETRIC
 from ..ranks import Ranks, StepFailed, together
 from ..report.parallel import TORCH
-from ..report.tables import render, values_of
-from ..results import Recorder, Results
+from ..results import Recorder
 from ..runner import DTYPES, generator
 from ..shapes import GEMM_ALONE
-from ..timing import EAGER, GRAPH
+from ..timing import GRAPH
 from .layer_run import checked, error_and_bound, marked, prepared
 from .matmuls import Matmul
 from .models import config_named, require_memory
@@ -120,11 +118,11 @@ def _measure(
     right = together(ranks, "eager", others[TORCH][0]).double()
     uneven = len(set(shares)) > 1
     ours = {
-        f"fdattn/{way}": matmul.ours(way)
-        for way in VARIANTS[op]
-        if rows <= MAX_ROWS.get(way, rows)
-        and (device.type == "cuda" or "shot" not in way)
-        and not (uneven and op != ALL_REDUCE and way in EVEN)
+        f"fdattn/{variant}": matmul.ours(variant)
+        for variant in VARIANTS[op]
+        if rows <= MAX_ROWS.get(variant, rows)
+        and (device.type == "cuda" or "shot" not in variant)
+        and not (uneven and op != ALL_REDUCE and variant in EVEN)
     }
     # Stock and ours of the same kernels beside each other: behind torch's fused ops, graphs of NCCL's were slower.
     first = f"fdattn/{VARIANTS[op][0]}"
@@ -204,7 +202,7 @@ def choice(op: str, times: Mapping[str, float]) -> str:
     Not that one either where eager torch is faster than all of ours: eagerly our call of the collective has torch's
     kernels, but takes the host longer.
     """
-    return min(VARIANTS[op], key=lambda way: times.get(f"fdattn/{way}", math.inf))
+    return min(VARIANTS[op], key=lambda variant: times.get(f"fdattn/{variant}", math.inf))
 
 
 def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:
@@ -224,22 +222,3 @@ def write(path: Path, entries: Sequence[dict], recorder: Recorder) -> None:
     lines = ",\n".join("  " + json.dumps(entry) for entry in every)
     head = json.dumps({name: meta for name, meta in runs.items() if name in used}, indent=2)
     path.write_text(f'{{"runs": {head},\n"entries": [\n{lines}\n]}}\n')
-
-
-def table(results: Results) -> str:
-    """Every figure, and for each case by how much ours, as chosen, differs from BLAS and the group's collective, from
-    the fastest of torch's fused ops and from the product alone."""
-    lines = [
-        "| case | in | chosen | over eager torch | over torch's fused | over the product |",
-        "| --- " * 6 + "|",
-    ]
-    chosen_by = values_of(results, GRAPH) or values_of(results, EAGER)  # CPUs have no graphs
-    for metric in (GRAPH, EAGER):
-        for case, times in values_of(results, metric).items():
-            name = choice(case.split()[1], chosen_by.get(case, times))
-            ours = times.get(f"fdattn/{name}", math.nan)
-            fused = [us for peer, us in times.items() if peer.startswith(SYMMETRIC)]
-            peers = times.get(TORCH, math.nan), min(fused, default=math.nan), times.get(GEMM_ALONE, math.nan)  # fmt: skip
-            ratios = " | ".join(f"{ours / us:.2f}" if us == us else "–" for us in peers)
-            lines.append(f"| {case} | {metric.removesuffix('_us')} | {name} | {ratios} |")
-    return render(results) + "\n" + "\n".join(lines)

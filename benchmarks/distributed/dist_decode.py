@@ -1,4 +1,4 @@
-"""Decode over a KV cache that is sharded over ranks: every strategy, stock ways, floors.
+"""Decode over a KV cache that is sharded over ranks: every strategy, stock variants, floors.
 
 `correctness` calls each variant several times and checks it; `compare` also times it, in a CUDA graph over
 rotated inputs, and eager; `scaling` does on ever more ranks, `latency` has a file of its own. All times are the slowest
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ..cases import DIST_DECODE_CASES, select
 from ..ranks import Ranks, barrier
-from ..report import parallel
 from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from ..timing import EAGER, GRAPH
@@ -26,7 +25,6 @@ from . import latency, variants
 from .case_run import CaseRun
 
 LENGTHS = {"full": None, "uniform": "uniform", "power": "power", "short": "short"}
-table = parallel.sharded_decode_table
 _DEFAULT_LENGTHS = {"correctness": "full,uniform,short"}
 
 

@@ -60,10 +60,10 @@ class _Model:
         # Logits and the widest activations.
         needed += 3 * batch * self.config.vocab_size * dtype.itemsize
         require_memory(f"{options.model} with batch {batch}", needed, ranks.device, ranks.size)
-        (method,), (way,) = options.allreduce_method, options.strategy
+        (method,), (variant,) = options.allreduce_method, options.strategy
         if strategy == "auto":
             method = "auto"
-        parts = (ranks.group_name, strategy, method, way)
+        parts = (ranks.group_name, strategy, method, variant)
         check = getattr(options, "check", False)
         plain = ranks.size == 1 and not check
         if plain:
@@ -82,8 +82,8 @@ class _Model:
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
         self.strategy, self.dtype = strategy, dtype
-        way = method if strategy == "all_reduce" else way
-        self.ours = "fdattn" if plain else our_name(strategy, way)
+        variant = method if strategy == "all_reduce" else variant
+        self.ours = "fdattn" if plain else our_name(strategy, variant)
 
     def peers(self, tokens: int) -> dict[str, Linears]:
         """Eager torch, and torch's fused ops for steps of so many tokens."""
@@ -143,11 +143,11 @@ def _that_run(
 ) -> dict[str, Call]:
     """Those that run here, and, where asked for, replays of them: our decode step is a CUDA graph as well."""
     ranks = made.ranks
-    ways, _ = checked(
+    variants, _ = checked(
         case, ranks, recorder, {x: [call] for x, call in calls.items()}, lambda *_: True
     )
     found = {}
-    for name, (call,) in ways.items():
+    for name, (call,) in variants.items():
         found[name] = call
         if in_graphs and ranks.device.type == "cuda":
             try:

@@ -49,31 +49,11 @@ class LayerRun:
         )
         self._made = generator(ranks.device, 1)  # advances: no two tensors are alike
 
-    def require(self, held: int, passing: int, outputs: int, cache_bytes: int = 0) -> None:
-        """Refuses what does not fit, before the first tensor is made.
-
-        Values on this rank: `held` by weights and inputs, `passing` in activations and the result, whose
-        number is `outputs`: a check holds the exact ones in fp64, then ours and the difference too.
-        """
-        held, passing = (self.dtype.itemsize * values for values in (held, passing))
-        if self.options.check:
-            exact = torch.float64.itemsize * outputs
-            passing = max(passing + exact, 3 * exact)
+    def require(self, values: int, cache_bytes: int = 0) -> None:
+        """Refuses what does not fit, before the first tensor is made; values: of unsharded weights and activations."""
         what = f"{self.options.name} of {self.options.model}"
-        needed = held + passing + cache_bytes
+        needed = values * self.dtype.itemsize + cache_bytes
         require_memory(what, needed, self.ranks.device, self.ranks.size)
-
-    def share(self, count: int) -> int:
-        """The first rank's part of `count`, which is the largest."""
-        return split_evenly(count, self.ranks.size)[0]
-
-    def copied(self, count: int) -> int:
-        """The same, where it is a copy: one rank's is the whole itself."""
-        return self.share(count) if self.ranks.size > 1 else 0
-
-    def own_rows(self, count: int) -> int:
-        """How many of `count` rows a rank's result has at most."""
-        return count if self.strategy == "all_reduce" else self.share(count)
 
     def case(self, *parameters: object) -> str:
         words = (*parameters, self.options.model, self.options.dtype, f"x{self.ranks.size}")
@@ -111,7 +91,7 @@ class LayerRun:
 
         calls, holds = checked(case, self.ranks, self.recorder, {**others, **ours}, right_here)
         compare(
-            self.ranks, self.recorder, case, {name: way[0] for name, way in calls.items()},
+            self.ranks, self.recorder, case, {name: variant[0] for name, variant in calls.items()},
             repeats=self.options.repeats,
         )  # fmt: skip
         if self.ranks.device.type == "cuda":
@@ -119,9 +99,11 @@ class LayerRun:
             rounds.sample(self.options.repeats)
             rounds.clear()
         if self.options.timeline:
-            watched = {name: timeline.watch(self.ranks, way[0]) for name, way in calls.items()}
+            watched = {
+                name: timeline.watch(self.ranks, variant[0]) for name, variant in calls.items()
+            }
             if self.ranks.rank == 0:
-                timeline.draw(self.options.timeline, case, watched)
+                timeline.draw(self.options.timeline, case, self.recorder.results, watched)
         return holds
 
     def _check(self, case: str, name: str, found: Tensor, exact: Tensor) -> bool:
@@ -135,7 +117,7 @@ class LayerRun:
 
 
 def checked(
-    case: str, ranks: Ranks, recorder: Recorder, ways: Mapping[str, Calls],
+    case: str, ranks: Ranks, recorder: Recorder, variants: Mapping[str, Calls],
     right: Callable[[str, Tensor], bool],
 ) -> tuple[dict[str, Calls], bool]:  # fmt: skip
     """Those whose first call works on all ranks, and whether ours are `right`: a refusal is no failure of ours.
@@ -143,21 +125,21 @@ def checked(
     Who cannot run here, or raises StepFailed in `right`, is an `error` row with the reason.
     """
     calls, holds = {}, True
-    for name, way in ways.items():
+    for name, variant in variants.items():
         try:
-            found = together(ranks, "first call", way[0])
+            found = together(ranks, "first call", variant[0])
             holds &= right(name, found)
-            calls[name] = way
+            calls[name] = variant
         except StepFailed as failure:
             recorder.error(case, name, str(failure))
             holds &= not is_ours(name) or failure.refused
     return calls, holds
 
 
-def our_name(form: str, way: str) -> str:
-    """What rows call ours: the form alone where the way is the one that is older than the others."""
+def our_name(form: str, variant: str) -> str:
+    """What rows call ours: the form alone for its default variant."""
     first = "nccl" if form == "all_reduce" else "auto"
-    return f"fdattn/{form}" if way == first else f"fdattn/{form}-{way}"
+    return f"fdattn/{form}" if variant == first else f"fdattn/{form}-{variant}"
 
 
 def marked(case: str, device: torch.device) -> str:
@@ -182,10 +164,10 @@ def _rms(x: Tensor) -> float:
 def prepared(case: str, ranks: Ranks, recorder: Recorder, calls: Mapping[str, Calls]) -> Rounds:
     """Their samplers, eager and in CUDA graphs; what fails has an `error` row, and may yet run eagerly."""
     rounds = Rounds(case, ranks, recorder)
-    for name, way in calls.items():
+    for name, variant in calls.items():
         for in_graph in (True, False) if ranks.device.type == "cuda" else (False,):
             try:
-                rounds.prepare(name, way, in_graph)
+                rounds.prepare(name, variant, in_graph)
                 break
             except StepFailed as failure:
                 recorder.error(case, name, str(failure))

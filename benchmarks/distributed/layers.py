@@ -37,7 +37,7 @@ table = parallel.table
 def _ours(
     run: LayerRun, layer: TPMLP | TPAttention, call: Callable[[TPLayer], Tensor]
 ) -> dict[str, Calls]:
-    """The layer's inference form, over the same weights, by each of the ways."""
+    """The layer's inference form, over the same weights, by each of the variants."""
     found: dict[str, Calls] = {}
     fused = layer.for_inference()
     for name, how in run.variants.items():
@@ -58,11 +58,7 @@ def _fused(run: LayerRun, tokens: int, call: Callable[[peers.Linears], Tensor]) 
 def tp_mlp(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     run = LayerRun(options, ranks, recorder)
     hidden, inner = run.config.hidden_size, run.config.intermediate_size
-    weights = mlp_weights(run.config)
-    # Gate, up, silu(gate) and their product, of all features where one process checks; the result.
-    passing = options.M * (4 * (inner if options.check else run.share(inner)) + hidden)
-    held = weights + weights // ranks.size + options.M * hidden
-    run.require(held, passing, run.own_rows(options.M) * hidden)
+    run.require(2 * mlp_weights(run.config) + options.M * (2 * hidden + 4 * inner))
     with torch.device("meta"):
         whole = MLP(run.config)
     random_weights(whole, ranks.device, run.dtype, seed=0)
@@ -88,7 +84,19 @@ def tp_attn(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     """One attention layer: prefill of a whole prompt, or one token after `seq_len` stored ones."""
     run = LayerRun(options, ranks, recorder)
     config, decode = run.config, options.mode == "decode"
-    _require_attention(run, decode)
+    heads, width = (
+        config.num_heads + config.num_kv_heads,
+        options.bsz * (1 if decode else options.seq_len),
+    )
+    of_rank, of_all = (
+        kv_bytes(replace(config, num_layers=1), run.dtype, size, options.bsz, options.seq_len + 1)
+        for size in (ranks.size, 1)
+    )
+    run.require(
+        2 * attention_weights(config)
+        + width * (2 * config.hidden_size + 3 * heads * config.head_dim),
+        2 * of_rank + 2 * of_all * options.check,
+    )
     with torch.device("meta"):
         whole = Attention(config, 0)
     random_weights(whole, ranks.device, run.dtype, seed=0)
@@ -135,29 +143,6 @@ def tp_attn(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
         },
         lambda: run.own(whole(x, cos, sin, whole_cache)),
     )
-
-
-def _require_attention(run: LayerRun, decode: bool) -> None:
-    options, ranks, config = run.options, run.ranks, run.config
-    shard = shard_heads(config.num_heads, config.num_kv_heads, ranks.rank, ranks.size)
-    heads = shard.q_heads + shard.kv_heads
-    if options.check:
-        heads = config.num_heads + config.num_kv_heads
-    tokens = options.bsz * (1 if decode else options.seq_len)
-    weights = attention_weights(config)
-    held = weights + weights // ranks.size + tokens * config.hidden_size
-    # q, k, v, the rotated q and k and their attention; the result.
-    passing = tokens * (3 * heads * config.head_dim + config.hidden_size)
-
-    def cache(size: int) -> int:
-        one = replace(config, num_layers=1)
-        return kv_bytes(one, run.dtype, size, options.bsz, options.seq_len + 2)
-
-    caches = 2 * cache(ranks.size)  # ours and torch's
-    if options.check:
-        caches += (2 if decode else 1) * cache(1)  # and the random tokens that fill it
-    outputs = run.own_rows(tokens) * config.hidden_size
-    run.require(held, passing, outputs, caches)
 
 
 def _copy_heads(whole_cache, ours_cache, torch_cache, layer, config, ranks: Ranks) -> None:

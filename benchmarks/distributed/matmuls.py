@@ -53,18 +53,18 @@ class Matmul:
     def _each(self, function) -> Calls:
         return [functools.partial(function, weight) for weight in self.weights]
 
-    def ours(self, way: str) -> Calls:
+    def ours(self, variant: str) -> Calls:
         """By a strategy, or a method of all-reduce."""
         x, group = self.x, self.ranks.group_name
         if self.op == GATHER:
             return self._each(
-                lambda w: all_gather_matmul(x, [w], group, rows=self.rows, strategy=way)[0]
+                lambda w: all_gather_matmul(x, [w], group, rows=self.rows, strategy=variant)[0]
             )
         if self.op == SCATTER:
             return self._each(
-                lambda w: matmul_reduce_scatter(x, w, group, rows=self.rows, strategy=way)
+                lambda w: matmul_reduce_scatter(x, w, group, rows=self.rows, strategy=variant)
             )
-        return self._each(lambda w: matmul_all_reduce(x, w, group, method=way))
+        return self._each(lambda w: matmul_all_reduce(x, w, group, method=variant))
 
     def others(self) -> dict[str, Calls]:
         """Eager torch, torch's fused ops where there are GPUs, and the product alone."""
@@ -114,10 +114,7 @@ def ag_gemm(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     run = LayerRun(options, ranks, recorder)
     hidden, features = run.config.hidden_size, 2 * run.config.intermediate_size
     shares = split_evenly(features, ranks.size)
-    outputs = options.M * shares[0]
-    # The weight, x and this rank's part of both; what is gathered, and the result.
-    held = (features + run.copied(features) + options.M + run.copied(options.M)) * hidden
-    run.require(held, run.copied(options.M) * ranks.size * hidden + outputs, outputs)
+    run.require(2 * features * hidden + options.M * (2 * hidden + features))
     weight = run.random(features, hidden).mul_(0.02)
     own_weight = weight.split(shares)[ranks.rank].contiguous()
     x = run.random(options.M, hidden)
@@ -140,10 +137,7 @@ def gemm_rs(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bo
     run = LayerRun(options, ranks, recorder)
     hidden, inner = run.config.hidden_size, run.config.intermediate_size
     shares = split_evenly(inner, ranks.size)
-    # The weight, x and this rank's part of both; the partial sums, and the result.
-    held = (inner + run.copied(inner)) * (hidden + options.M)
-    outputs = run.own_rows(options.M) * hidden
-    run.require(held, options.M * hidden + outputs, outputs)
+    run.require(2 * inner * hidden + options.M * 2 * (inner + hidden))
     weight = run.random(hidden, inner).mul_(0.02)
     x = run.random(options.M, inner)
     own_weight, own = (y.split(shares, 1)[ranks.rank].contiguous() for y in (weight, x))

@@ -70,16 +70,12 @@ def mlp_weights(config: ModelConfig) -> int:
     return 3 * config.hidden_size * config.intermediate_size
 
 
-def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one layer's weights."""
-    return (attention_weights(config) + mlp_weights(config)) * dtype.itemsize
-
-
 def model_bytes(config: ModelConfig, dtype: torch.dtype, ranks: int) -> int:
     """Bytes of weights that one rank of `ranks` holds (embeddings are replicated, heads are split)."""
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize
     head = 0 if config.tie_embeddings else embedding // ranks
-    return config.num_layers * layer_bytes(config, dtype) // ranks + embedding + head
+    layer = (attention_weights(config) + mlp_weights(config)) * dtype.itemsize
+    return config.num_layers * layer // ranks + embedding + head
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, ranks: int, batch: int, length: int) -> int:

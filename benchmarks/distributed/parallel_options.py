@@ -74,12 +74,12 @@ def reduces(options: argparse.Namespace) -> bool:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """Runs that differ in form, ways or size have files of their own."""
+    """Runs that differ in form, variants or size have files of their own."""
     form = getattr(options, "backend", "all_reduce" if reduces(options) else "ag_rs")
-    ways, first = (options.strategy, "auto")
+    variants, first = (options.strategy, "auto")
     if reduces(options):
-        ways, first = (options.allreduce_method, "nccl")
-    parts = [options.name, *(part for part in (form, *ways) if part != first)]
+        variants, first = (options.allreduce_method, "nccl")
+    parts = [options.name, *(part for part in (form, *variants) if part != first)]
     parts += [mode] if (mode := getattr(options, "mode", None)) else []
     parts += [f"bsz{options.bsz}"] if hasattr(options, "bsz") else []
     return "-".join(parts).replace("_", "-")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from ..ranks import Ranks, barrier
+from ..report.plot import caption, save
+from ..results import Results
 
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {
@@ -27,7 +28,14 @@ KINDS = {
 _QUEUEING_CYCLES = 50_000_000
 #: The kernel of `torch.cuda._sleep`.
 _SLEEP = "spin_kernel"
-_COLOURS = {"matmul": "C0", "copy": "C1", "communication": "C2", "wait": "C3", "other": "0.7"}
+#: Colour and legend.
+_COLOURS = {
+    "matmul": ("C0", "matmul"),
+    "copy": ("C1", "copy"),
+    "communication": ("C2", "communication"),
+    "wait": ("C3", "wait for other ranks"),
+    "other": ("0.7", "all else: attention, norms, rope, SwiGLU, sums"),
+}
 
 
 class Span(NamedTuple):
@@ -98,8 +106,8 @@ def spans(events: Sequence, on_gpu: bool) -> list[Span]:
     )
 
 
-def draw(path: str, title: str, watched: Mapping[str, Sequence[Span]]) -> None:
-    """Writes the plot; its format is that of the file's name."""
+def draw(path: str, title: str, results: Results, watched: Mapping[str, Sequence[Span]]) -> None:
+    """Writes the plot of a run's case; its format is that of the file's name."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -115,7 +123,7 @@ def draw(path: str, title: str, watched: Mapping[str, Sequence[Span]]) -> None:
         for span in found:
             panel.broken_barh(
                 [(span.start, span.duration)], (places[span.row] - 0.4, 0.8),
-                color=_COLOURS[span.kind], edgecolor="white", linewidth=0.3,
+                color=_COLOURS[span.kind][0], edgecolor="white", linewidth=0.3,
             )  # fmt: skip
         end = max(span.start + span.duration for span in found)
         panel.set_title(f"{name}: {end:.0f} µs", loc="left", fontsize=9)
@@ -123,8 +131,7 @@ def draw(path: str, title: str, watched: Mapping[str, Sequence[Span]]) -> None:
         panel.set_ylim(len(places) - 0.5, -0.5)
     panels[-1].set_xlabel("µs since the first kernel's start")
     kinds = [kind for kind in _COLOURS if any(s.kind == kind for f in shown.values() for s in f)]
-    handles = [Patch(color=_COLOURS[kind], label=kind) for kind in kinds]
+    handles = [Patch(color=_COLOURS[kind][0], label=_COLOURS[kind][1]) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.suptitle(f"{title}\n{caption(results)}", fontsize=9)
+    save(figure, path)

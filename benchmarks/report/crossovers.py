@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..results import RESULTS_DIR, Results, newest
+from .summary import eager_note
 from .tables import values_of
 
 _CASE = re.compile(r"tp_crossover (\w+) M(\d+) N(\d+) K(\d+) (\w+) x(\d+)")
@@ -43,7 +44,7 @@ def _machine(path: Path, run: Results) -> str:
         cases = [case for case in graphs if _of(case)[0] == op and _of(case)[1] in _ROWS]
         if cases:
             parts += [*_table(title, cases, graphs), ""]
-    parts.append(_verdict(graphs, eager) + "\n")
+    parts.append(f"{_verdict(graphs, eager)} {eager_note([run])}".rstrip() + "\n")
     return "\n".join(parts)
 
 

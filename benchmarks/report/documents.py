@@ -39,6 +39,12 @@ _LINKED = (
 )
 #: Runs over the ranks of a group: one table for all of them.
 _DISTRIBUTED = ("ring", "tp-", "ag-gemm", "gemm-rs", "e2e")
+#: Tables with eager calls, and the training step, of which the backend makes another graph since a date.
+_EAGER = ("decode", "dist-decode-compare")
+_TRAIN, _TRAIN_CHANGED = "compile-train", "2026-11-27T12:56:00Z"
+_TRAIN_NOTE = (
+    "The backend makes another graph of a training step now: these are figures of the commit above."
+)
 
 
 def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
@@ -57,8 +63,9 @@ def section(folder: Path = RESULTS_DIR) -> str:
         if _benchmark(path) in _LINKED:
             linked.append(link)
             continue
+        run = Results.load(path)
         parts.append(
-            f"### {_benchmark(path)}\n\n{render_summary(Results.load(path))}\nFrom {link}.\n"
+            f"### {_benchmark(path)}\n\n{render_summary(run)}\n{_caption(path, run)}From {link}.\n"
         )
     if distributed:
         parts.append(_distributed_section(distributed))
@@ -67,11 +74,19 @@ def section(folder: Path = RESULTS_DIR) -> str:
     return "\n".join(parts) or "Not measured yet.\n"
 
 
+def _caption(path: Path, run: Results) -> str:
+    """What has changed since the run, as the table's caption says it."""
+    text = summary.eager_note([run]) if _benchmark(path) in _EAGER else ""
+    if _benchmark(path) == _TRAIN and str(run.meta["date"]) < _TRAIN_CHANGED:
+        text = _TRAIN_NOTE
+    return f"**{text}** " if text else ""
+
+
 def _distributed_section(paths: list[Path]) -> str:
     """A table for each machine and commit of all its runs over ranks, each of which is a file of few lines."""
     lines: dict[str, list[str]] = {}
-    for path in paths:
-        run = Results.load(path)
+    runs = [Results.load(path) for path in paths]
+    for run in runs:
         machine = "{count} × {gpu}, torch {torch}, triton {triton}, commit {commit}".format(
             **run.meta
         )
@@ -81,7 +96,7 @@ def _distributed_section(paths: list[Path]) -> str:
         "### Over several GPUs",
         "torch: eager PyTorch with NCCL on the same weights, activations replicated, one all-reduce a "
         "layer; for ring attention torch's context_parallel, or one device where that is not measured. "
-        "Ours: decode steps and prefill passes in CUDA graphs, single layers eager.",
+        f"Ours: decode steps and prefill passes in CUDA graphs, single layers eager. {summary.eager_note(runs)}",
     ]
     for machine in sorted(lines):
         if lines[machine]:

@@ -14,18 +14,16 @@ from pathlib import Path
 
 from ..metrics import METRICS
 from ..results import Results
-from ..shapes import FLOORS
 from .plot import inline_svg, plottable
 from .tables import (
     ON_A_CPU,
     PERCENT,
     Cell,
     Table,
-    is_ours,
     machine_of,
     ours,
+    peer_ratios,
     ratio_text,
-    ratios,
     sections,
     values_of,
     versions_of,
@@ -83,8 +81,7 @@ def _losses(results: Results) -> str:
         if metric.higher is None or metric.name == "GBps":  # which says the same as graph_us
             continue
         values = values_of(results, metric.name)
-        for case, by_impl in ratios(results, metric.name).items():
-            peers = {i: r for i, r in by_impl.items() if i not in FLOORS and not is_ours(i)}
+        for case, peers in peer_ratios(results, metric.name).items():
             compared += len(peers)
             own = ours(values[case])
             for peer, ratio in peers.items():

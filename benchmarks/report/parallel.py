@@ -1,4 +1,4 @@
-"""Tables of runs over ranks: in one line a test torch's time, ours, the speed-up; and of sharded decode."""
+"""Tables of runs over ranks: in one line a test torch's time, ours, the speed-up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Mapping
 
 from ..metrics import METRICS
 from ..results import Results
-from ..shapes import FLOORS, LOCAL
+from ..shapes import FLOORS
 from .tables import (
     Table,
-    baseline_section,
     failures,
-    heading,
-    in_order,
     is_loss,
     is_ours,
     join,
@@ -82,40 +79,3 @@ def table(results: Results) -> str:
         cells = [[case, *(cell.markdown for cell in found)] for case, found in rows]
         parts.append("µs in a CUDA graph:\n\n" + markdown_table(columns, cells))
     return join(*parts, failures(results))
-
-
-#: Whom sharded decode is compared with, the first that was measured: the best stock way.
-STOCK = ("nccl", "gloo")
-_TIMES = ("graph_us", "eager_us")
-_NOTE = (
-    "In the first column of times, +local: what it adds to our decode of the shard alone, µs; "
-    "×stock: its time over that of the stock way (nccl, or gloo on a CPU)."
-)
-
-
-def sharded_decode_table(results: Results) -> str:
-    """A row for each way to compute a case, ordered ours, peers, floors, with what it adds to `local`."""
-    values = {name: values_of(results, name) for name in (*_TIMES, "max_abs_err", "scaling")}
-    measured = [name for name, found in values.items() if found]
-    times = next((values[name] for name in _TIMES if name in measured), {})
-    compared = any(name in by for by in times.values() for name in (*STOCK, LOCAL))
-    columns = ["case", "impl", *(METRICS[name].title for name in measured)]
-    columns += ["+local", "×stock"] if compared else []
-    lines = []
-    for case in dict.fromkeys(row.case for row in results.rows):
-        found = {name: values[name].get(case, {}) for name in measured}
-        for impl in in_order(impl for by in found.values() for impl in by):
-            line = [METRICS[x].format(by[impl]) if impl in by else "–" for x, by in found.items()]
-            line += _compared(impl, times.get(case, {})) if compared else []
-            lines.append([case, impl, *line])
-    made = heading(results, _NOTE if compared else ""), markdown_table(columns, lines)
-    return join(*made, baseline_section(results), failures(results))
-
-
-def _compared(impl: str, times: Mapping[str, float]) -> list[str]:
-    us, local = times.get(impl), times.get(LOCAL)
-    stock = next((times[name] for name in STOCK if name in times), None)
-    return [
-        "–" if us is None or local is None else f"{us - local:+.1f}",
-        "–" if us is None or stock is None else f"{us / stock:.2f}",
-    ]

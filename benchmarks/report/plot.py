@@ -1,5 +1,5 @@
-"""Plots from a results file: decode bandwidth over KV length or another axis, prefill rates as bars,
-times over ranks, loss curves.
+"""Plots from a results file: decode bandwidth over KV length or another axis, attention's rates as bars,
+times over ranks, how far loss curves are from torch's.
 
 Needs matplotlib (the extra `bench`). Every figure carries its machine, versions and commit, and the
 pure read as the roofline where the file has it.
@@ -19,13 +19,23 @@ from ..cases import SWEEPS
 from ..metrics import METRICS
 from ..results import Results
 from ..shapes import PURE_READ, Shape, parse_name
-from .tables import in_order, is_ours, machine_of, ours, values_of, versions_of
+from .tables import (
+    Values,
+    in_order,
+    is_ours,
+    machine_of,
+    ours,
+    peer_ratios,
+    ratio_text,
+    values_of,
+    versions_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PREFILL = (("fwd_TFLOPs", "forward"), ("bwd_TFLOPs", "backward"))
+_PREFILL = (("fwd_TFLOPs", "forward (prefill)"), ("bwd_TFLOPs", "backward (training)"))
 _RANKS = re.compile(r"ranks(\d+)")
 _STEP = re.compile(r"(.*) step (\d+)")
 _TORCH = "sdpa"  # whose losses the others' distance is taken to
@@ -97,28 +107,46 @@ def plottable(results: Results) -> list[str]:
 
 def plot(results: Results, path: str | Path, axis: str | None = None) -> Path:
     """Writes one plot, by default the first that the rows allow; `path`'s suffix is the format."""
+    return save(_draw(results, axis), path)
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes a figure in the format of the path's suffix."""
     path = Path(path)
-    _draw(results, path, path.suffix.removeprefix("."), axis)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(_svg(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, bbox_inches="tight", dpi=160)
     return path
 
 
 def inline_svg(results: Results, axis: str) -> str:
     """The plot as an SVG element to stand in HTML, with nothing outside of it."""
+    text = _svg(_draw(results, axis))
+    return text[text.index("<svg") :]
+
+
+def _svg(figure: Figure) -> str:
+    """Text stays text, which can be searched and read aloud; coordinates have two decimals, lines no indentation."""
+    from matplotlib import rc_context
+
     file = io.StringIO()
-    _draw(results, file, "svg", axis)
-    text = file.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "torch_fdattn"}):
+        figure.savefig(file, format="svg", bbox_inches="tight")
+    text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    text = re.sub(
+        r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text
+    )
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text)
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
-def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None) -> None:
+def _draw(results: Results, axis: str | None) -> Figure:
     try:
-        import matplotlib
+        import matplotlib.figure
     except ImportError as failure:
         raise RuntimeError("plots need matplotlib: pip install 'torch-fdattn[bench]'") from failure
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text that can be searched and read aloud
-    from matplotlib import pyplot
-
     possible = plottable(results)
     if not possible:
         raise ValueError(
@@ -127,17 +155,20 @@ def _draw(results: Results, to: Path | io.StringIO, form: str, axis: str | None)
     if axis is not None and axis not in possible:
         raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
     axis = axis or possible[0]
-    figure = pyplot.figure(figsize=(7, 4.4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(7, 4.4), layout="constrained")
     draw = {PREFILL: _rates, TRAINING: _training, RANKS: _scaling}.get(axis)
     if draw is not None:
         draw(figure, results)
     else:
         _bandwidth(figure.subplots(), values_of(results, "GBps"), axis)
+    figure.supxlabel(caption(results), fontsize=7)
+    return figure
+
+
+def caption(results: Results) -> str:
+    """What the run was, below a plot."""
     text = f"{machine_of(results)}, {versions_of(results)}"
-    text += "; a CPU run: not a result" if results.meta["gpu"] == "cpu" else ""
-    figure.supxlabel(text, fontsize=7)
-    figure.savefig(to, format=form, bbox_inches="tight", dpi=160)
-    pyplot.close(figure)
+    return text + ("; a CPU run: not a result" if results.meta["gpu"] == "cpu" else "")
 
 
 def _bandwidth(axes: Axes, values: dict[str, dict[str, float]], axis: str) -> None:
@@ -186,21 +217,29 @@ def _common(shapes: Sequence[Shape]) -> str:
 
 
 def _rates(figure: Figure, results: Results) -> None:
-    rates = [(values_of(results, name), title) for name, title in _PREFILL]
-    rates = [(values, title) for values, title in rates if values]
-    widest = max(len(values) for values, _ in rates)
-    figure.set_size_inches(max(7.0, 1.1 * widest), 3.6 * len(rates))
-    grid = figure.subplots(len(rates), 1, squeeze=False)
-    for axes, (values, title) in zip(grid[:, 0], rates, strict=True):
-        _bars(axes, values, title)
+    named = [(name, title) for name, title in _PREFILL if values_of(results, name)]
+    widest = max(len(values_of(results, name)) for name, _ in named)
+    figure.set_size_inches(max(7.0, 1.0 * widest), 3.0 * len(named))
+    grid = figure.subplots(len(named), 1, squeeze=False)
+    for axes, (name, title) in zip(grid[:, 0], named, strict=True):
+        _bars(axes, values_of(results, name), peer_ratios(results, name))
+        axes.set_title(f"Attention {title}")
 
 
-def _bars(axes: Axes, values: dict[str, dict[str, float]], title: str) -> None:
+def _bars(axes: Axes, values: Values, compared: Values) -> None:
+    """In the bar of ours stands its speed over that of the fastest peer."""
     implementations = in_order(name for by_impl in values.values() for name in by_impl)
     width = 0.85 / len(implementations)
     for i, impl in enumerate(implementations):
         points = [(x + i * width, by[impl]) for x, by in enumerate(values.values()) if impl in by]
-        axes.bar(*zip(*points, strict=True), width=width, label=impl)
+        colour = _COLOURS.get(impl)
+        axes.bar(*zip(*points, strict=True), width=width, label=impl, color=colour)
+    for x, (case, by_impl) in enumerate(values.items()):
+        if peers := compared.get(case):
+            text, height = ratio_text(min(peers.values())), by_impl[ours(by_impl)] / 2
+            axes.text(
+                x, height, text, ha="center", va="center", rotation=90, fontsize=8, color="white"
+            )
     middle = width * (len(implementations) - 1) / 2
     shapes = [parse_name(case) for case in values]
     labels = [
@@ -209,7 +248,6 @@ def _bars(axes: Axes, values: dict[str, dict[str, float]], title: str) -> None:
     ]
     axes.set_xticks([x + middle for x in range(len(values))], labels, fontsize=7)
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"Attention {title}")
     axes.grid(alpha=0.3, axis="y")
     axes.set_ylim(top=1.18 * axes.get_ylim()[1])  # room for the legend
     axes.legend(ncols=len(implementations), fontsize=8, loc="upper center")
@@ -271,24 +309,22 @@ def curves(results: Results) -> tuple[str, dict[str, dict[int, float]]]:
 
 
 def _training(figure: Figure, results: Results) -> None:
-    """Loss curves over steps, all ways to attend in one panel, and their distance to torch's below it."""
-    figure.set_size_inches(7, 6)
+    """How far each loss curve is from torch's, over steps; the curves themselves where the file has none of torch's."""
     title, found = curves(results)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    axes = figure.subplots()
+    others = {impl: losses for impl, losses in found.items() if impl != _TORCH}
+    apart = _TORCH in found and others
     differ = False
-    for index, (impl, losses) in enumerate(found.items()):
-        style = dict(color=f"C{index}", linewidth=2.2 if is_ours(impl) else 1.2)
-        dashes = (0, (4, 2 * index)) if index else "-"  # curves that lie on each other all show
-        above.plot(list(losses), list(losses.values()), label=impl, linestyle=dashes, **style)
-        if impl != _TORCH and _TORCH in found:
-            apart = [abs(loss - found[_TORCH][step]) or math.nan for step, loss in losses.items()]
-            below.plot(list(losses), apart, **style)
-            differ |= not all(map(math.isnan, apart))
-    above.set_ylabel("loss, nats a byte")
-    above.set_title(f"Training, {title}")
-    above.legend()
-    below.set_ylabel(f"|loss - {_TORCH}'s|")
-    below.set_xlabel("step")
-    below.set_yscale("log" if differ else "linear")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
+    for index, (impl, losses) in enumerate((others if apart else found).items()):
+        values = list(losses.values())
+        if apart:
+            values = [abs(loss - found[_TORCH][step]) or math.nan for step, loss in losses.items()]
+            differ |= not all(map(math.isnan, values))
+        width = 2.2 if is_ours(impl) else 0.9
+        axes.plot(list(losses), values, label=impl, color=f"C{index}", linewidth=width)
+    axes.set_title(f"Training, {title}")
+    axes.set_ylabel(f"|loss − that of {_TORCH}|, nats a byte" if apart else "loss, nats a byte")
+    axes.set_yscale("log" if differ else "linear")
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)

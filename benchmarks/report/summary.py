@@ -5,19 +5,22 @@ The tables are made from the newest results file of each benchmark. docs/perform
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ..metrics import METRICS
 from ..results import RESULTS_DIR, Results
-from ..shapes import FLOORS
-from .tables import is_loss, is_ours, markdown_table, opposite, ratio_text, ratios, values_of
+from .tables import is_loss, markdown_table, opposite, peer_ratios, ratio_text, values_of
 
 _H100 = "H100-80GB-HBM3"
+#: What the captions of older figures say.
+LAUNCH_LAYER = "2026-11-27T14:01:00Z"
+EAGER_NOTE = "Eager calls were measured before the launch layer of fb42e1f."
 NOTE = (
     "Each row compares ours (with its strategy) with the peer that is fastest in that row. "
-    "**Bold**: ours is slower. Behind each table: GPU, commit, date. cuDNN and FlashAttention-2 take "
-    "no lengths in decode and are compared with ours without lengths (`full`)."
+    "**Bold**: ours is slower. Below each table: GPU, commit, date. cuDNN and FlashAttention-2 take no lengths "
+    "in decode and are compared with ours without lengths (`full`)."
 )
 
 
@@ -105,21 +108,31 @@ SUBJECTS = (
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
-    tables = [text for subject in SUBJECTS if (text := _table(subject, folder))]
-    return "\n\n".join([NOTE, *tables] if tables else ["Not measured yet."]) + "\n"
+    names = {rows.file for subject in SUBJECTS for rows in subject.rows}
+    paths = {x: found[-1] for x in names if (found := sorted(folder.glob(f"*_{x}.json")))}
+    runs = {name: (path.name, Results.load(path)) for name, path in paths.items()}
+    tables = [text for subject in SUBJECTS if (text := _table(subject, runs))]
+    if not tables:
+        return "Not measured yet.\n"
+    return (
+        "\n\n".join([f"{NOTE} {eager_note(run for _, run in runs.values())}".rstrip(), *tables])
+        + "\n"
+    )
 
 
-def _table(subject: Subject, folder: Path) -> str:
+def eager_note(runs: Iterable[Results]) -> str:
+    """What a table says where some of its runs are older than the launch layer."""
+    return EAGER_NOTE if any(str(run.meta["date"]) < LAUNCH_LAYER for run in runs) else ""
+
+
+def _table(subject: Subject, runs: Mapping[str, tuple[str, Results]]) -> str:
     lines, sources = [], {}
     for rows in subject.rows:
-        if not (files := sorted(folder.glob(f"*_{rows.file}.json"))):
-            continue
-        run = Results.load(files[-1])
-        found = _lines(run, rows)
-        if found:
+        name, run = runs.get(rows.file, ("", None))
+        if run is not None and (found := _lines(run, rows)):
             lines += found
             machine = "{count} × {gpu}, commit {commit}, {date:.10}".format(**run.meta)
-            sources.setdefault(machine, []).append(files[-1].name)
+            sources.setdefault(machine, []).append(name)
     if not lines:
         return ""
     said = "; ".join(
@@ -135,8 +148,7 @@ def _table(subject: Subject, folder: Path) -> str:
 def _lines(run: Results, rows: Rows) -> list[list[str]]:
     metric, lines = METRICS[rows.metric], []
     values = values_of(run, rows.metric)
-    for case, by_peer in ratios(run, rows.metric).items():
-        peers = {x: ratio for x, ratio in by_peer.items() if x not in FLOORS and not is_ours(x)}
+    for case, peers in peer_ratios(run, rows.metric).items():
         if not peers or (rows.cases and case not in rows.cases):
             continue
         peer = min(peers, key=peers.__getitem__)

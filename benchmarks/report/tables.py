@@ -64,6 +64,14 @@ def ratios(results: Results, metric: str) -> Values:
     return found
 
 
+def peer_ratios(results: Results, metric: str) -> Values:
+    """The ratios to peers alone: floors are faster by definition, and others of ours are no peers."""
+    return {
+        case: {x: ratio for x, ratio in by_impl.items() if x not in FLOORS and not is_ours(x)}
+        for case, by_impl in ratios(results, metric).items()
+    }
+
+
 @dataclass(frozen=True)
 class Table:
     """A table below its title; `note` stands between them."""

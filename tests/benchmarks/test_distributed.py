@@ -26,7 +26,6 @@ from benchmarks.distributed.models import (
     CONFIGS,
     config_named,
     kv_bytes,
-    layer_bytes,
     model_bytes,
     require_memory,
     unsharded_model,
@@ -310,9 +309,6 @@ def test_bytes_of_a_model_are_its_parameters() -> None:
         assert sum(p.nbytes for p in model.parameters()) - norms == model_bytes(
             config, torch.bfloat16, 1
         )
-        layer = model.layers[0]
-        linear = sum(p.nbytes for n, p in layer.named_parameters() if "norm" not in n)
-        assert linear == layer_bytes(config, torch.bfloat16)
     config = CONFIGS["Qwen/Qwen3-32B"]
     assert 64e9 < model_bytes(config, torch.bfloat16, 1) < 66e9
     assert kv_bytes(config, torch.bfloat16, 4, 1, 1000) == 2 * 64 * 2 * 1000 * 128 * 2

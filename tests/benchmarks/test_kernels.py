@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.__main__ import main
 from benchmarks.decode_inputs import flat_bytes, make_inputs
 from benchmarks.floors import READ_CONFIGS, pure_read
-from benchmarks.runner import Budget
-from benchmarks.shapes import AttentionCase, DecodeCase
-from benchmarks.sweep_attention import (
-    KERNELS,
-    Problem,
-    problem,
-    sweep,
-)
+from benchmarks.report.tables import values_of
+from benchmarks.results import Results
+from benchmarks.shapes import DecodeCase
+from benchmarks.sweep_attention import Problem, sweep, table
 from benchmarks.timing import Timer
 from torch_fdattn.ops.attention.candidates import parse_configs
 from torch_fdattn.ops.attention.configs import TileConfig
 
+from .test_runner import rows, run_with
 from .test_timing import Clock
 
 CPU = torch.device("cpu")
@@ -61,7 +60,7 @@ def test_parse_configs() -> None:
         parse_configs("128x64")
 
 
-def test_sweep_ranks_checks_and_explains() -> None:
+def test_sweep_checks_and_explains() -> None:
     """Configs with known times, one that does not fit, one that computes something else."""
     clock = Clock()
     out = torch.zeros(4)
@@ -76,27 +75,34 @@ def test_sweep_ranks_checks_and_explains() -> None:
     default = TileConfig(128, 64, 8, 3)
     given = Problem(1e6, default, launch, (out,), overhead_us=5.0)
     configs = [dataclasses.replace(default, block_m=m) for m in (16, 32, 64, 128, 256)]
-    measured, rejected = sweep(given, configs, Timer(CPU, clock), 1, Budget(None))
-
-    assert [(m.config.block_m, round(m.us, 6)) for m in measured] == [(32, 5), (64, 25), (128, 45)]
-    assert measured[0].rate == pytest.approx(1e6 / 5 / 1e6)
-    reasons = {config.block_m: reason for config, reason in rejected.items()}
-    assert reasons[256] == "RuntimeError: out of resource: shared memory"
-    assert reasons[16].startswith("wrong result: differs from the default's by 0.5")
-
-    measured, rejected = sweep(given, configs, Timer(CPU, clock), 1, Budget(0.0))
-    assert not measured
-    assert rejected[default] == "not measured: budget of 0 s was spent"
+    run = run_with(timer=Timer(CPU, clock))
+    sweep(run, "case", given, configs, 1)
+    rates = values_of(run.recorder.results, "TFLOPs_per_gpu")["case"]
+    expected = {"fdattn": 45, "fdattn/64x64w8s3": 25, "fdattn/32x64w8s3": 5}
+    assert rates == {name: pytest.approx(1 / us, rel=1e-4) for name, us in expected.items()}
+    lines = table(run.recorder.results).splitlines()
+    found = [line.split()[1] for line in lines if line.endswith(("9.00 |", "1.80 |", "1.00 |"))]
+    assert found == ["32x64w8s3", "64x64w8s3", "default"]
+    (wrong,) = rows(run, "fdattn/16x64w8s3", "error")
+    assert "wrong result: differs from the default's by 0.5" in wrong.value
+    (large,) = rows(run, "fdattn/256x64w8s3", "error")
+    assert large.value == "first call: RuntimeError: out of resource: shared memory"
 
 
 @pytest.mark.slow
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sweep_calls_the_real_kernels(kernel_device: str, kernel: str) -> None:
-    case = AttentionCase("tiny", 1, 2, 1, 40, 16, True, "fp32")
-    timer = Timer(torch.device(kernel_device))
-    with problem(kernel, case, timer) as given:
-        configs = parse_configs("16x32w4s1")
-        measured, rejected = sweep(given, configs, timer, 1, Budget(None))
-    assert not rejected
-    assert {m.config for m in measured} == {given.default, *configs}
+def test_sweep_calls_the_real_kernels(kernel_device: str, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    words = f"--device {kernel_device} --cases tiny --configs 16x32w4s1 --repeats 1 --json {path}"
+    assert main(["sweep_attention", *words.split()]) == 0
+    results = Results.load(path)
+    assert not [row for row in results.rows if row.metric in ("error", "not_measured")]
+    found = values_of(results, "TFLOPs_per_gpu")
+    assert {case.split()[-1] for case in found} == {"forward", "dkdv", "dq"}
+    assert all(set(rates) == {"fdattn", "fdattn/16x32w4s1"} for rates in found.values())
+
+
+def test_wrong_kernels_are_named(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["sweep_attention", "--device", "cpu", "--kernels", "dv"])
+    assert "--kernels must be of forward, dkdv, dq, got dv" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.report import summary
-from benchmarks.report.documents import README, documents, newest_files, section
-from benchmarks.results import RESULTS_DIR, Results, Row
+from benchmarks.report.documents import documents, newest_files, section
+from benchmarks.results import RESULTS_DIR, ROOT, Results, Row
 
 from .test_tables import by_hand
 
@@ -41,17 +41,31 @@ def test_the_summary_compares_with_the_fastest_peer(tmp_path, monkeypatch) -> No
     assert summary.section(tmp_path / "none") == "Not measured yet.\n"
 
 
-def test_the_plot_is_of_the_newest_decode_run() -> None:
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        ("decode", ("README.md", "docs/performance.md")),
+        ("attention", ("README.md", "docs/performance.md")),
+        ("train-gpt", ("docs/performance.md", "examples/training_curves/README.md")),
+        ("train-t5", ("docs/performance.md", "examples/training_curves/README.md")),
+    ],
+)
+def test_plots_are_of_the_newest_run(name: str, documents: tuple[str, ...]) -> None:
     (newest,) = (
-        path for path in newest_files() if path.name.endswith("H100-80GB-HBM3x1_decode.json")
+        path for path in newest_files() if path.name.endswith(f"H100-80GB-HBM3x1_{name}.json")
     )
-    plot = RESULTS_DIR / "decode.svg"
-    assert f"benchmarks/results/{plot.name}" in README.read_text(encoding="utf-8")
-    meta = Results.load(newest).meta
+    plot, meta = RESULTS_DIR / f"{name}.svg", Results.load(newest).meta
     command = f"run python -m benchmarks plot {newest} -o {plot}"
     assert str(meta["date"]) in plot.read_text(encoding="utf-8"), command
-    caption = f"commit {meta['commit']}, {meta['date'][:10]}"
-    assert caption in README.read_text(encoding="utf-8")
+    for document in documents:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        assert f"benchmarks/results/{plot.name}" in text
+        if document == "README.md":
+            assert f"commit {meta['commit']}, {meta['date'][:10]}" in text
+
+
+def test_plots_are_small() -> None:
+    assert all(path.stat().st_size < 64_000 for path in RESULTS_DIR.glob("*.svg"))
 
 
 def test_newest_file_of_each_benchmark_and_machine(tmp_path) -> None:
