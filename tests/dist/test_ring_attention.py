@@ -146,8 +146,7 @@ def test_same_bits_on_every_run(group, rank_device, strategy) -> None:
     ("strategy", "backend"),
     [
         *((s, "aot_eager") for s in STRATEGIES),
-        pytest.param("all_gather", "inductor", marks=pytest.mark.slow),
-        ("ring", "inductor"),
+        *(pytest.param(s, "inductor", marks=pytest.mark.slow) for s in ("all_gather", "ring")),
     ],
 )
 def test_compiles_into_one_graph(group, rank_device, strategy, backend) -> None:
