@@ -36,8 +36,8 @@ _PROCESSES = (
 )
 
 
-#: Whole layers compiled, which every rank does for itself: two of them show that ranks do not mix their graphs.
-COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
+#: What is compiled whole, which every rank does for itself: two of them show that ranks do not mix their graphs.
+COMPILED = "test_compiles or compile_caches"
 
 
 def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
@@ -112,13 +112,12 @@ def layers(kind: str) -> list[Layer]:
                 "ring_attention",
                 "decode",
                 "tp_linear",
-                "compiled_matmuls",
                 "kv_cache",
                 "agreement",
                 only=f"not ({COMPILED})",
                 marked="not slow",
             ),
-            # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
+            # The two-dimensional mesh, ranks beyond KV heads.
             distributed(
                 4,
                 "ring_attention",
@@ -129,7 +128,6 @@ def layers(kind: str) -> list[Layer]:
                 only=f"not ({COMPILED} or test_drawn)",
                 marked="not slow",
             ),
-            distributed(1, "ring_attention", only=f"not ({COMPILED})"),
             one_sided(
                 2,
                 "one_sided",
@@ -168,12 +166,12 @@ def layers(kind: str) -> list[Layer]:
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
             distributed(2, marked="slow"),
             one_sided(2, "compiled_matmuls", marked="slow"),
-            distributed(3, "compiled_matmuls", only="through_inductor"),
+            distributed(3, "compiled_matmuls"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
             distributed(4, "ring_attention", only="test_drawn"),
-            distributed(3, "tp_layers", "parallelize"),
-            distributed(1, "tp_layers", "tp_linear", "parallelize"),
+            distributed(3, "ring_attention", "tp_layers", "parallelize"),
+            distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
