@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,12 +36,8 @@ _PROCESSES = (
 )
 
 
-#: Whole layers compiled, which every rank does for itself: two of them show that ranks do not mix their graphs.
-COMPILED = "test_compiles_into_one_graph or test_compiles_whole"
-
-
-#: What Inductor makes of a graph is the same for all strategies but their names.
-INDUCED = "through_inductor and (fused or low_latency)"
+#: What is compiled whole, which every rank does for itself: two of them show that ranks do not mix their graphs.
+COMPILED = "test_compiles or compile_caches"
 
 
 def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
@@ -51,12 +47,10 @@ def distributed(ranks: int, *names: str, only: str = "", marked: str = "") -> La
     return Layer(f"distributed, {ranks} ranks", (*files, *chosen), ranks)
 
 
-def one_sided(ranks: int, *files: str, only: str = "") -> Layer:
-    """The tests of the one-sided exchanges, whose kernels are interpreted; `only` is pytest's -k."""
-    chosen = tuple(f"tests/dist/test_{file}.py" for file in files)
-    return Layer(
-        f"one-sided, {ranks} ranks", (*chosen, *(("-k", only) if only else ())), ranks, INTERPRET
-    )
+def one_sided(ranks: int, *names: str, only: str = "", marked: str = "") -> Layer:
+    """As `distributed`, of the one-sided exchanges, whose kernels are interpreted."""
+    portable = distributed(ranks, *names, only=only, marked=marked)
+    return replace(portable, name=f"one-sided, {ranks} ranks", environment=INTERPRET)
 
 
 #: What CPUs of each kind compute with: torch's own kernels, oneDNN's and MKL's.
@@ -118,13 +112,12 @@ def layers(kind: str) -> list[Layer]:
                 "ring_attention",
                 "decode",
                 "tp_linear",
-                "compiled_matmuls",
                 "kv_cache",
                 "agreement",
-                only=f"not ({COMPILED} or through_inductor)",
+                only=f"not ({COMPILED})",
                 marked="not slow",
             ),
-            # The two-dimensional mesh, ranks beyond KV heads; and one rank, where nothing is split.
+            # The two-dimensional mesh, ranks beyond KV heads.
             distributed(
                 4,
                 "ring_attention",
@@ -133,8 +126,8 @@ def layers(kind: str) -> list[Layer]:
                 "kv_cache",
                 "engine",
                 only=f"not ({COMPILED} or test_drawn)",
+                marked="not slow",
             ),
-            distributed(1, "ring_attention", only=f"not ({COMPILED})"),
             one_sided(
                 2,
                 "one_sided",
@@ -149,18 +142,20 @@ def layers(kind: str) -> list[Layer]:
                 "call_depth",
                 "float8_weights",
                 "compiled_matmuls",
-                only=f"not ({INDUCED})",
+                only="not compiled_once",
+                marked="not slow",
             ),
-            one_sided(3, "lamport_two_shot", "decode_two_shot"),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
             one_sided(
                 3,
+                "lamport_two_shot",
+                "decode_two_shot",
                 "one_sided",
                 "strategies",
                 "fused_parts",
                 "tp_one_sided",
                 "row_norm",
-                only="test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
+                only="two_shot.py or test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
         ]
     if kind == "capabilities":
@@ -171,13 +166,13 @@ def layers(kind: str) -> list[Layer]:
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
             Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
             distributed(2, marked="slow"),
-            one_sided(2, "compiled_matmuls", only=INDUCED),
-            distributed(3, "compiled_matmuls", only="through_inductor"),
+            one_sided(2, "compiled_matmuls", marked="slow"),
+            distributed(3, "compiled_matmuls"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
             distributed(4, "ring_attention", only="test_drawn"),
-            distributed(3, "tp_layers", "parallelize"),
-            distributed(1, "tp_layers", "tp_linear", "parallelize"),
+            distributed(3, "ring_attention", "tp_layers", "parallelize"),
+            distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":

@@ -153,17 +153,16 @@ def test_the_interpreter_is_asked_for_as_triton_reads_it(value, monkeypatch):
     assert interpreting(os.environ) == triton.knobs.runtime.interpret
 
 
-@pytest.mark.parametrize(("value", "asked"), [("1", True), ("on", True), ("0", False)])
-def test_the_library_reads_it_alike(value, asked):
+def test_the_library_reads_it_alike():
     code = "from torch_fdattn.ops.library import INTERPRET; print(INTERPRET)"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": value},
+        env={**os.environ, "TRITON_INTERPRET": "on"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == f"{asked}\n"
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize("digits", ["²", "٢", "1" * 5000])

@@ -117,8 +117,6 @@ def test_generate():
     answer, rate = run("generate.py")
     assert answer == "The capital of Japan is Tokyo."
     assert number(r"8 tokens, (\S+) a second on cpu", rate) > 0
-    answer, _ = run("generate.py", "--prompt", "What is the capital of France?")
-    assert "Paris" in answer
 
 
 def test_ring_strategy():

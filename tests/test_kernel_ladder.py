@@ -37,7 +37,7 @@ from torch_fdattn.testing import AttentionCase, check_close, expected_attention,
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = [rung for rung in RUNGS if rung != "reference"]
 LAYOUTS = ("bhsd", "bshd", "slice", "slice", "packed", "every_other", "expanded")
-DRAWS = 6
+DRAWS, QUICK = 6, 2  # of which every second decodes
 
 
 def draw(seed: int, device: str) -> AttentionCase:
@@ -69,7 +69,9 @@ def test_reference(seed: int, device: str) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(x, marks=pytest.mark.slow if x >= QUICK else ()) for x in range(DRAWS)]
+)
 @pytest.mark.parametrize("rung", KERNELS)
 def test_rungs_against_the_oracle(
     rung: str, seed: int, kernel_device: str, poisoned_empty: None, record_drawn
@@ -251,6 +253,7 @@ def test_an_interpreter_that_breaks_on_numpy_is_named(monkeypatch, capsys) -> No
     assert "triton 3.6.0's interpreter breaks on numpy 2.4.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_debugging_from_the_shell(tiny: Path) -> None:
     """Triton is told to interpret by the command itself, and the model comes from the environment."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

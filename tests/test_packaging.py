@@ -75,6 +75,7 @@ def test_an_editable_installation_is_a_path(tmp_path):
     assert "fdattn = torch_fdattn.compile_backend:fdattn" in metadata(wheel, "entry_points.txt")
 
 
+@pytest.mark.slow
 def test_a_typed_program_passes_mypy(tmp_path):
     """Outside of the checkout, as an installed package is seen: only the program's own errors count."""
     pytest.importorskip("mypy")

@@ -12,7 +12,7 @@ from .interpreting import needs_interpreter
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("work", "calls"), [("decode", 16), ("tp_linear", 60)])
+@pytest.mark.parametrize(("work", "calls"), [("decode", 8), ("tp_linear", 20)])
 def test_a_few_calls(work: str, calls: int) -> None:
     done = subprocess.run(
         [

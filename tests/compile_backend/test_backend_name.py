@@ -33,7 +33,7 @@ print(names.count("fdattn"), [x.value for x in found if x.name == "fdattn"], imp
 """
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_name_works_from_a_checkout_without_metadata(late):
     """`import torch_fdattn` is enough, and imports no torch.compile for it."""
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What every matched form becomes: the calls of ours in its rewritten graph, a line each."""
+"""What every matched form becomes: the calls of ours in its rewritten graph, a line each; and what it computes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import torch
 from expecttest import assert_expected_inline
 
-from tests.compile_backend.harness import check, qkv
-from tests.compile_backend.test_forms import REPEATED, SDPA, UNFUSED, sdpa
+from tests.compile_backend.harness import check, mask_of, qkv
+from tests.compile_backend.test_forms import UNFUSED, SDPA, sdpa
 from tests.compile_backend.test_masks import (
     ALIBI,
     BIASES,
@@ -20,20 +20,23 @@ from tests.compile_backend.test_masks import (
 )
 
 
-def calls(fn, *args) -> str:
-    """The calls of ops of ours in the graph of fn, without what follows."""
-    found = check(fn, *args, lower="eager")
-    lines = re.findall(r"torch\.ops\.fdattn\.(.*?);", found.graph)
-    return " | ".join(lines) or found.report.sites[0].reason
+def calls(name: str, fn, *args, mask: str | None = None) -> str:
+    """The calls of ops of ours in the graph of fn, without what follows; eager's numbers and gradients."""
+    try:
+        found = check(fn, *args, lower="eager")
+        assert "scaled_dot_product" not in found.graph
+        assert "softmax" not in found.graph
+        assert mask is None or mask_of(found) == mask
+    except AssertionError as error:
+        error.add_note(name)
+        raise
+    return " | ".join(re.findall(r"torch\.ops\.fdattn\.(.*?);", found.graph))
 
 
-def snapshot(forms: dict, *args) -> str:
-    lines = [f"{name}: {calls(fn, *args)}" for name, fn in forms.items()]
+def snapshot(forms: dict, *args, masks: dict | None = None) -> str:
+    masks = masks or dict.fromkeys(forms)
+    lines = [f"{name}: {calls(name, fn, *args, mask=masks[name])}" for name, fn in forms.items()]
     return "\n".join(lines).replace("ᵀ", " transposed")  # expecttest writes ASCII alone
-
-
-def repeated(repeat):
-    return lambda q, k, v: sdpa(q, repeat(k), repeat(v))
 
 
 def test_sdpa():
@@ -78,23 +81,11 @@ repeated heads: attention.default(l_q_, getitem, getitem_2, None, None, causal =
     )
 
 
-def test_repeated_heads():
-    forms = {name: repeated(repeat) for name, repeat in REPEATED.items()}
-    assert_expected_inline(
-        snapshot(forms, *qkv(kv_heads=2)),
-        """\
-expand, reshape: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None)
-unsqueeze, flatten: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None)
-ellipsis, contiguous: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None)
-repeat_interleave: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None)
-method: attention.default(l_q_, l_k_, l_v_, None, None, causal = False, scale = None)""",
-    )
-
-
 def test_masks():
     forms = {name: fn for name, (_, fn) in RECOVERED.items()}
+    masks = {name: mask for name, (mask, _) in RECOVERED.items()}
     assert_expected_inline(
-        snapshot(forms, *qkv()),
+        snapshot(forms, *qkv(), masks=masks),
         """\
 causal: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale = None)
 window: attention.default(l_q_, l_k_, l_v_, None, None, causal = True, scale = None, window_left = 2)

@@ -52,7 +52,11 @@ def launches(case: Case):
         )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if x in CASES[1:3] else ()) for x in CASES],
+    ids=str,
+)
 def test_what_the_driver_reads(case: Case) -> None:
     for launch, compiled in launches(case):
         seen = []

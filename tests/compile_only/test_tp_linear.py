@@ -119,7 +119,7 @@ def serialised(text: str) -> bool:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize("capability", [(9, 0), pytest.param((8, 0), marks=pytest.mark.slow)])
 def test_all_gather(rows: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     x, weight = meta(rows // WORLD, 5120, dtype=dtype), meta(12800, 5120, dtype=dtype)
     for strategy in (copy_engine, fused_gather):
@@ -139,7 +139,7 @@ def test_all_gather(rows: int, dtype: torch.dtype, capability: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("rows", "biased"),
     [
-        (4096, False), (4096, True), pytest.param(128, False, marks=pytest.mark.slow),
+        pytest.param(4096, False, marks=pytest.mark.slow), (4096, True), pytest.param(128, False, marks=pytest.mark.slow),
         pytest.param(128, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -212,7 +212,7 @@ def test_all_reduce(rows: int) -> None:
         check(launches, "sm_90")
 
 
-@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("rows", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_of_few_rows(rows: int) -> None:
     """By descriptors, wgmma one after another without waits between, words by wide stores and loads."""
     x, weight = meta(rows, 6400), meta(5120, 6400)
@@ -243,6 +243,7 @@ def test_swiglu_in_tiles(dtype: torch.dtype) -> None:
     assert not serialised(text)
 
 
+@pytest.mark.slow
 def test_products_of_few_rows_with_less_shared_memory() -> None:
     x, weight = meta(128, 6400), meta(5120, 6400)
     with ranks(capability=(12, 0)), recorded() as launches:
@@ -268,7 +269,7 @@ def test_float8_weights(rows: int) -> None:
     check(launches, "sm_80")
 
 
-@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("shots", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_reduce_by_tiles(shots: int) -> None:
     x = meta(128, 5120)
     with ranks(), recorded() as launches:
@@ -279,7 +280,13 @@ def test_all_reduce_by_tiles(shots: int) -> None:
     assert "ld.volatile.global.v4" in text
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "all_reduce",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("reduce_scatter", "all_gather")),
+    ],
+)
 def test_values(op: str) -> None:
     x = meta(128, 5120)
     y = {"all_reduce": x, "reduce_scatter": x[: 128 // WORLD], "all_gather": meta(512, 5120)}[op]
@@ -292,7 +299,9 @@ def test_values(op: str) -> None:
     assert "fence" not in text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_values_in_two_trips(dtype: torch.dtype) -> None:
     x = meta(128, 5120, dtype=dtype)
     with ranks(), recorded() as launches:
@@ -307,7 +316,8 @@ def test_values_in_two_trips(dtype: torch.dtype) -> None:
     assert "fence" not in text
 
 
-@pytest.mark.parametrize("columns", [5120, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [5120, 8192])
 def test_all_reduce_and_norm(columns: int) -> None:
     x = meta(16, columns)
     with ranks(), recorded() as launches:

@@ -36,6 +36,14 @@ IN_ATTENTION = {
 }
 
 
+#: Of each kind one; the others take long.
+QUICK = ("e5m2", "gaps")
+
+
+def cases(names, quick=QUICK) -> list:
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
+
+
 def unpadded(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
     return padded(k.shape[3]), padded(v.shape[3])
 
@@ -63,7 +71,7 @@ def found(case: str) -> list[str]:
     return read_before_written(disassembled(cubin))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_decode_reads_what_was_written(case):
     assert not found(case)
 
@@ -71,7 +79,7 @@ def test_decode_reads_what_was_written(case):
 @pytest.mark.skipif(
     not triton.__version__.startswith(("3.6.", "3.7.")), reason="another ptxas may be right"
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, ["gaps"]))
 def test_without_the_padding_it_does_not(case):
     """The check itself: what the padding is for is still there."""
     with mock.patch.object(launch, "tile_dims", unpadded):
@@ -92,13 +100,13 @@ def in_attention(case: str) -> list[str]:
     return read_before_written(disassembled(code))
 
 
-@pytest.mark.parametrize("case", IN_ATTENTION)
+@pytest.mark.parametrize("case", cases(IN_ATTENTION))
 def test_attention_reads_what_was_written(case):
     assert not in_attention(case)
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="another ptxas may be right")
-@pytest.mark.parametrize("case", IN_ATTENTION)
+@pytest.mark.parametrize("case", cases(IN_ATTENTION))
 def test_without_the_padding_attention_does_not(case):
     with mock.patch.object(forward, "tile_dims", unpadded):
         assert in_attention(case)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 import torch_fdattn
 from tests.compile_backend.collective_forms import FORMS
 from tests.dist.parts import assert_near, randomise
+from tests.pairwise import pairwise
 from torch_fdattn.dist import all_gather_matmul, matmul_reduce_scatter
 from torch_fdattn.ops.library import INTERPRET, launches
 
@@ -35,13 +36,11 @@ WIDTH = 16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-@pytest.fixture(params=["collective", "copy_engine", "fused", "low_latency"])
-def strategy(request, rank_device: torch.device) -> str:
-    if request.param != "collective" and rank_device.type == "cpu" and not INTERPRET:
-        pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
-    if request.param == "collective" and INTERPRET:
-        pytest.skip("compiles kernels, which the interpreter replaces")
-    return request.param
+#: Where kernels run, theirs; the interpreter has nothing new to say of the collectives.
+STRATEGIES = [
+    *(() if INTERPRET else ("collective",)),
+    *(("copy_engine", "fused", "low_latency") if INTERPRET or torch.cuda.is_available() else ()),
+]
 
 
 def compiled(function, strategy: str, lower: str = "aot_eager", dynamic: bool = False):
@@ -62,8 +61,12 @@ def of_rank(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=generator).to(device)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_forms(group, rank_device, strategy: str, name: str) -> None:
+#: What a graph becomes does not depend on the strategy: each form by one of them, in turn.
+BY_TURNS = [(name, STRATEGIES[i % len(STRATEGIES)]) for i, name in enumerate(FORMS)]
+
+
+@pytest.mark.parametrize(("name", "strategy"), BY_TURNS)
+def test_forms(group, rank_device, name: str, strategy: str) -> None:
     function, ops = FORMS[name]
     expected = [op for op in ops if strategy != "copy_engine" or op != "matmul_all_reduce"]
     world = dist.get_world_size()
@@ -124,9 +127,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pairwise(
+    strategy=STRATEGIES, sequence_parallel=[False, True], sequences=[1, 2], bias=[False, True]
+)
 def test_dtensor_model(
     group, rank_device, mesh, strategy: str, sequence_parallel: bool, sequences: int, bias: bool
 ) -> None:
@@ -156,6 +159,8 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+@pytest.mark.slow  # C++ is compiled; the pass is the same whatever lowers the graph
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_through_inductor_with_dynamic_lengths(group, rank_device, mesh, strategy: str) -> None:
     model = parallelize_module(randomise(Block(True)).to(rank_device), mesh, plan(True))
     run = compiled(model, strategy, lower="inductor", dynamic=True)
@@ -166,6 +171,7 @@ def test_through_inductor_with_dynamic_lengths(group, rank_device, mesh, strateg
     assert rewritten() == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_own_layers(group, rank_device, strategy: str) -> None:
     """This package's ops are traced as collectives, which the pass then finds."""
     up, down = (of_rank(24, 16, device=rank_device) for _ in range(2))

@@ -202,7 +202,9 @@ def losses(device, steps: int, length: int, group: str | None = None, strategy: 
     return curve
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "star"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "star"))]
+)
 def test_gpt_follows_the_single_process_loss_curve(group, rank_device, strategy) -> None:
     alone = losses(rank_device, steps=25, length=67)
     together = losses(rank_device, 25, 67, group, strategy)

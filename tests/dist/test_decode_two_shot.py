@@ -32,7 +32,7 @@ def _kernels(rank_device: torch.device) -> None:
 
 def shapes() -> list[tuple[int, ...]]:
     """Large, small and large again; rows that ranks share unevenly, and fewer of them than ranks."""
-    large, small, odd = (3, 5, 2, 64), (1, 1, 1, 16), (1, 7, 1, 40)
+    large, small, odd = (3, 4, 1, 64), (1, 1, 1, 16), (1, 7, 1, 40)
     one_each = 1, dist.get_world_size(), 1, 24
     return [large, small, large, odd, small, small, small, large, one_each, odd, large, small]
 
@@ -53,11 +53,11 @@ def check_buffers(device: torch.device) -> None:
     wait(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_sizes_in_turn_and_ranks_that_come_late(group, rank_device, dtype: torch.dtype) -> None:
+def test_sizes_in_turn_and_ranks_that_come_late(group, rank_device) -> None:
     rng = random.Random(dist.get_rank())
     for seed, shape in enumerate(shapes()):
         time.sleep(rng.random() * 0.02)
+        dtype = torch.float32 if seed % 3 == 0 else torch.float16
         check_merge("two_shot", group, rank_device, shape, dtype, seed=seed)
     check_buffers(rank_device)
 

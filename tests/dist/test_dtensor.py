@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,10 +26,22 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
-@pytest.mark.parametrize("which", ["out", pytest.param("lse", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize(
-    "placement", [pytest.param(Replicate(), marks=pytest.mark.slow), Shard(0), Shard(1)], ids=str
+    ("placement", "which", "compiled"),
+    [
+        *itertools.product([Replicate(), Shard(0), Shard(1)], ["out", "lse", "both"], [False]),
+        (Shard(1), "both", True),
+        *(
+            pytest.param(placement, which, True, marks=pytest.mark.slow)
+            for placement, which in (
+                (Replicate(), "out"),
+                (Shard(0), "out"),
+                (Shard(0), "both"),
+                (Shard(1), "lse"),
+            )
+        ),
+    ],
+    ids=str,
 )
 def test_attention_step(mesh, rank_device, placement, which: str, compiled: bool) -> None:
     torch._dynamo.reset()

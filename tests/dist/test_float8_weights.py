@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.dist.test_tp_linear import leaf
 from tests.dist.test_tp_one_sided import METHODS, STRATEGIES, check_sum, draw, of_rank
+from tests.pairwise import pairwise
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -39,9 +40,7 @@ def needs_kernels(way: str, device: torch.device) -> None:
             pytest.skip("needs 2 ranks")
 
 
-@pytest.mark.parametrize("format", float8.FORMATS)
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("way", ["collective", *STRATEGIES])
+@pairwise(way=["collective", *STRATEGIES], whole=[False, True], format=float8.FORMATS)
 def test_gather_and_scatter(group, rank_device, way: str, whole: bool, format) -> None:
     needs_kernels(way, rank_device)
     world, own = dist.get_world_size(), of_rank(3)
@@ -62,10 +61,10 @@ def test_gather_and_scatter(group, rank_device, way: str, whole: bool, format) -
     torch.testing.assert_close(parts, world * (x @ right.t())[own])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("format", float8.FORMATS)
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("method", ["nccl", *METHODS])
+@pairwise(
+    method=["nccl", *METHODS], whole=[False, True], format=float8.FORMATS,
+    dtype=[torch.float32, torch.float16],
+)  # fmt: skip
 def test_all_reduce(group, rank_device, method: str, whole: bool, format, dtype) -> None:
     needs_kernels(method, rank_device)
     world = dist.get_world_size()

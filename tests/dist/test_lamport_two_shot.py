@@ -80,8 +80,15 @@ def test_zeros_and_not_a_numbers(group, rank_device) -> None:
 
 
 @pytest.mark.usefixtures("two_shots")
-@pytest.mark.parametrize(("rows", "columns"), [(1, 6), (2, 40), (5, 34), (33, 70)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [
+        (1, 6, torch.float32),
+        (2, 40, torch.float16),
+        (5, 34, torch.float16),
+        (33, 70, torch.float32),
+    ],
+)
 def test_products(group, rank_device, rows: int, columns: int, dtype: torch.dtype) -> None:
     """Rows that ranks do not share out evenly, fewer rows than ranks; twice beside calls in one shot."""
     world = dist.get_world_size()

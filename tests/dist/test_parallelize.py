@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.parts import assert_near, assert_same_gradients, randomise
+from tests.pairwise import pairwise
 from torch_fdattn.dist import TPMLP, ShardedKVCache
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tensor_parallel import inference as tp_inference
@@ -134,9 +135,11 @@ def test_auto_refuses_gradients_of_sharded_rows(group, rank_device) -> None:
         assert layer(x).shape == x.shape
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", ["llama3_tied", "llama3_biases", "qwen3", "qwen3_tied"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(
+    strategy=STRATEGIES,
+    case=["llama3_tied", "llama3_biases", "qwen3", "qwen3_tied"],
+    implementation=["sdpa", "eager"],
+)
 def test_transformers(group, rank_device, strategy: str, case: str, implementation: str) -> None:
     from tests.models.hf_models import reference
 
@@ -323,9 +326,7 @@ class TestBadInput:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("order", ["parallel first", "fused first", "fused layers"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(strategy=STRATEGIES, case=CASES, order=["parallel first", "fused first", "fused layers"])
 def test_inference_form(group, rank_device, strategy: str, case: str, order: str) -> None:
     """Of the parallel model, of the model that is then split, and of its layers alone."""
     dense, tokens = make(rank_device, 9, 3, **CASES[case]), tokens_for(rank_device)

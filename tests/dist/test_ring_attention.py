@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import Counter
 
@@ -17,7 +18,14 @@ from torch_fdattn.dist import SequenceShards, ring_attention
 from torch_fdattn.testing import AttentionCase, expected_attention
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "query_split", "star")
-DRAWN = 200
+#: Draws of two ranks; more ranks, on fewer processors, take the first of them.
+DRAWN, QUICK = 200, 60
+SEEDS = [
+    pytest.param(
+        x, marks=pytest.mark.slow if x >= QUICK and os.environ.get("WORLD_SIZE") != "2" else ()
+    )
+    for x in range(DRAWN)
+]
 
 
 def drawn_shards(rng: random.Random, total: int, world: int) -> SequenceShards:
@@ -102,7 +110,7 @@ def draw(seed: int, world: int, device: str):
     return case, drawn_shards(rng, total, world), strategy, which
 
 
-@pytest.mark.parametrize("seed", range(DRAWN))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_drawn(group, rank_device, seed) -> None:
     case, shards, strategy, which = draw(seed, dist.get_world_size(), rank_device.type)
     whole = case.inputs(rank_device)
@@ -146,8 +154,7 @@ def test_same_bits_on_every_run(group, rank_device, strategy) -> None:
     ("strategy", "backend"),
     [
         *((s, "aot_eager") for s in STRATEGIES),
-        pytest.param("all_gather", "inductor", marks=pytest.mark.slow),
-        ("ring", "inductor"),
+        *(pytest.param(s, "inductor", marks=pytest.mark.slow) for s in ("all_gather", "ring")),
     ],
 )
 def test_compiles_into_one_graph(group, rank_device, strategy, backend) -> None:
@@ -206,6 +213,33 @@ def test_ranks_may_use_different_outputs(group, rank_device, strategy) -> None:
     for found, right in zip(grads, torch.autograd.grad(total, inputs), strict=True):
         own = right if found.shape == right.shape else shards.shard(right, rank, 2)
         torch.testing.assert_close(found, own)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_alone(group, rank_device, strategy) -> None:
+    """A group in which nothing is split, on each rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    alone = groups[dist.get_rank()].group_name
+    whole = [torch.randn(1, 2, 12, 16, device=rank_device, requires_grad=True) for _ in range(3)]
+    shards = SequenceShards.from_positions([[3, 4, 5, 0, 1, 2, *range(6, 12)]])
+    dout, dlse = torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12)
+    results = []
+    for run, take in (
+        (
+            lambda *x: ring_attention(*x, alone, shards=shards, causal=True, strategy=strategy),
+            lambda x: shards.shard(x, 0, 2),
+        ),
+        (lambda *x: torch_fdattn.attention(*x, causal=True), lambda x: x),
+    ):
+        keys = whole[1:] if strategy == "query_split" else map(take, whole[1:])
+        outputs = run(take(whole[0]), *keys)
+        grads = torch.autograd.grad(outputs, whole, [take(x.to(rank_device)) for x in (dout, dlse)])
+        results.append((*outputs, *grads))
+    out, lse, *grads = results[1]
+    expected = shards.shard(out, 0, 2), shards.shard(lse, 0, 2), *grads
+    torch.testing.assert_close(results[0], expected)
+    for each in groups:
+        dist.destroy_process_group(each)
 
 
 def test_shards_by_name(group, rank_device) -> None:

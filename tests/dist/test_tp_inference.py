@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.dist.dense_layers import HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import assert_near, rank_part
 from tests.dist.test_tp_layers import HEADS, LENGTH, angles, causal_mask, run, uneven_tokens
+from tests.pairwise import pairwise
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.tensor_parallel.inference import (
     FusedTPAttention,
@@ -46,9 +47,7 @@ def check_add_norm(found: tuple[Tensor, Tensor], y: Tensor, residual: Tensor, no
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("library", ["ours", "transformers"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(strategy=STRATEGIES, bias=[False, True], library=["ours", "transformers"])
 def test_mlp(group, rank_device, strategy: str, bias: bool, library: str) -> None:
     ours = config(mlp_bias=bias, architecture="llama")
     plain = TPMLP.from_module(dense_mlp(ours, library).to(rank_device), group, strategy, tokens=uneven_tokens())  # fmt: skip
@@ -61,10 +60,12 @@ def test_mlp(group, rank_device, strategy: str, bias: bool, library: str) -> Non
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("library", ["ours", "transformers"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(
+    strategy=STRATEGIES,
+    heads=HEADS,
+    architecture=["llama", "qwen3"],
+    library=["ours", "transformers"],
+)
 def test_attention(group, rank_device, strategy, heads, architecture, library) -> None:
     ours = config(*heads, architecture=architecture, attention_bias=heads != (4, 4))
     dense = dense_attention(ours, library).to(rank_device)
@@ -172,9 +173,7 @@ class TestLaunches:
             pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
 
     @torch.inference_mode()
-    @pytest.mark.parametrize("few", [False, True])
-    @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize("method", ["low_latency", "gemm_all_reduce"])
+    @pairwise(method=["low_latency", "gemm_all_reduce"], normed=[False, True], few=[False, True])
     def test_mlp(
         self, group, rank_device, monkeypatch, method: str, normed: bool, few: bool
     ) -> None:

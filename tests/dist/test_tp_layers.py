@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank_part
+from tests.pairwise import pairwise
 from torch_fdattn.dist import TPMLP, TPAttention
 from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES, TokenRows, TPHead
@@ -89,10 +90,12 @@ def test_mlp(group, rank_device, strategy: str, library: str, options: dict) -> 
     compare(dense, parallel, *[lambda mlp, x: mlp(x)] * 2, strategy, (4, 4, DIM), rank_device)
 
 
-@pytest.mark.parametrize("library", ["ours", "transformers"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(
+    strategy=STRATEGIES,
+    heads=HEADS,
+    architecture=["llama", "qwen3"],
+    library=["ours", "transformers"],
+)
 def test_attention(group, rank_device, strategy, heads, architecture, library) -> None:
     ours = config(*heads, architecture=architecture, attention_bias=heads != (4, 4))
     dense = dense_attention(ours, library).to(rank_device)

@@ -92,6 +92,7 @@ def one_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow  # test_mesh.py has it of batches
 def test_ranks_agree_though_each_would_draw_otherwise(tmp_path):
     torch.multiprocessing.spawn(one_rank, (tmp_path,), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

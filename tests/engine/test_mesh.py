@@ -41,7 +41,7 @@ def one_rank(rank: int, folder: Path, shape: tuple[int, int], strategy: str) -> 
     ("shape", "strategy"),
     [
         pytest.param((3, 1), "all_reduce", marks=pytest.mark.slow),
-        ((1, 3), "all_reduce"),
+        pytest.param((1, 3), "all_reduce", marks=pytest.mark.slow),
         ((2, 2), "ag_rs"),
     ],
 )

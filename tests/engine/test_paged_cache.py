@@ -53,8 +53,7 @@ def expect_pages(cache: PagedKVCache) -> None:
     assert sorted(owned + cache.table.free) == list(range(cache.table.pages))
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize(("architecture", "page_size"), [("qwen3", 1), ("llama", 5), ("qwen3", 16)])
 def test_greedy_tokens_equal_the_definition(device, architecture, page_size):
     model = random_model(device, architecture)
     engine = engine_of(model, page_size=page_size)
@@ -74,15 +73,13 @@ def test_smollm2_writes_the_same_tokens(device):
     prompts = [load_tokenizer(resolve("smollm2")).encode(text) for text in texts]
     model = load_model("smollm2", dtype=torch.float32, device=device)
     options = dict(batch=3, capacity=48, cuda_graph=False)
-    expected = columns(Engine(model, **options).generate(prompts, 12))
+    expected = columns(Engine(model, **options).generate(prompts, 6))
     assert len({tuple(tokens) for tokens in expected}) == 3
-    for page_size in PAGE_SIZES:
-        engine = engine_of(model, page_size=page_size, **options)
-        assert columns(engine.generate(prompts, 12)) == expected
+    engine = engine_of(model, page_size=5, **options)
+    assert columns(engine.generate(prompts, 6)) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 17, 512])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 1), (1, 17), (5, 3), (5, 17), (16, 512)])
 def test_prompts_in_chunks(model, chunk, page_size):
     """17 columns and more attend over gathered pages, fewer over the table."""
     prompts = [list(range(1, 41)), PROMPT, [44], list(range(9, 32))]

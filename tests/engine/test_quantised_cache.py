@@ -62,10 +62,8 @@ def unquantised(smollm2):
 
 
 @needs_smollm2
-@pytest.mark.parametrize(
-    "kv_dtype",
-    ["fp8_e4m3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8_e5m2", "int8"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_the_perplexity_stays(smollm2, unquantised, kv_dtype):
     difference, agreement = BOUNDS[kv_dtype]
     loss, likeliest = teacher_forced(smollm2, "contiguous", kv_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -46,15 +47,16 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+@functools.cache
+def encoded() -> list[list[int]]:
     tokenizer = load_tokenizer("smollm2")
     return [tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def expected(prompts) -> list[list[int]]:
-    """transformers' own greedy generation, on the same weights."""
+@functools.cache
+def by_transformers(count: int, tokens: int) -> list[list[int]]:
+    """transformers' own greedy generation after the first prompts, on the same weights."""
+    prompts = encoded()[:count]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ours = load_model("smollm2")
     config = transformers.LlamaConfig(
@@ -76,7 +78,7 @@ def expected(prompts) -> list[list[int]]:
     weights = {f"model.{name}": tensor for name, tensor in ours.state_dict().items()}
     theirs.load_state_dict({**weights, "lm_head.weight": ours.embed_tokens.weight})
     theirs.to(device).generation_config = transformers.GenerationConfig(
-        do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+        do_sample=False, max_new_tokens=tokens, pad_token_id=0
     )
     longest = max(map(len, prompts))
     left_padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -88,17 +90,7 @@ def expected(prompts) -> list[list[int]]:
 def generated(folder: Path, ranks: int, **task) -> dict:
     """What rank 0 of the workers writes."""
     task_file, result = folder / "task.json", folder / "result.json"
-    task_file.write_text(
-        json.dumps(
-            {
-                "tensor_parallel": 1,
-                "count": NEW_TOKENS,
-                "streamed": STREAMED,
-                "strategies": 0,
-                **task,
-            }
-        )
-    )
+    task_file.write_text(json.dumps({"tensor_parallel": 1, "strategies": 0, **task}))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     worker = ["-m", "tests.engine.rank_worker", str(task_file), str(result)]
     command = [sys.executable, *(launcher if ranks > 1 else []), *worker]
@@ -115,21 +107,24 @@ def expect_each_strategy(found: dict, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kv_block", "count"),
+    ("ranks", "kv_block", "count", "tokens"),
     [
-        pytest.param(1, None, len(PROMPTS), marks=pytest.mark.slow),
-        (2, 16, 8),
-        pytest.param(2, 16, len(PROMPTS), marks=pytest.mark.slow),
-        pytest.param(3, 7, len(PROMPTS), marks=pytest.mark.slow),
+        (2, 16, 3, 16),
+        *(
+            pytest.param(ranks, kv_block, len(PROMPTS), NEW_TOKENS, marks=pytest.mark.slow)
+            for ranks, kv_block in ((1, None), (2, 16), (3, 7))
+        ),
     ],
 )
-def test_greedy_tokens_equal_transformers(ranks, kv_block, count, prompts, expected, tmp_path):
+def test_greedy_tokens_equal_transformers(ranks, kv_block, count, tokens, tmp_path):
     """Prompts as a batch over positions dealt round, and one alone."""
-    prompts = prompts[:count]
-    found = generated(tmp_path, ranks, prompts=prompts, kv_block=kv_block, strategies=BY_STRATEGY)
-    assert len(found["batched"]) == count
-    for text, tokens, reference in zip(PROMPTS, found["batched"], expected, strict=False):
-        assert tokens == reference, text
+    prompts, expected = encoded()[:count], by_transformers(count, tokens)
+    found = generated(
+        tmp_path, ranks, prompts=prompts, kv_block=kv_block, count=tokens, streamed=STREAMED,
+        strategies=BY_STRATEGY,
+    )  # fmt: skip
+    for text, ours, theirs in zip(PROMPTS[:count], found["batched"], expected, strict=True):
+        assert ours == theirs, text
     assert found["streamed"] == expected[1][:STREAMED]
 
     position = 2 * 30 * 3 * 64 * 4 * len(prompts)  # K and V, layers, heads, head_dim, fp32
@@ -151,11 +146,10 @@ def test_greedy_tokens_equal_transformers(ranks, kv_block, count, prompts, expec
         pytest.param(4, 1, "all_reduce", None, marks=pytest.mark.slow),
     ],
 )
-def test_tensor_parallel_equals_transformers(
-    ranks, tensor_parallel, strategy, kv_block, prompts, expected, tmp_path
-):
+def test_tensor_parallel_equals_transformers(ranks, tensor_parallel, strategy, kv_block, tmp_path):
     """9 query and 3 KV heads over the ranks of a group, the positions over the others."""
-    few, count = prompts[:3], 8  # each pass takes 60 collectives, on processes that share cores
+    few, count = encoded()[:3], 8  # each pass takes 60 collectives, on processes that share cores
+    expected = by_transformers(len(few), count)
     found = generated(
         tmp_path, ranks, prompts=few, count=count, streamed=count, kv_block=kv_block,
         tensor_parallel=tensor_parallel, tp_strategy=strategy,

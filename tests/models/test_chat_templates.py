@@ -266,34 +266,30 @@ def outcome(renderer):
         return "refused"
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_text_equals_transformers(name, conversation):
-    messages, template = CONVERSATIONS[conversation], TEMPLATES[name]
+def reference(template, messages):
     # As transformers' tokenizers do before they render.
     given = [{key: value for key, value in m.items() if value is not None} for m in messages]
-
-    def reference() -> str:
-        (chat,), _ = theirs.render_jinja_template(
-            [given], chat_template=template, add_generation_prompt=True, **SPECIAL
-        )
-        return chat
-
-    expected = outcome(reference)
-    assert outcome(lambda: render(template, messages, SPECIAL)) == expected
+    (chat,), _ = theirs.render_jinja_template(
+        [given], chat_template=template, add_generation_prompt=True, **SPECIAL
+    )
+    return chat
 
 
-def test_most_conversations_are_rendered():
-    """Refusals of both would be equal too: all templates take one turn, and most all of them."""
-    texts = {
-        (name, key): outcome(lambda: render(template, messages, SPECIAL))  # noqa: B023
-        for name, template in TEMPLATES.items()
-        for key, messages in CONVERSATIONS.items()
-    }
-    refused = [key for key, text in texts.items() if text == "refused"]
-    wrong = {"mutation", "unknown tag"}
-    assert {name for name, conversation in refused if conversation == "one turn"} == wrong
-    assert len(refused) < len(texts) / 4
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendered_text_equals_transformers(name):
+    template = TEMPLATES[name]
+    ours, expected = (
+        {key: outcome(lambda: renderer(template, x)) for key, x in CONVERSATIONS.items()}  # noqa: B023
+        for renderer in (lambda *given: render(*given, SPECIAL), reference)
+    )
+    assert ours == expected
+    # Refusals of both would be equal too: all templates take one turn, and each takes several.
+    refused = [key for key, text in ours.items() if text == "refused"]
+    if name in ("mutation", "unknown tag"):
+        assert refused == [*CONVERSATIONS]
+    else:
+        assert "one turn" not in refused
+        assert len(refused) <= 5
 
 
 @pytest.mark.parametrize(

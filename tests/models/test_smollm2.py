@@ -56,6 +56,7 @@ def test_weights_equal_transformers_reading(model, theirs):
 
 
 @torch.no_grad()
+@pytest.mark.slow  # transformers takes half a minute to read the file
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_equal_transformers(model, theirs, tokenizer, text, device):
     tokens = torch.tensor([tokenizer.encode(text)], device=device)

@@ -15,18 +15,17 @@ LAYOUTS = [
     ("slice", "packed", "every_other"),
     ("expanded", "expanded", "expanded"),
 ]
-#: Every layout in fp32, the other dtypes contiguous.
+#: Every layout in fp32, the other dtypes contiguous; optional tensors given to every other one.
 KINDS = pytest.mark.parametrize(
-    ("layouts", "dtype"),
+    ("layouts", "dtype", "given"),
     [
-        *((layouts, torch.float32) for layouts in LAYOUTS[:3]),
-        *(pytest.param(x, torch.float32, marks=pytest.mark.slow) for x in LAYOUTS[3:]),
-        (PLAIN, torch.bfloat16),
-        (PLAIN, torch.float64),
+        *((layouts, torch.float32, i % 2 == 0) for i, layouts in enumerate(LAYOUTS)),
+        (PLAIN, torch.float32, False),
+        (PLAIN, torch.bfloat16, True),
+        (PLAIN, torch.float64, False),
     ],
-    ids=lambda kind: str(kind) if isinstance(kind, torch.dtype) else "-".join(dict.fromkeys(kind)),
+    ids=lambda kind: "-".join(dict.fromkeys(kind)) if isinstance(kind, tuple) else str(kind),
 )
-OPTIONAL = pytest.mark.parametrize("given", [False, True], ids=["none", "given"])
 
 
 def qkv(layouts, dtype, device):
@@ -63,7 +62,6 @@ def lse_gradient(given, lse):
 
 
 @KINDS
-@OPTIONAL
 @pytest.mark.parametrize("op", [OPS.attention_forward, OPS.decode_forward], ids=str)
 def test_forward(op, layouts, dtype, given, device):
     opcheck(op, (*qkv(layouts, dtype, device), *mask(given, device), wider(given, dtype)))
@@ -77,7 +75,6 @@ def test_decode_with_a_mask(device):
 
 
 @KINDS
-@OPTIONAL
 def test_backward(layouts, dtype, given, device):
     inputs, arguments = qkv(layouts, dtype, device), mask(given, device)
     out, lse = OPS.attention_forward(*inputs, *arguments, None)
@@ -113,7 +110,6 @@ def test_backward_all(layouts, wanted, device):
 
 
 @KINDS
-@OPTIONAL
 def test_merge(layouts, dtype, given, device):
     qkv(layouts, dtype, device)  # skips what the device cannot do
     outs = make_tensor((3, 2, 4, 5, 16), layouts[0], dtype=dtype, device=device)
@@ -126,8 +122,7 @@ def test_merge(layouts, dtype, given, device):
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda names: "-".join(dict.fromkeys(names)))
-@OPTIONAL
-@pytest.mark.parametrize("op", [OPS.attention, OPS.decode], ids=str)
+@pytest.mark.parametrize(("op", "given"), [(OPS.attention, True), (OPS.decode, False)], ids=str)
 def test_differentiable(op, layouts, given, device):
     inputs = [x.requires_grad_() for x in qkv(layouts, torch.float32, device)]
     pointers = mask(given, device)[:3]

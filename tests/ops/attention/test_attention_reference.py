@@ -50,8 +50,8 @@ def test_gradcheck_of_out_and_lse(op, options):
         else value
         for name, value in options.items()
     }
-    q = torch.randn(2, 4, 3, 16, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 7, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    q = torch.randn(2, 2, 3, 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 1, 7, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda *x: op(*x, **options), (q, k, v))
 
 
