@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from tests.compile_backend.harness import check, mask_of, qkv
-from tests.compile_backend.test_forms import UNFUSED, SDPA, sdpa
+from tests.compile_backend.test_forms import SDPA, UNFUSED, sdpa
 from tests.compile_backend.test_masks import (
     ALIBI,
     BIASES,
