@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from torch_fdattn.compile_backend.rewrite import rewrite
 from torch_fdattn.ops.positions import Mask, query_key_positions, visible
-from torch_fdattn.ops.scores import MatchedScores, modify_scores
+from torch_fdattn.ops.scores import Scores, modify_scores
 
 LEAST = torch.finfo(torch.float32).min
 FULL = slice(None)
@@ -262,7 +262,7 @@ def effective(args, kwargs) -> torch.Tensor:
     explicit = rest.get("attn_mask")
     if explicit is not None:
         explicit = explicit.expand(found.shape)
-    options = MatchedScores(0.0, rest.get("alibi_slopes"), None, explicit)
+    options = Scores(0.0, rest.get("alibi_slopes"), None, explicit)
     return modify_scores(found, distance, options).masked_fill(~seen[:, None], -math.inf)
 
 

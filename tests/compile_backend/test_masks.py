@@ -630,7 +630,7 @@ def test_a_bias_with_gradient(name, shape):
 
 
 def test_a_bias_of_three_dimensions():
-    """MatchedScores (B, S, N) of heads folded into the batch: the bias has no heads either."""
+    """Scores (B, S, N) of heads folded into the batch: the bias has no heads either."""
     args = [x.detach().flatten(0, 1).requires_grad_() for x in qkv()]
     bias = torch.randn(8, 8, 8, requires_grad=True)
     for fn in (BIASES["sdpa"], added):

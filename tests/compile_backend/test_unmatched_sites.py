@@ -39,7 +39,7 @@ def placed(scores):
     return padded
 
 
-#: MatchedScores that no form has, and weights that none has: (the operation that is named, the function).
+#: Scores that no form has, and weights that none has: (the operation that is named, the function).
 UNMATCHED = {
     "+=": ("iadd", in_place(added)),
     "/=": ("itruediv", in_place(divided)),

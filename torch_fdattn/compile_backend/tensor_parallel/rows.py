@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_map
+
+from torch_fdattn.compile_backend.graph.nodes import equal_sizes, statically_true
 
 _ATEN = torch.ops.aten
 RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, _ATEN._unsafe_view.default)
@@ -39,8 +40,8 @@ def sources(node: Node) -> list[Node] | None:
         return None
     dims = value(given[0]).dim()
     if target in RESHAPES:
-        same = value(node).dim() and statically_equal(width(node), width(first))
-        return given if same else None
+        keeps_width = value(node).dim() and statically_true(width(node) == width(first))
+        return given if keeps_width else None
     if target is _ATEN.permute.default:
         return given if node.args[1][-1] % dims == dims - 1 else None
     if target is _ATEN.transpose.int:
@@ -95,7 +96,7 @@ def _cut_and_joined(node: Node) -> Node | None:
         return None
     joined = cut.args[0]
     before = [*value(joined).shape[: _dim(cut, 2)], *value(pieces[0]).shape[: _dim(node, 1)]]
-    return joined if all(statically_equal(size, 1) for size in before) else None
+    return joined if statically_true(*(size == 1 for size in before)) else None
 
 
 def _is_part(x: object, of: dict[Node, Node]) -> bool:
@@ -146,10 +147,7 @@ class Builder:
         while node in self.made and node.target is _ATEN.reshape.default:
             node = node.args[0]
         reshaped = self(_ATEN.reshape.default, node, shape)
-        new, old = value(reshaped).shape, value(node).shape
-        if len(new) == len(old) and all(map(statically_equal, new, old)):
-            return node
-        return reshaped
+        return node if equal_sizes(value(reshaped).shape, value(node).shape) else reshaped
 
     def rows(self, node: Node) -> Node:
         """As (rows, width)."""
@@ -168,11 +166,6 @@ class Builder:
     def clear(self) -> None:
         """Erases what was made and is not used."""
         erase(reversed(self.made))
-
-
-def statically_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Without a guard."""
-    return statically_known_true(a == b)
 
 
 def erase(nodes: Iterable[Node]) -> None:
