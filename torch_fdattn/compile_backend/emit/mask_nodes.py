@@ -27,6 +27,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Not,
     Poly,
     Quotient,
+    sort_key,
 )
 from torch_fdattn.compile_backend.masks.structure import Sizes
 from torch_fdattn.ops.positions import FAR
@@ -43,7 +44,7 @@ class MaskNodes:
     def condition(self, x: Condition) -> Node:
         if isinstance(x, (Both, Either)):
             join = operator.and_ if isinstance(x, Both) else operator.or_
-            first, *others = sorted(x.parts, key=repr)
+            first, *others = sorted(x.parts, key=sort_key)
             found = self.condition(first)
             for part in others:
                 found = self.add(join, found, self.condition(part))
@@ -59,9 +60,9 @@ class MaskNodes:
 
     def number(self, x: Poly) -> Node:
         found, constant = None, 0
-        for monomial, factor in sorted(x.terms, key=repr):
+        for monomial, factor in sorted(x.terms, key=sort_key):
             term = None
-            for atom, power in sorted(monomial, key=repr):
+            for atom, power in sorted(monomial, key=sort_key):
                 for _ in range(power):
                     node = self.atom(atom)
                     term = node if term is None else self.add(operator.mul, term, node)

@@ -22,6 +22,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     conjuncts,
     non_negative,
     number,
+    sort_key,
 )
 
 _Q, _K = Axis("q"), Axis("k")
@@ -37,10 +38,10 @@ class Part(NamedTuple):
 def parts(condition: Condition, sizes) -> list[Part]:
     """The conjuncts in order, with bounds of keys in place of bounds of quotients, less what follows from others."""
     found: list[Part] = []
-    for conjunct in sorted(conjuncts(condition), key=repr):
+    for conjunct in sorted(conjuncts(condition), key=sort_key):
         says = _of_keys(conjunct)
         says = both(*(_simpler(part, sizes) for part in conjuncts(says)))
-        found += [Part(conjunct, part) for part in sorted(conjuncts(says), key=repr)]
+        found += [Part(conjunct, part) for part in sorted(conjuncts(says), key=sort_key)]
     for part in list(found):
         others = [x.says for x in found if x is not part]
         if any(_follows(part.says, other) for other in others):
@@ -82,7 +83,7 @@ def is_chunked(condition: Condition) -> bool:
 
 def _quotients(condition: Condition) -> list[Quotient]:
     atoms = condition.of.atoms if isinstance(condition, (NonNegative, IsZero)) else ()
-    return sorted((atom for atom in atoms if isinstance(atom, Quotient)), key=repr)
+    return sorted((atom for atom in atoms if isinstance(atom, Quotient)), key=sort_key)
 
 
 def _of_keys(condition: Condition) -> Condition:

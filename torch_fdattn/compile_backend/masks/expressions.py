@@ -7,7 +7,7 @@ symbols stand in the coefficients. Conditions are conjunctions and the like of "
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import sympy
 from torch.fx import Node
@@ -124,6 +124,23 @@ class Poly:
             return None
         atom = found[0][0]
         return atom, self.coefficient(atom), self.without(atom)
+
+
+def sort_key(x: object) -> str:
+    """A key to sort by, equal in all processes. `repr` is not: sets are in the order of hashes, which are random.
+
+    Graphs that depended on it would miss torch's caches, and differ between ranks.
+    """
+    if isinstance(x, frozenset):
+        return f"frozenset({{{', '.join(sorted(map(sort_key, x)))}}})"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(sort_key, x))})"
+    if is_dataclass(x):
+        values = ", ".join(
+            f"{field.name}={sort_key(getattr(x, field.name))}" for field in fields(x)
+        )
+        return f"{type(x).__name__}({values})"
+    return repr(x)
 
 
 def number(value: Coefficient) -> Poly:

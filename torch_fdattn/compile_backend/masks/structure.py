@@ -25,6 +25,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     axes_of,
     negation,
     number,
+    sort_key,
 )
 
 _Q, _K = Axis("q"), Axis("k")
@@ -225,7 +226,7 @@ def split(added: Poly, hides: Callable[[float], bool]) -> SplitBias:
     conditions: list[Condition] = []
     fills: set[float] = set()
     while True:
-        for atom in sorted(added.atoms, key=repr):
+        for atom in sorted(added.atoms, key=sort_key):
             factor = added.coefficient(atom) if isinstance(atom, Select) else 0
             if not isinstance(factor, (int, float)) or not factor:
                 continue
