@@ -148,7 +148,7 @@ def test_a_batch_without_lengths(group, rank_device) -> None:
     whole = q, k, v, None, None, None, None, -1, 0, 0, 0, None, torch.float32
     extras = None, None, 0.0, None, None, False
     *part, unmerged = op.decode_eagerly(*whole, *extras, leave_parts=True)
-    found = one_sided.merge_parts(*part, unmerged, torch.float32, group, False)
+    found = fused_parts.merge(*part, unmerged, torch.float32, group, False)
     part = op.decode_eagerly(*whole, *extras)
     expect(found, one_sided.merge(*part, torch.float32, group, "fused", False))
 
