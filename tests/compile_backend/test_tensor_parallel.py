@@ -233,12 +233,12 @@ ENTRY = {
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        (auto.Sizes(4096, 4096, 1024, WORLD), True),
-        (auto.Sizes(4096, 77, 1024, WORLD), True),  # columns are a rank's own
-        (auto.Sizes(64, 4096, 1024, WORLD), False),
-        (auto.Sizes(4096, 4096, 64, WORLD), True),  # the nearest measured layer
-        (auto.Sizes(4096, 4096, 1024, 8), True),  # and number of ranks
-        (auto.Sizes(64, 4096, 1024, 8), False),
+        (auto.LinearSizes(4096, 4096, 1024, WORLD), True),
+        (auto.LinearSizes(4096, 77, 1024, WORLD), True),  # columns are a rank's own
+        (auto.LinearSizes(64, 4096, 1024, WORLD), False),
+        (auto.LinearSizes(4096, 4096, 64, WORLD), True),  # the nearest measured layer
+        (auto.LinearSizes(4096, 4096, 1024, 8), True),  # and number of ranks
+        (auto.LinearSizes(64, 4096, 1024, 8), False),
         (None, True),
     ],
 )

@@ -220,13 +220,13 @@ def test_products_of_few_rows(rows: int) -> None:
         gemm_all_reduce.matmul_all_reduce(x, weight, "0")
         swiglu_gemm.silu_mul_linear(x, weight)
     check(launches, "sm_90")
-    for name in ("gemm_sum", "gated"):
+    for name in ("gemm_all_reduce", "swiglu_gemm"):
         text = text_of(launches, name, "sm_90")
         assert "cp.async.bulk.tensor" in text
         assert "wgmma" in text
         assert not serialised(text)
         assert "st.global.v4" in text
-    assert "ld.volatile.global.v4" in text_of(launches, "gemm_sum", "sm_90")
+    assert "ld.volatile.global.v4" in text_of(launches, "gemm_all_reduce", "sm_90")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])  # fmt: skip
@@ -262,7 +262,7 @@ def test_float8_weights(rows: int) -> None:
         gemm_all_reduce.matmul_all_reduce(x, weight, "0", None, scale)
         dequantise.convert(weight, scale, out)
     check(launches, "sm_90")
-    assert "cp.async.bulk.tensor" in text_of(launches, "gemm_sum", "sm_90")
+    assert "cp.async.bulk.tensor" in text_of(launches, "gemm_all_reduce", "sm_90")
     assert "ld.global.v4" in text_of(launches, "dequantise", "sm_90")
     with recorded() as launches:
         dequantise.convert(weight.view(torch.uint8), scale, out)
@@ -293,7 +293,7 @@ def test_values(op: str) -> None:
     with ranks(), recorded() as launches:
         getattr(lamport_exchange, op)(x, torch.empty_like(y), "0", 1, WORLD)
     check(launches, "sm_90")
-    text = text_of(launches, "values", "sm_90")
+    text = text_of(launches, "lamport_exchange", "sm_90")
     assert "st.global.v4" in text
     assert "ld.volatile.global.v4" in text
     assert "fence" not in text

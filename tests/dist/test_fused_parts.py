@@ -149,7 +149,7 @@ def test_a_batch_without_lengths(group, rank_device) -> None:
     q, k, v = make(rank_device, 2, 4, 2, 1, 2 * TILE, 16)
     call = q, k, v, None, DecodeOptions(Mask(window_right=0), dtype=torch.float32)
     *part, unmerged = op.decode_eagerly(*call, leave_parts=True)
-    found = one_sided.merge_parts(*part, unmerged, torch.float32, group, False)
+    found = fused_parts.merge(*part, unmerged, torch.float32, group, False)
     part = op.decode_eagerly(*call)
     expect(found, one_sided.merge(*part, torch.float32, group, "fused", False))
 

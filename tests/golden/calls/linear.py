@@ -43,7 +43,9 @@ def gathers() -> Iterator[Call]:
     def one(name: str, module, rows: int, dtype=torch.bfloat16, n: int = N, **options) -> Call:
         x, weights = meta(rows, K, dtype=dtype), [meta(n, K, dtype=dtype)]
         given = dict(x=x, weights=weights, group_name="0", rows=[rows] * WORLD, keep=False)
-        return Call(f"tp_linear/gather/{name}", module.all_gather_matmul, given, ("y",), **options)
+        return Call(
+            f"tensor_parallel/gather/{name}", module.all_gather_matmul, given, ("y",), **options
+        )
 
     yield one("copy_engine", copy_engine, 1024)
     gated = one("copy_engine/gated", copy_engine, 1024, n=2 * N)
@@ -72,7 +74,11 @@ def scatters() -> Iterator[Call]:
             bias=meta(K) if biased else None,
         )
         return Call(
-            f"tp_linear/scatter/{name}", module.matmul_reduce_scatter, given, ("y",), **options
+            f"tensor_parallel/scatter/{name}",
+            module.matmul_reduce_scatter,
+            given,
+            ("y",),
+            **options,
         )
 
     yield one("copy_engine", copy_engine, 1024)
@@ -89,7 +95,7 @@ def all_reduces() -> Iterator[Call]:
             x=meta(rows, 6400, dtype=dtype), weight=meta(K, 6400, dtype=dtype), group_name="0"
         )
         return Call(
-            f"tp_linear/all_reduce/{name}", module.matmul_all_reduce, given, ("y",), **options
+            f"tensor_parallel/all_reduce/{name}", module.matmul_all_reduce, given, ("y",), **options
         )
 
     for rows in (1, 16, 128):
@@ -111,9 +117,9 @@ def all_reduces() -> Iterator[Call]:
     for shots in (1, 2):
         x = meta(128, K)
         given = dict(x=x, y=meta(128, K), group_name="0", rank=RANK, world=WORLD, shots=shots)
-        yield Call(f"tp_linear/all_reduce/tiles/{shots}", tiled_all_reduce.all_reduce, given)
+        yield Call(f"tensor_parallel/all_reduce/tiles/{shots}", tiled_all_reduce.all_reduce, given)
     words = dict(x=meta(3, 8, dtype=_FP32), y=meta(3, 8, dtype=_FP32), group_name="0", world=WORLD)
-    yield Call("tp_linear/all_reduce/words", low_latency.ll_all_reduce, words)
+    yield Call("tensor_parallel/all_reduce/ll_packets", low_latency.ll_all_reduce, words)
 
 
 def norms() -> Iterator[Call]:
@@ -125,7 +131,7 @@ def norms() -> Iterator[Call]:
             weight=meta(K),
         )
         given |= dict(eps=1e-6, group_name=group)
-        return Call(f"tp_linear/norm/{name}", row_norm.sum_norm, given, ("normed", "added"))
+        return Call(f"tensor_parallel/norm/{name}", row_norm.sum_norm, given, ("normed", "added"))
 
     yield one("16", 16)
     yield one("256", 256)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.ring_attention.layout import all_to_all
+from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.ops.merge_states.op import merge_rows
 
 ROOT = 0

@@ -29,7 +29,7 @@ from torch_fdattn.dist.consensus import (
 )
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
-from torch_fdattn.dist.ring_attention.layout import all_to_all
+from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 

@@ -12,20 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.local import Problem
-
-
-def all_to_all(
-    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group_name: str
-) -> list[Tensor]:
-    """parts[r] goes to rank r; from rank r comes a tensor of shapes[r]."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([part.flatten() for part in parts])
-    received = torch.ops._c10d_functional.all_to_all_single(
-        flat, sizes, [part.numel() for part in parts], group_name
-    )
-    received = torch.ops._c10d_functional.wait_tensor(received)
-    return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]
 
 
 def with_length(shape: Sequence[int], length: int) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.point_to_point import send_to_next
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
@@ -41,7 +42,9 @@ class _Hop:
             self._received = self._sent
             return
         if self._traced:
-            self._received = _all_to_all(self._sent, shape, problem)
+            ring = problem.rank, problem.world_size, problem.group_name
+            stacked = torch.stack(self._sent)
+            self._received = list(send_to_next(stacked, [len(stacked), *shape], *ring).unbind())
             return
         self._received = [x.new_empty(shape) for x in tensors]
         group = _resolve_process_group(problem.group_name)
@@ -66,20 +69,6 @@ class _Hop:
             work.wait()
         self._works, self._sent = [], []
         return self._received
-
-
-def _all_to_all(sent: Sequence[Tensor], shape: Sequence[int], problem: Problem) -> list[Tensor]:
-    flat = torch.cat([x.flatten() for x in sent])
-    incoming = len(sent) * torch.Size(shape).numel()
-    to, source = (problem.rank + 1) % problem.world_size, (problem.rank - 1) % problem.world_size
-    received = torch.ops._c10d_functional.all_to_all_single(
-        flat,
-        [incoming if r == source else 0 for r in range(problem.world_size)],
-        [flat.numel() if r == to else 0 for r in range(problem.world_size)],
-        problem.group_name,
-    )
-    received = torch.ops._c10d_functional.wait_tensor(received)
-    return list(received.view(len(sent), *shape).unbind())
 
 
 def _block_shape(k: Tensor, problem: Problem, source: int) -> list[int]:

@@ -1,10 +1,8 @@
 """Strategy `star`: every rank attends all queries over its own keys, a root merges and broadcasts.
 
-The queries of all ranks are gathered; each rank's partial result is its numerator, denominator and
-maximum, in the form (out, lse): out = numerator / denominator, lse = maximum + log denominator. Rank 0 merges them
-by log-sum-exp, in rank order, and broadcasts. K and V never move: right where keys outweigh queries by
-far (a long context, few queries). Memory: queries and results of the whole sequence on every rank,
-and those of all ranks on the root.
+The queries of all ranks are gathered, and the ranks' partial states merged as by `decode/star.py`. K and V never
+move: right where keys outweigh queries by far (a long context, few queries). Memory: all queries and results on every
+rank, and those of all ranks on the root.
 """
 
 from __future__ import annotations
@@ -12,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.ring_attention.layout import all_to_all, gather, scatter_sum
+from torch_fdattn.dist.decode.partial_states import MergeGroup
+from torch_fdattn.dist.decode.star import merge
+from torch_fdattn.dist.ring_attention.layout import gather, scatter_sum
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
@@ -22,8 +22,6 @@ from torch_fdattn.dist.ring_attention.local import (
 )
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
-
-ROOT = 0
 
 
 def _calls(problem: Problem) -> list[BlockCall]:
@@ -35,28 +33,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
     all_queries = gather(q, problem)
     state = State(all_queries, problem)
     state.add(k, v, _calls(problem))
-    out, lse = _merged_by_root(*state.parts(), problem)
-    saved = Saved(all_queries, k, v, out.to(q.dtype), lse)
-    own_out, own_lse = (problem.shards.shard(x, problem.rank, dim=2) for x in (saved.out, lse))
+    group = MergeGroup(problem.group_name, problem.rank, problem.world_size)
+    out, lse = merge(*state.parts(), q.dtype, group)
+    saved = Saved(all_queries, k, v, out, lse)
+    own_out, own_lse = (problem.shards.shard(x, problem.rank, dim=2) for x in (out, lse))
     return torch.empty_like(q).copy_(own_out), own_lse.clone(), saved
-
-
-def _merged_by_root(out: Tensor, lse: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    packed = torch.cat([out, lse.unsqueeze(-1)], -1)
-    nothing = packed[:, :, :0]
-    is_root = problem.rank == ROOT
-    received = all_to_all(
-        [packed if r == ROOT else nothing for r in range(problem.world_size)],
-        [packed.shape if is_root else nothing.shape] * problem.world_size,
-        problem.group_name,
-    )
-    if is_root:
-        parts = torch.stack(received)
-        out, lse = torch.ops.fdattn.merge_states_forward(parts[..., :-1], parts[..., -1], out.dtype)
-        packed = torch.cat([out, lse.unsqueeze(-1)], -1)
-    packed = torch.ops._c10d_functional.broadcast(packed, ROOT, problem.group_name)
-    packed = torch.ops._c10d_functional.wait_tensor(packed)
-    return packed[..., :-1], packed[..., -1].contiguous()
 
 
 def backward(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.ring_attention.layout import all_to_all, in_order_of, with_length
+from torch_fdattn.dist.point_to_point import all_to_all
+from torch_fdattn.dist.ring_attention.layout import in_order_of, with_length
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients

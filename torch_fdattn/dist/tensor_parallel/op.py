@@ -11,7 +11,6 @@ Under autocast x is cast before it travels, weights and biases as in `torch.nn.f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +25,6 @@ from torch_fdattn.dist.tensor_parallel.auto import LinearSizes, compute_dtype
 from torch_fdattn.ops import library
 from torch_fdattn.ops.gemm import float8
 from torch_fdattn.ops.swiglu import silu_mul
-
-
-class LinearPlan(NamedTuple):
-    """What a call was found to be: a strategy or method, every rank's rows, this rank; whether a norm is part of it."""
-
-    strategy: str
-    rows: Sequence[int]
-    rank: int
-    world: int
-    with_norm: bool = False
-
 
 STRATEGIES = ("auto", "collective", *one_sided.STRATEGIES)
 METHODS = ("auto", "nccl", *symmetric_memory.METHODS, *one_sided.METHODS)
@@ -187,17 +175,9 @@ def _all_gather_matmul(
     )
     equal_sizes = largest is not None
     strategy = chosen(auto.GATHER, strategy, group_name, x_shard, sizes, rows, equal_sizes)
-    plan = LinearPlan(strategy, rows, rank, world_size)
-    return run_gather(plan, x_shard, weights, biases, group_name, weight_scales, activation)
-
-
-def run_gather(
-    plan: LinearPlan, x: Tensor, weights, biases, group_name: str, scales=None, activation=None
-) -> list[Tensor]:  # fmt: skip
-    strategy, rows, rank, world_size = plan[:4]
-    x = x.to(compute_dtype(x))
-    if scales:
-        pairs = zip(weights, scales, strict=True)
+    x = x_shard.to(compute_dtype(x_shard))
+    if weight_scales:
+        pairs = zip(weights, weight_scales, strict=True)
         weights = [float8.dequantised(weight, scale, x.dtype) for weight, scale in pairs]
     gated = activation is not None
     if gated and one_sided.takes_swiglu(strategy, x, weights, biases, rows):
@@ -232,16 +212,8 @@ def _matmul_reduce_scatter(
         once=strategy in one_sided.STRATEGIES,
     )
     strategy = chosen(auto.SCATTER, strategy, group_name, x, sizes, rows, largest is not None)
-    plan = LinearPlan(strategy, rows, rank, world_size)
-    return run_scatter(plan, x, weight, bias, group_name, weight_scale)
-
-
-def run_scatter(
-    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    strategy, rows, rank, world_size = plan[:4]
-    if scale is not None:
-        weight = float8.dequantised(weight, scale, compute_dtype(x))
+    if weight_scale is not None:
+        weight = float8.dequantised(weight, weight_scale, compute_dtype(x))
     if strategy != "collective":
         x = x.to(compute_dtype(x))
         return one_sided.matmul_reduce_scatter(x, weight, bias, group_name, strategy, rows, rank)
@@ -252,22 +224,23 @@ def _matmul_all_reduce(
     x, weight, group_name, bias=None, *, rank=None, world_size=None, method="auto",
     strategy="auto", weight_scale=None, largest=None,
 ):  # fmt: skip
-    options = method, strategy, largest
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options, weight_scale)
-    return run_all_reduce(plan, x, weight, bias, group_name, weight_scale)
+    rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    method = _checked_method(
+        x, weight, group_name, bias, world_size, method, strategy, largest, weight_scale
+    )
+    return _reduced(x, weight, bias, group_name, method, rank, world_size, weight_scale)
 
 
-def _all_reduce_plan(
-    x, weight, group_name, bias, rank, world_size, method, strategy, largest, scale=None
-) -> LinearPlan:  # fmt: skip
+def _checked_method(
+    x, weight, group_name, bias, world_size, method, strategy, largest, scale=None
+) -> str:
+    """The method of all-reduce that runs, of a call that is right and equal on all ranks."""
     check_linear_strategy("strategy", strategy)
     check_method("method", method)
     _check_linear(x, weight, bias, scale)
     if method in symmetric_memory.METHODS:
         symmetric_memory.check(method, x.device, compute_dtype(x))
-    rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    sizes = LinearSizes(x.shape[0], weight.shape[0], largest or x.shape[1], world_size)
-    same = {
+    values = {
         "method": method,
         "strategy": strategy,
         "largest": largest,
@@ -275,25 +248,37 @@ def _all_reduce_plan(
         "x's dtype": compute_dtype(x),
     }
     ours = method in one_sided.METHODS or strategy in one_sided.STRATEGIES
-    check_equal_on_all_ranks(group_name, x, same, once=ours)
-    method = chosen_method(method, strategy, group_name, x, sizes, largest is not None)
-    return LinearPlan(method, (), rank, world_size)
+    check_equal_on_all_ranks(group_name, x, values, once=ours)
+    sizes = LinearSizes(x.shape[0], weight.shape[0], largest or x.shape[1], world_size)
+    return chosen_method(method, strategy, group_name, x, sizes, largest is not None)
+
+
+def _reduced(x, weight, bias, group_name, method, rank, world_size, scale=None) -> Tensor:
+    if method in one_sided.METHODS:
+        x = x.to(compute_dtype(x))
+        return one_sided.matmul_all_reduce(x, weight, bias, group_name, method, scale)
+    if scale is not None:
+        weight = float8.dequantised(weight, scale, compute_dtype(x))
+    return collective.matmul_all_reduce(x, weight, bias, group_name, method, rank, world_size)
 
 
 def _matmul_all_reduce_rms_norm(
     x, weight, group_name, residual, norm_weight, eps, bias=None, *, rank=None, world_size=None, method="auto",
     strategy="auto", largest=None,
 ):  # fmt: skip
-    options = method, strategy, largest
-    may = compute_dtype(x) == x.dtype and one_sided.may_take_norm(
-        x, weight, residual, norm_weight, bias
-    )
-    plan = _all_reduce_plan(x, weight, group_name, bias, rank, world_size, *options)
+    rank, world_size = given_rank_and_size(group_name, rank, world_size)
+    method = _checked_method(x, weight, group_name, bias, world_size, method, strategy, largest)
     _expect_normed(residual, norm_weight, x.shape[0], weight.shape[0], x)
-    plan = plan._replace(
-        with_norm=may and one_sided.takes_norm(plan.strategy, plan.world, x, weight)
-    )
-    return run_all_reduce_norm(plan, x, weight, bias, group_name, residual, norm_weight, eps)
+    if (
+        compute_dtype(x) == x.dtype
+        and one_sided.may_take_norm(x, weight, residual, norm_weight, bias)
+        and one_sided.takes_norm(method, world_size, x, weight)
+    ):
+        return one_sided.matmul_all_reduce_rms_norm(
+            x, weight, bias, group_name, method, residual, norm_weight, eps
+        )
+    added = residual + _reduced(x, weight, bias, group_name, method, rank, world_size)
+    return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
 
 
 def _expect_normed(
@@ -305,36 +290,6 @@ def _expect_normed(
         checks.expect_device(name, tensor, x.device, "x")
         if not torch.is_autocast_enabled(x.device.type):
             checks.expect_dtype(name, tensor, x.dtype, "x")
-
-
-def run_all_reduce_norm(
-    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, residual: Tensor, norm_weight: Tensor, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if plan.with_norm:
-        return one_sided.matmul_all_reduce_rms_norm(
-            x,
-            weight,
-            bias,
-            group_name,
-            plan.strategy,
-            residual,
-            norm_weight,
-            eps,
-        )
-    added = residual + run_all_reduce(plan, x, weight, bias, group_name)
-    return torch.nn.functional.rms_norm(added, added.shape[-1:], norm_weight, eps), added
-
-
-def run_all_reduce(
-    plan: LinearPlan, x: Tensor, weight: Tensor, bias, group_name: str, scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    strategy, _, rank, world_size = plan[:4]
-    if strategy in one_sided.METHODS:
-        x = x.to(compute_dtype(x))
-        return one_sided.matmul_all_reduce(x, weight, bias, group_name, strategy, scale)
-    if scale is not None:
-        weight = float8.dequantised(weight, scale, compute_dtype(x))
-    return collective.matmul_all_reduce(x, weight, bias, group_name, strategy, rank, world_size)
 
 
 def _define(schema: str, function) -> None:
