@@ -371,7 +371,7 @@ FAULTS = (
     ),
     Fault(
         "SwiGLU by a kernel where it is differentiated", f"{_KERNELS}/swiglu.py",
-        "is_compiling() or not runs_directly(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
+        "is_compiling() or not can_call_kernel(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
     ),
     Fault(
         "a norm of another tensor", "torch_fdattn/dist/fused_inference.py",

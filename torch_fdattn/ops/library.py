@@ -64,7 +64,7 @@ def is_watched() -> bool:
     )
 
 
-def runs_directly(*tensors: Tensor | None) -> bool:
+def can_call_kernel(*tensors: Tensor | None) -> bool:
     """Whether nobody is between a caller and the kernel: no tracing, mode, subclass or derivative.
 
     Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more. The first of the
@@ -95,14 +95,14 @@ def lie_in_memory(*arguments: object) -> bool:
     )
 
 
-def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
+def can_bypass_dispatcher(first: Tensor, *others: Tensor | None) -> bool:
     """Whether a Python entry may call an op's kernel itself: nobody would see the op, nothing is derived.
 
     False also for what is no tensor, so that such a call meets the checks of its types.
     """
     if is_compiling() or _is_any_autocast_enabled() or _profiler_enabled() or first is None:
         return False
-    return runs_directly(first, *others)
+    return can_call_kernel(first, *others)
 
 
 def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.ops.launch import PROCESSORS
-from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: (rows from, to, inner features at least, features at least) of which a product with SwiGLU in its own launch takes less
@@ -31,7 +31,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     On GPUs and without gradients one kernel, which rounds once; elsewhere PyTorch's two, which round twice.
     """
-    if torch.compiler.is_compiling() or not runs_directly(gate, up) or not _fits(gate, up):
+    if torch.compiler.is_compiling() or not can_call_kernel(gate, up) or not _fits(gate, up):
         return F.silu(gate) * up
     from torch_fdattn.ops.swiglu_kernel import launch_silu_mul  # imports triton
 

@@ -26,7 +26,7 @@ from torch_fdattn.dist.tp_linear.gemm import (
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
-from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
@@ -97,7 +97,7 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
 
 def fits_unseen(x: Tensor, weight: Tensor) -> bool:
     """Whether `silu_mul_linear` can do it, and nobody would see that it was one op and not two."""
-    seen = torch.is_autocast_enabled(x.device.type) or not runs_directly(x, weight)
+    seen = torch.is_autocast_enabled(x.device.type) or not can_call_kernel(x, weight)
     return not seen and fits(x, weight)
 
 

@@ -276,7 +276,7 @@ def decode(
     """The composite op."""
     scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     options = k_scale, v_scale, batch_invariant
-    if library.runs_directly(
+    if library.can_call_kernel(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
         right = 0 if causal else window_right
@@ -317,7 +317,7 @@ def paged_decode(
     """The composite op."""
     scores = Scores(softcap, alibi_slopes, sinks)
     options = k_scale, v_scale, batch_invariant
-    if library.runs_directly(
+    if library.can_call_kernel(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
         right = 0 if causal else window_right
