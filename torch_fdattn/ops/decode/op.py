@@ -26,7 +26,7 @@ from torch_fdattn.ops.attention.inputs import copy_state, empty_state
 from torch_fdattn.ops.decode.inputs import (
     QUANTISED,
     DecodeCall,
-    WholeLengths,
+    GlobalLengths,
     check_out,
     check_workspace,
     checked_call,
@@ -118,7 +118,7 @@ class PreparedDecode:
 
 def decode_eagerly(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, options: DecodeOptions,
-    written: Written | None = None, global_lens: WholeLengths | None = None, leave_parts: bool = False,
+    written: Written | None = None, global_lens: GlobalLengths | None = None, leave_parts: bool = False,
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose key has passed its checks, or that passes them now.
 
