@@ -144,7 +144,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
                 "torch.autograd.forward_ad); attention, varlen_attention, decode and merge_states have one"
             )
         if written:
-            meet(args[0])
+            load_rules_for(args[0])
             _bump_versions(args, kwargs, written)
         with beneath():
             return overload(*args, **kwargs)
@@ -241,7 +241,7 @@ def register_dtensor_rules() -> None:
     dtensor_rules.register()
 
 
-def meet(tensor: Tensor) -> None:
+def load_rules_for(tensor: Tensor) -> None:
     """Called by every composite, and every op that writes, with its first input: loads what a tensor
     subclass needs.
     """

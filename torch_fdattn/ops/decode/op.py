@@ -289,7 +289,7 @@ def decode(
     tensors = q, k_cache, v_cache, k_scale, v_scale, *scores[1:]
     raw = torch.ops.fdattn.decode_forward
     if without := _has_no_derivatives(k_cache, k_scale, v_scale):
-        library.meet(q)
+        library.load_rules_for(q)
         return library.run_without_derivatives(
             "decode", f"with {without}", raw, q, k_cache, v_cache, *options.to_raw()
         )
@@ -298,7 +298,7 @@ def decode(
         forward = functools.partial(_forward_of_attention, batch_invariant)
         of_attention = AttentionOptions(mask, options.scale, scores)
         return attend(forward, q, k_cache, v_cache, of_attention)
-    library.meet(q)
+    library.load_rules_for(q)
     return raw(q, k_cache, v_cache, *options.to_raw())
 
 
@@ -327,7 +327,7 @@ def paged_decode(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     options = DecodeOptions(mask, default_scale(q, scale), scores, *options)
-    library.meet(q)
+    library.load_rules_for(q)
     return library.run_without_derivatives(
         "paged_decode", "over pages", torch.ops.fdattn.paged_decode_forward,
         q, k_cache, v_cache, page_table, *options.to_raw(paged=True),
