@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fdattn.ops.launch import PROCESSORS
+from torch_fdattn.ops.launch import NUM_SMS
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,11 +60,11 @@ def fills_waves(chunks: Sequence[int], inner: int) -> bool:
     """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
     across = -(-inner // GATED_TILE)
     tiles = across * sum(-(-rows // GATED_TILE) for rows in chunks)
-    waves = -(-tiles // PROCESSORS)
+    waves = -(-tiles // NUM_SMS)
     # What chunks fill up to whole tiles is work for nothing.
     needed = across * sum(chunks) / GATED_TILE
-    full = tiles >= _FULL * waves * PROCESSORS and needed >= _FULL * tiles
-    return full and waves > 1 and tiles >= len(chunks) * PROCESSORS
+    full = tiles >= _FULL * waves * NUM_SMS and needed >= _FULL * tiles
+    return full and waves > 1 and tiles >= len(chunks) * NUM_SMS
 
 
 def _fits(gate: Tensor, up: Tensor) -> bool:

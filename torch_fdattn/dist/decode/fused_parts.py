@@ -33,7 +33,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
-from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
+from torch_fdattn.ops.decode.schedule import even_splits, key_bounds, units_between
 from torch_fdattn.ops.launch import on_device, power_of_two
 from torch_fdattn.ops.library import launches
 
@@ -81,7 +81,7 @@ def _fused_parts_kernel(
         0, (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole),
         (window_left, window_right, kv_block, kv_stride), HAS_LEFT, HAS_RIGHT, STRIPED,
     )  # fmt: skip
-    pieces = even_pieces(units_between(begin, end), wanted, LEAST, TWICE, False)
+    pieces = even_splits(units_between(begin, end), wanted, LEAST, TWICE, False)
     await_previous(PDL)
     if pieces == 1:  # written by its one program
         values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
@@ -108,7 +108,7 @@ def merge(
     block, tiles = rows.tile(owners)
     chunk = min(CHUNK, rows.block_d)
     at_once = min(
-        power_of_two(cut.pieces), max(1, PART_ELEMENTS // (block * chunk))
+        power_of_two(cut.splits), max(1, PART_ELEMENTS // (block * chunk))
     )  # fmt: skip
     early = starts_early(part)
     where.enter()

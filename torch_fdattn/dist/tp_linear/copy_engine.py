@@ -27,7 +27,7 @@ from torch_fdattn.dist.signals import TICKETS, as_words, await_flag, read_epoch
 from torch_fdattn.dist.tp_linear import gated_tiles
 from torch_fdattn.dist.tp_linear.copies import Copies, finish, using
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.decode.schedule import processors
+from torch_fdattn.ops.decode.schedule import num_sms
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import launches
 
@@ -190,7 +190,7 @@ def matmul_reduce_scatter(
         if out.numel():
             own = partial[first[rank] : first[rank] + rows[rank]]
             parts = copies.data(rank, x.dtype, world, rows[rank], width)
-            programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * processors(x.device))
+            programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * num_sms(x.device))
             with on_device(x):
                 launch(
                     _sum_kernel, programs,

@@ -25,7 +25,7 @@ from torch_fdattn.dist.tp_linear.gemm import (
 )
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
-from torch_fdattn.ops.launch import PROCESSORS, cdiv, on_device
+from torch_fdattn.ops.launch import NUM_SMS, cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
@@ -64,7 +64,7 @@ def _tile(columns: int, x: Tensor) -> Tile:
         return tile
     if tile.n <= 64:
         return tile._replace(stages=4)
-    return tile._replace(stages=5 if cdiv(columns, tile.m) <= PROCESSORS else 3)
+    return tile._replace(stages=5 if cdiv(columns, tile.m) <= NUM_SMS else 3)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch_fdattn.dist.tp_linear.gemm import (
     triton_dtype,
 )
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.decode.schedule import processors
+from torch_fdattn.ops.decode.schedule import num_sms
 from torch_fdattn.ops.launch import cdiv, on_device
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.swiglu import GATED_TILE
@@ -65,7 +65,7 @@ def silu_mul_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
     of_weight = [n * weight.stride(0), weight.stride(0), 1]
     with on_device(x):
         launch(
-            _gated_tiles_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
+            _gated_tiles_kernel, min(num_sms(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
             TensorDescriptor(y, [m, n], [y.stride(0), 1], [tile.m, tile.n]),
             TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
             TensorDescriptor(weight, [2, n, k], of_weight, [2, tile.n, tile.k]),
