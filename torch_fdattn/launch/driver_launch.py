@@ -155,11 +155,11 @@ class DriverLaunch:
 
 
 def driver_launch(
-    compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, beside: int | None = None
+    compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, max_ctas_per_sm: int | None = None
 ) -> DriverLaunch | None:  # fmt: skip
     """The kernel's launch, or None where only Triton knows how: another driver, clusters, scratch memory, parameters.
 
-    beside: how many programs a multiprocessor may run side by side. The hardware knows no such limit, so each
+    max_ctas_per_sm: how many programs an SM may run at a time. The hardware knows no such limit, so each
     program takes as much shared memory as leaves no room for more.
     """
     metadata = compiled.metadata
@@ -175,10 +175,12 @@ def driver_launch(
     if descriptors and not hasattr(driver, "cuTensorMapEncodeTiled"):
         return None
     shared = 0
-    if beside is not None:
+    if max_ctas_per_sm is not None:
         properties = torch.cuda.get_device_properties(device)
         most = properties.shared_memory_per_block_optin
-        shared = min(most, shared_to_limit(beside, properties.shared_memory_per_multiprocessor))
+        shared = min(
+            most, shared_to_limit(max_ctas_per_sm, properties.shared_memory_per_multiprocessor)
+        )
         if shared > metadata.shared:
             # As much as there can be, whatever this launch needs: other launches of the function need other sizes.
             function = ctypes.c_void_p(compiled.function)
@@ -197,9 +199,9 @@ def parameter_sizes(ptx: str) -> list[int]:
     return [0 if x is None else int(x[1]) // 8 * int(x[2] or 1) for x in sizes]
 
 
-def shared_to_limit(beside: int, total: int) -> int:
-    """Bytes a program of which `beside` fit into a multiprocessor's `total`, and no more."""
-    return total // (beside + 1) // 128 * 128 + 128 - _RESERVED_SHARED
+def shared_to_limit(max_ctas_per_sm: int, total: int) -> int:
+    """Bytes a program of which so many fit into an SM's `total`, and no more."""
+    return total // (max_ctas_per_sm + 1) // 128 * 128 + 128 - _RESERVED_SHARED
 
 
 def flat(kinds, values) -> Iterator[tuple[str, object]]:
