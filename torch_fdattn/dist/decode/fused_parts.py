@@ -118,8 +118,8 @@ def merge(
             _fused_parts_kernel, owners * tiles * (rows.block_d // chunk),
             part, part_lse, unmerged.parts, unmerged.part_lses, *unmerged.bounds, out, lse, where.memory.addresses,
             where.state, where.fault.tensor, part.stride(), where.half_bytes, timeout_ns(), where.rank, rows.batch,
-            rows.count, rows.count // owners, first_head, *cut.numbers, cut.whole, cut.kv_heads, *cut.flags,
-            cut.least, cut.twice, cut.block_m, cut.block_dv, at_once, rows.heads, heads, rows.q_len, rows.v_dim,
+            rows.count, rows.count // owners, first_head, *cut.numbers, cut.shard, cut.kv_heads, *cut.flags,
+            cut.min_units, cut.twice, cut.block_m, cut.block_dv, at_once, rows.heads, heads, rows.q_len, rows.v_dim,
             rows.world, rows.sources, owners, block, rows.block_d, chunk, early, num_warps=1,
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

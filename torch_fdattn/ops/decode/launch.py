@@ -55,10 +55,10 @@ class EvenCut(NamedTuple):
     numbers: tuple[
         int, ...
     ]  # kv_capacity, window_left, window_right, kv_block, kv_stride, target splits
-    whole: tuple[int, int] | None
+    shard: tuple[int, int] | None  # of `GlobalLengths`: start and most
     kv_heads: int
     flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, STRIPED
-    least: int
+    min_units: int
     twice: bool
     block_m: int
     block_dv: int

@@ -133,16 +133,8 @@ def decode_eagerly(
         and v_scale is None and alibi_slopes is None and attn_mask is None and sinks is None
     )  # fmt: skip
     others = (
-        kv_lens,
-        q_start,
-        kv_start,
-        page_table,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        attn_mask,
-        sinks,
-    )
+        kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
+    )  # fmt: skip
     try:
         key = (
             "decode", q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
