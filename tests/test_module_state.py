@@ -76,7 +76,7 @@ ALLOWED = {
     "ops/attention/configs.py": {"device_capability": "of a device"},
     "ops/attention/dispatch.py": {"_gpu": "of a device", "_rows": "rows of a table for a device"},
     "ops/attention/tuning.py": {"_memories": "what autotune found, by file", "_where": "a device with its software"},
-    "ops/decode/schedule.py": {"processors": "of a device", "fast_memory": "of a device"},
+    "ops/decode/schedule.py": {"num_sms": "of a device", "fast_memory": "of a device"},
     "ops/determinism.py": {"_generators": "of seeds, which `set_deterministic` makes"},
     "ops/library.py": {"launches": "a count for tests", "register_dtensor_rules": "done once"},
     "sources.py": {"hash_of": "of files that do not change"},

@@ -43,7 +43,7 @@ class DecodePlan:
         # torch's own setting decides how float32 is multiplied.
         self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
         self._prepared: PreparedDecode | None = None
-        if library.runs_directly(q, *self._held):
+        if library.can_call_kernel(q, *self._held):
             out, lse = empty_state(q, v)
             self._written = dict(out=_metadata(out), lse=_metadata(lse))
             self._prepared = PreparedDecode.of(call, out, lse)

@@ -12,10 +12,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import triton
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
+
+from torch_fdattn.launch.driver_launch import DriverLaunch
 
 from .launches import Case, Launch, record
 from .targets import ARCHS, Arch, Occupancy, occupancy
@@ -53,7 +56,20 @@ def compile_launch(launch: Launch, arch: Arch):
         backend, launch.kwargs, bound, specialization, options
     )
     source = ASTSource(kernel, signature, constants, attrs)
-    return triton.compile(source, target=arch.target, options=options.__dict__)
+    compiled = triton.compile(source, target=arch.target, options=options.__dict__)
+    if arch.target.backend == "cuda":
+        assert knows_parameters(launch, compiled), compiled.asm["ptx"].partition("{")[0]
+    return compiled
+
+
+def knows_parameters(launch: Launch, compiled) -> bool:
+    """Whether the driver's launch lays out the parameters that the kernel has, Triton's own included."""
+    own = {k: v for k, v in launch.kwargs.items() if k in launch.kernel.signature.parameters}
+    bound = launch.kernel.signature.bind(*launch.args, **own)
+    bound.apply_defaults()
+    kernel = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, function=0)
+    driver = SimpleNamespace(cuLaunchKernelEx=None)
+    return DriverLaunch(kernel, (1, 1, 1), bound.args, driver).matches(compiled.asm["ptx"])
 
 
 def resources(case: Case) -> list[Resources]:

@@ -20,7 +20,7 @@ from tests.compile_only.launches import Case, record
 from tests.compile_only.targets import ARCHS
 from torch_fdattn.launch import driver_launch
 from torch_fdattn.launch.driver import copy_async
-from torch_fdattn.launch.driver_launch import _WIDTHS, DriverLaunch
+from torch_fdattn.launch.driver_launch import _WIDTHS, DriverLaunch, parameter_sizes
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CASES = [
@@ -29,7 +29,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def parameter_sizes(cubin: bytes) -> list[int]:
+def sizes_in_cubin(cubin: bytes) -> list[int]:
     """Bytes of each parameter of the one kernel in a cubin, in order."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -77,9 +77,9 @@ def test_what_the_driver_reads(case: Case) -> None:
         direct = DriverLaunch(
             compiled, (3, 2, 1), launch.args, types.SimpleNamespace(cuLaunchKernelEx=driver)
         )
-        assert [ctypes.sizeof(kind) for kind in direct.layout] == parameter_sizes(
-            compiled.asm["cubin"]
-        )
+        sizes = [ctypes.sizeof(kind) for kind in direct.layout]
+        assert sizes == sizes_in_cubin(compiled.asm["cubin"])
+        assert direct.matches(compiled.asm["ptx"])
         tensors = sum(kind.startswith("*") for kind in _kinds(compiled.src.signature.values()))
         addresses = [2**40 + 16 * i for i in range(tensors)]
         direct(4096, addresses)
@@ -129,6 +129,52 @@ def test_a_thread_without_a_context_gets_one() -> None:
     results[:] = [201]
     with pytest.raises(RuntimeError, match="no CUDA context for device 0: CUDA error 3"):
         direct(0, [0] * count)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameters_are_those_of_the_cubin(case: Case) -> None:
+    for _, compiled in launches(case):
+        assert parameter_sizes(compiled.asm["ptx"]) == sizes_in_cubin(compiled.asm["cubin"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (".visible .entry _a_kernel(\n\t.param .u64 .ptr .global .align 1 _a_kernel_param_0\n)\n{", [8]),
+        (
+            ".entry b(.param .align 64 .b8 b_param_0[128], .param .u16 b_param_1, .param .f32 b_param_2, "
+            ".param .f64 b_param_3, .param .u8 b_param_4)",
+            [128, 2, 4, 8, 1],
+        ),
+        (".entry c(.param .u64 c_param_0, .param .unheard c_param_1)", [8, 0]),
+        (".entry d()", []),
+        ("no kernel", []),
+    ],
+)  # fmt: skip
+def test_parameters_in_ptx(text: str, sizes: list[int]) -> None:
+    assert parameter_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("change", ["none", "one more", "one fewer", "a wider one"])
+def test_parameters_that_are_not_known_are_left_to_triton(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a version of Triton would bring them: asked of the compiled kernel, not of the version's number."""
+    launch, compiled = next(launches(CASES[0]))
+    ptx, last = compiled.asm["ptx"], ".param .u64 .ptr .global .align 1 _decode_kernel_param_"
+    count = len(parameter_sizes(ptx))
+    end = f"{last}{count - 1}\n"
+    changed = {
+        "none": end, "one more": f"{end[:-1]},\n\t{last}{count}\n", "one fewer": "",
+        "a wider one": end.replace(".u64 .ptr .global .align 1", ".align 64 .b8")[:-1] + "[128]\n",
+    }[change]  # fmt: skip
+    assert end in ptx
+    compiled.asm = {"ptx": ptx.replace(end, changed)}
+    driver = types.SimpleNamespace(cuLaunchKernelEx=None)
+    monkeypatch.setattr(driver_launch, "loaded", lambda: driver)
+    device = torch.device("cuda", 0)
+    made = driver_launch.driver_launch(compiled, (1, 1, 1), launch.args, device)
+    assert (made is not None) == (change == "none")
 
 
 @pytest.mark.parametrize("total", [233472, 167936, 102400])

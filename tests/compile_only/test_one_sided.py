@@ -16,7 +16,7 @@ from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows,
 from torch_fdattn.dist.symm import lamport, one_sided_gather
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 from torch_fdattn.launch.launches import run
-from torch_fdattn.ops.decode.inputs import Cache, DecodeCall, WholeLengths
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall, GlobalLengths
 from torch_fdattn.ops.decode.launch import DecodeLaunchPlan
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.options import DecodeOptions
@@ -135,7 +135,7 @@ def test_exchange_that_merges_parts(
         recorded() as launches,
     ):
         options = DecodeOptions(Mask(*numbers, 4095, 0, 16, 16 * world), 0.1)
-        shard = WholeLengths(16, 16, 16 * world, 1 << 20)
+        shard = GlobalLengths(16, 16, 16 * world, 1 << 20)
         call = DecodeCall(q, Cache(k, k.clone()), options, shard)
         plan = DecodeLaunchPlan(call, part, capability=ARCHS[arch].capability)
         parts, others = meta(plan.floats), call.tensors

@@ -92,7 +92,7 @@ def through_triton():
         if self not in compiled:
             made = compile_launch(seen[-1], ARCHS["sm_90"])
             compiled[self] = types.SimpleNamespace(
-                src=made.src, metadata=made.metadata, function=len(compiled) + 1
+                src=made.src, metadata=made.metadata, function=len(compiled) + 1, asm=made.asm
             )
         seen[-1] = seen[-1], grid, compiled[self]
         return compiled[self]

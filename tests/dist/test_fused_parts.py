@@ -33,7 +33,7 @@ TILE = 16 if INTERPRET else 128
 
 @pytest.fixture(autouse=True)
 def _split(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(schedule, "processors", lambda device: 24)
+    monkeypatch.setattr(schedule, "num_sms", lambda device: 24)
     monkeypatch.setattr(schedule, "MIN_SHARE", 1)
     prepared.forget()
     yield

@@ -75,7 +75,7 @@ def install() -> None:
     everywhere(library.use_triton, lambda tensor: True)
     everywhere(dispatch._rows, rows_for)
     everywhere(configs.device_capability, lambda device: now.device.capability)
-    everywhere(schedule.processors, lambda device: now.device.multiprocessors)
+    everywhere(schedule.num_sms, lambda device: now.device.multiprocessors)
     everywhere(schedule.fast_memory, lambda device: now.device.fast_memory)
     early = pdl.supports_pdl
     everywhere(dependent.uses_pdl, lambda tensor: early(now.device.capability))

@@ -242,7 +242,7 @@ FAULTS = (
     ),
     Fault(
         "a piece skips a tile in each round", f"{_KERNELS}/decode/kernel.py",
-        "step = pieces * BLOCK_N", "step = (pieces + (pieces > 1)) * BLOCK_N", DECODE,
+        "step = splits * BLOCK_N", "step = (splits + (splits > 1)) * BLOCK_N", DECODE,
     ),
     Fault(
         "a ragged batch's pieces are never found", f"{_KERNELS}/decode/schedule.py",
@@ -258,11 +258,11 @@ FAULTS = (
     ),
     Fault(
         "one part is not merged", f"{_KERNELS}/decode/merge.py",
-        "inside = (part < pieces)[:, None]", "inside = (part < tl.maximum(pieces - 1, 2))[:, None]", DECODE,
+        "inside = (part < splits)[:, None]", "inside = (part < tl.maximum(splits - 1, 2))[:, None]", DECODE,
     ),
     Fault(
         "another item's parts", f"{_KERNELS}/decode/merge.py",
-        "first += item * pieces", "first += tl.maximum(item - 1, 0) * pieces", DECODE,
+        "first += item * splits", "first += tl.maximum(item - 1, 0) * splits", DECODE,
     ),
     Fault(
         "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
@@ -371,7 +371,7 @@ FAULTS = (
     ),
     Fault(
         "SwiGLU by a kernel where it is differentiated", f"{_KERNELS}/swiglu.py",
-        "is_compiling() or not runs_directly(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
+        "is_compiling() or not can_call_kernel(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
     ),
     Fault(
         "a norm of another tensor", "torch_fdattn/dist/tensor_parallel/fused_inference.py",

@@ -99,7 +99,7 @@ def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) ->
 
 
 def _runs_now(x: Tensor, ranks: _Ranks) -> bool:
-    return x.is_cuda and library.runs_directly(x)
+    return x.is_cuda and library.can_call_kernel(x)
 
 
 def _group(ranks: _Ranks) -> dist.ProcessGroup:

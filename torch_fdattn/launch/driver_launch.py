@@ -3,6 +3,9 @@
 Triton's launcher binds and converts every argument at every call. Between calls of equal metadata only the
 tensors' addresses change, so here the other arguments lie ready, and a launch writes addresses, or tensor maps in the
 place of descriptors, and asks the driver (cuLaunchKernelEx, CUDA driver API 11.8 and later; the PDL attribute from 12.0).
+
+Triton adds parameters of its own behind a kernel's, and another version may add others. The compiled kernel's PTX lists
+all of them: where these are not the ones that are laid out here, Triton's launcher makes the launch.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
+import re
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +29,11 @@ _WIDTHS = {
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
+#: What Triton 3.6 and 3.7 add: pointers to scratch memory, global and the profiler's.
+_HIDDEN = (ctypes.c_uint64, ctypes.c_uint64)
+#: The parameters of a kernel in PTX, and one of them: the width of its elements in bits, and how many an array has.
+_ENTRY = re.compile(r"\.entry\s[^(]*\(([^)]*)\)")
+_PARAMETER = re.compile(r"\.param\b.*?\.[busf](8|16|32|64)\s[^\[]*(?:\[(\d+)\])?", re.DOTALL)
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 #: Bytes of shared memory that a program takes beside its own (CUDA C++ programming guide, 16.6 to 16.8).
@@ -101,10 +110,8 @@ class DriverLaunch:
                 add(_WIDTHS[kind], value)
             index += is_tensor(kind)
         self._mapped = [0] * len(self._maps)  # the addresses whose maps lie there
-        # Scratch memory, of which such a kernel has none: global, and the profiler's.
-        self._scratch = ctypes.c_uint64(0)
-        places += [ctypes.addressof(self._scratch)] * 2
-        self.layout += [ctypes.c_uint64] * 2
+        for kind in _HIDDEN:  # of a kernel without scratch memory
+            add(kind, 0)
         self._parameters = (ctypes.c_void_p * len(places))(*places)
 
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
@@ -119,6 +126,10 @@ class DriverLaunch:
         self._launch = driver.cuLaunchKernelEx
         # Between threads: writing the addresses and handing them over.
         self._lock = threading.Lock()
+
+    def matches(self, ptx: str) -> bool:
+        """Whether the compiled kernel has the parameters that are laid out, and no others."""
+        return parameter_sizes(ptx) == [ctypes.sizeof(kind) for kind in self.layout]
 
     def takes(self, addresses: Sequence[int]) -> bool:
         """Whether it is right for these addresses on the current device, and no profiler wants to see it."""
@@ -144,11 +155,11 @@ class DriverLaunch:
 
 
 def driver_launch(
-    compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, beside: int | None = None
+    compiled, grid: tuple[int, int, int], arguments: Sequence, device: torch.device, max_ctas_per_sm: int | None = None
 ) -> DriverLaunch | None:  # fmt: skip
-    """The kernel's direct launch, or None where only Triton knows how: another driver, clusters, scratch memory.
+    """The kernel's launch, or None where only Triton knows how: another driver, clusters, scratch memory, parameters.
 
-    beside: how many programs a multiprocessor may run side by side. The hardware knows no such limit, so each
+    max_ctas_per_sm: how many programs an SM may run at a time. The hardware knows no such limit, so each
     program takes as much shared memory as leaves no room for more.
     """
     metadata = compiled.metadata
@@ -164,21 +175,33 @@ def driver_launch(
     if descriptors and not hasattr(driver, "cuTensorMapEncodeTiled"):
         return None
     shared = 0
-    if beside is not None:
+    if max_ctas_per_sm is not None:
         properties = torch.cuda.get_device_properties(device)
         most = properties.shared_memory_per_block_optin
-        shared = min(most, shared_to_limit(beside, properties.shared_memory_per_multiprocessor))
+        shared = min(
+            most, shared_to_limit(max_ctas_per_sm, properties.shared_memory_per_multiprocessor)
+        )
         if shared > metadata.shared:
             # As much as there can be, whatever this launch needs: other launches of the function need other sizes.
             function = ctypes.c_void_p(compiled.function)
             if driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, most):
                 shared = 0
-    return DriverLaunch(compiled, grid, arguments, driver, device.index, shared)
+    made = DriverLaunch(compiled, grid, arguments, driver, device.index, shared)
+    return made if made.matches(compiled.asm["ptx"]) else None
 
 
-def shared_to_limit(beside: int, total: int) -> int:
-    """Bytes a program of which `beside` fit into a multiprocessor's `total`, and no more."""
-    return total // (beside + 1) // 128 * 128 + 128 - _RESERVED_SHARED
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel in `ptx`, in their order."""
+    entry = _ENTRY.search(ptx)
+    if entry is None:
+        return []
+    sizes = (_PARAMETER.match(text.strip()) for text in entry[1].split(",") if text.strip())
+    return [0 if x is None else int(x[1]) // 8 * int(x[2] or 1) for x in sizes]
+
+
+def shared_to_limit(max_ctas_per_sm: int, total: int) -> int:
+    """Bytes a program of which so many fit into an SM's `total`, and no more."""
+    return total // (max_ctas_per_sm + 1) // 128 * 128 + 128 - _RESERVED_SHARED
 
 
 def flat(kinds, values) -> Iterator[tuple[str, object]]:

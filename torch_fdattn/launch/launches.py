@@ -45,7 +45,7 @@ class Launch:
             kernel: of `triton.jit`.
             arguments: the first a tensor, its descriptor, or a tuple of them; all on one device.
             also: further arguments by name, tensors in the order of the kernel's parameters.
-            max_ctas_per_sm: programs that a multiprocessor may run at a time, where the driver launches.
+            max_ctas_per_sm: programs that a SM may run at a time, where the driver launches.
             options: numbers, flags and strings alone.
         """
         self.kernel, self.arguments, self.also, self.options = kernel, arguments, also, options

@@ -14,8 +14,8 @@ from torch_fdattn.ops.packed import Packed, key_capacity
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
-#: Of an H100 and an H200; a number of its own of each device would not be equal on all ranks.
-PROCESSORS = 132
+#: SMs of an H100 and an H200; a number of its own of each device would not be equal on all ranks.
+NUM_SMS = 132
 _HERE = contextlib.nullcontext()  # has no state
 
 

@@ -64,7 +64,7 @@ def is_watched() -> bool:
     )
 
 
-def runs_directly(*tensors: Tensor | None) -> bool:
+def can_call_kernel(*tensors: Tensor | None) -> bool:
     """Whether nobody is between a caller and the kernel: no tracing, mode, subclass or derivative.
 
     Then an op's kernel may be called without the dispatcher, which costs a Python op 5 µs and more. The first of the
@@ -95,14 +95,14 @@ def lie_in_memory(*arguments: object) -> bool:
     )
 
 
-def runs_unseen(first: Tensor, *others: Tensor | None) -> bool:
+def can_bypass_dispatcher(first: Tensor, *others: Tensor | None) -> bool:
     """Whether a Python entry may call an op's kernel itself: nobody would see the op, nothing is derived.
 
     False also for what is no tensor, so that such a call meets the checks of its types.
     """
     if is_compiling() or _is_any_autocast_enabled() or _profiler_enabled() or first is None:
         return False
-    return runs_directly(first, *others)
+    return can_call_kernel(first, *others)
 
 
 def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = False) -> None:
@@ -144,7 +144,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
                 "torch.autograd.forward_ad); attention, varlen_attention, decode and merge_states have one"
             )
         if written:
-            meet(args[0])
+            load_rules_for(args[0])
             _bump_versions(args, kwargs, written)
         with beneath():
             return overload(*args, **kwargs)
@@ -241,7 +241,7 @@ def register_dtensor_rules() -> None:
     dtensor_rules.register()
 
 
-def meet(tensor: Tensor) -> None:
+def load_rules_for(tensor: Tensor) -> None:
     """Called by every composite, and every op that writes, with its first input: loads what a tensor
     subclass needs.
     """

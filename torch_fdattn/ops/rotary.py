@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -59,7 +59,7 @@ def _runs_kernel(
         not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()
         and (q_weight is None) == (k_weight is None)
-        and runs_directly(q, k, cos, sin, q_weight, k_weight)
+        and can_call_kernel(q, k, cos, sin, q_weight, k_weight)
         and _fits(q, k, q_weight, k_weight, cos, sin)
     )
 

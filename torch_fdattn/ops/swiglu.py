@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fdattn.ops.launch import PROCESSORS
-from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.launch import NUM_SMS
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: (rows from, to, inner features at least, features at least) of which a product with SwiGLU in its own launch takes less
@@ -31,7 +31,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     On GPUs and without gradients one kernel, which rounds once; elsewhere PyTorch's two, which round twice.
     """
-    if torch.compiler.is_compiling() or not runs_directly(gate, up) or not _fits(gate, up):
+    if torch.compiler.is_compiling() or not can_call_kernel(gate, up) or not _fits(gate, up):
         return F.silu(gate) * up
     from torch_fdattn.ops.swiglu_kernel import launch_silu_mul  # imports triton
 
@@ -60,11 +60,11 @@ def fills_waves(chunks: Sequence[int], inner: int) -> bool:
     """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
     across = -(-inner // GATED_TILE)
     tiles = across * sum(-(-rows // GATED_TILE) for rows in chunks)
-    waves = -(-tiles // PROCESSORS)
+    waves = -(-tiles // NUM_SMS)
     # What chunks fill up to whole tiles is work for nothing.
     needed = across * sum(chunks) / GATED_TILE
-    full = tiles >= _FULL * waves * PROCESSORS and needed >= _FULL * tiles
-    return full and waves > 1 and tiles >= len(chunks) * PROCESSORS
+    full = tiles >= _FULL * waves * NUM_SMS and needed >= _FULL * tiles
+    return full and waves > 1 and tiles >= len(chunks) * NUM_SMS
 
 
 def _fits(gate: Tensor, up: Tensor) -> bool:

@@ -53,7 +53,7 @@ def kernels() -> str:
         dtypes = ", ".join(str(x).removeprefix("torch.") for x in row.dtypes)
         features = "all" if row.features == FEATURES else ", ".join(sorted(row.features))
         hardware = ", ".join(sorted(row.hardware))
-        rows.append([" + ".join(row.ways), hardware, dtypes, f"≤ {row.head_dim}", features, f"`{row.kernel}`", row.note])  # fmt: skip
+        rows.append([" + ".join(row.directions), hardware, dtypes, f"≤ {row.head_dim}", features, f"`{row.kernel}`", row.note])  # fmt: skip
     return table("way | hardware | dtypes | head dims | features | kernel | note", rows)
 
 

@@ -22,7 +22,7 @@ def pieces_on_device(units, items, wanted, ragged_wanted, low, even, twice, inva
     if invariant:
         return [-(-u // chunk) for u in units]
     if even:
-        most = schedule.even_share(len(units) * items, wanted)
+        most = schedule.splits_per_item(len(units) * items, wanted)
         if twice and units[0] >= most * long:
             return [2 * most] * len(units)
         return [min(-(-u // low), most) for u in units]
@@ -42,8 +42,8 @@ def test_the_grid_holds_every_piece(seed):
     for _ in range(500):
         batch, items = rng.choice([1, 2, 3, 17, 200]), rng.choice([1, 2, 8, 40])
         capacity = int(2 ** rng.uniform(0, 21))
-        processors = rng.choice([2, 132])
-        wanted = rng.choice([1, 7, schedule.wanted_pieces(batch * items, processors)])
+        num_sms = rng.choice([2, 132])
+        wanted = rng.choice([1, 7, schedule.target_splits(batch * items, num_sms)])
         low = rng.choice([schedule.MIN_SHARE, 8])
         even, twice, invariant = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
         power = rng.choice([0, 1, 6])  # all equal, uniform, few long ones
@@ -51,8 +51,8 @@ def test_the_grid_holds_every_piece(seed):
         if even:
             lens = [lens[0]] * batch
         units = [max(1, -(-length // schedule.UNIT.value)) for length in lens]
-        ragged = schedule.ragged_pieces(wanted, processors)
-        programs, most = schedule.most_pieces(
+        ragged = schedule.ragged_target_splits(wanted, num_sms)
+        programs, most = schedule.max_splits(
             batch, items, capacity, wanted, ragged, low, even, twice, invariant
         )
         pieces = pieces_on_device(units, items, wanted, ragged, low, even, twice, invariant)
@@ -201,9 +201,9 @@ def test_scales_of_an_empty_cache(shape, device):
 
 def test_many_items_take_bounded_room():
     """A large batch balances by itself: its ragged pieces are at most twice as many."""
-    processors = 132
+    num_sms = 132
     for items in (1, 40, 512, 1024, 32768):
-        wanted = schedule.wanted_pieces(items, processors)
-        ragged = schedule.ragged_pieces(wanted, processors)
-        assert 2 * wanted <= ragged <= max(2 * wanted, schedule.ENOUGH * processors)
-    assert schedule.ragged_pieces(132, 132) == schedule.FINER * 132
+        wanted = schedule.target_splits(items, num_sms)
+        ragged = schedule.ragged_target_splits(wanted, num_sms)
+        assert 2 * wanted <= ragged <= max(2 * wanted, schedule.ENOUGH * num_sms)
+    assert schedule.ragged_target_splits(132, 132) == schedule.FINER * 132

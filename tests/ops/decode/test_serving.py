@@ -536,17 +536,17 @@ def test_a_workspace_alone_leaves_qs_layout(paged, device):
 
 def test_modes_and_subclasses_see_the_op(device):
     q, k, v, lens = caches(device)
-    assert library.runs_directly(q, k, v)
+    assert library.can_call_kernel(q, k, v)
     with FlopCounterMode(display=False) as counter:
-        assert not library.runs_directly(q, k, v)
+        assert not library.can_call_kernel(q, k, v)
         torch_fdattn.decode(q, k, v, lens)
     assert counter.get_total_flops() == 4 * 4 * 6 * 160 * 32
-    assert not library.runs_directly(torch.nn.Parameter(q), k, v)
+    assert not library.can_call_kernel(torch.nn.Parameter(q), k, v)
     seen = []
-    torch.func.vmap(lambda x: (seen.append(library.runs_directly(x)), x)[1])(q)
+    torch.func.vmap(lambda x: (seen.append(library.can_call_kernel(x)), x)[1])(q)
     assert seen == [False]
     with torch.inference_mode():
-        assert library.runs_directly(q, k, v)
+        assert library.can_call_kernel(q, k, v)
 
 
 @pytest.mark.parametrize(

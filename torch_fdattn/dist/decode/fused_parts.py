@@ -28,7 +28,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
-from torch_fdattn.ops.decode.schedule import even_pieces, key_bounds, units_between
+from torch_fdattn.ops.decode.schedule import even_splits, key_bounds, units_between
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
@@ -77,7 +77,7 @@ def _fused_parts_kernel(
         0, (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens),
         (window_left, window_right, kv_block, kv_stride), HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
     )  # fmt: skip
-    splits = even_pieces(units_between(begin, end), target_splits, MIN_UNITS, TWICE, False)
+    splits = even_splits(units_between(begin, end), target_splits, MIN_UNITS, TWICE, False)
     await_previous(PDL)
     if splits == 1:  # written by its one program
         values, lses = own_rows(row, row_in, d, (part_ptr, part_lse_ptr, part_strides), shape)
@@ -99,13 +99,13 @@ def merge(
     call = RowExchange.begin(part, dtype, group_name, "fused", packet_bytes, head_sharded)
     cut, block_d = unmerged.cut, call.rows.block_d
     chunk = min(CHUNK, block_d)
-    at_once = min(power_of_two(cut.pieces), max(1, PART_ELEMENTS // (call.block * chunk)))
+    at_once = min(power_of_two(cut.splits), max(1, PART_ELEMENTS // (call.block * chunk)))
     pdl = uses_pdl(part)
     launches["dist_merge/fused_parts"] += 1
     launch(
         _fused_parts_kernel, call.owners * call.tiles * (block_d // chunk),
         part, part_lse, unmerged.parts, unmerged.part_lses, *unmerged.bounds, *call.memory, part.stride(),
-        *call.numbers, *cut.numbers, cut.whole, cut.kv_heads, *cut.flags, cut.least, cut.twice, cut.block_m,
+        *call.numbers, *cut.numbers, cut.shard, cut.kv_heads, *cut.flags, cut.min_units, cut.twice, cut.block_m,
         cut.block_dv, at_once, *call.constants, chunk, pdl, num_warps=1, **pdl_option(pdl),
     )  # fmt: skip
     return call.out, call.lse

@@ -12,7 +12,7 @@ from torch_fdattn.ops.attention.inputs import check_inputs
 from torch_fdattn.ops.decode.inputs import (
     MAX_QUERY_TOKENS,
     QUANTISED,
-    WholeLengths,
+    GlobalLengths,
     check_decode,
     expanded_scale,
 )
@@ -108,7 +108,7 @@ def check_positions(
 
 
 def check_local_call(
-    q: Tensor, shard: CacheShard, mask: Mask, scale: float, extras: ExtraOptions, global_lens: WholeLengths | None = None
+    q: Tensor, shard: CacheShard, mask: Mask, scale: float, extras: ExtraOptions, global_lens: GlobalLengths | None = None
 ) -> None:  # fmt: skip
     """The call that this rank is going to make over its shard."""
     if runs_decode(q):

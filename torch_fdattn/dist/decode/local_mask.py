@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.kv_cache.shard_map import ShardMap
-from torch_fdattn.ops.decode.inputs import WholeLengths
+from torch_fdattn.ops.decode.inputs import GlobalLengths
 from torch_fdattn.ops.positions import FAR, Mask
 
 
@@ -26,10 +26,10 @@ def _map_of(
 
 def kernel_mask(
     q: Tensor, capacity: int, mask: Mask, kv_block: int | None, rank: int, world_size: int, alibi: bool
-) -> tuple[Mask, WholeLengths]:  # fmt: skip
+) -> tuple[Mask, GlobalLengths]:  # fmt: skip
     """The global mask as the decode kernels take it for this rank's shard; alibi: scores have a bias."""
     shards, most = _map_of(capacity, mask, kv_block, rank, world_size)
-    whole = WholeLengths(shards.kv_start, shards.kv_block, shards.kv_stride, most)
+    whole = GlobalLengths(shards.kv_start, shards.kv_block, shards.kv_stride, most)
     # One query that is the last key sees all keys, wherever they stand.
     last = q.shape[2] == 1 and mask.q_start is None
     if not alibi and mask.window_left < 0 and (mask.window_right < 0 or last):

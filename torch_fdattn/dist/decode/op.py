@@ -97,7 +97,7 @@ def _runs_kernels(q: Tensor, shard: CacheShard, mask: Mask, extras: ExtraOptions
     if not runs_decode(q) or is_traced(q) or not library.use_triton(q):
         return False
     others = (shard.page_table, *mask[:3], *extras)
-    return library.runs_directly(q, shard.k, shard.v) and library.lie_in_memory(*others)
+    return library.can_call_kernel(q, shard.k, shard.v) and library.lie_in_memory(*others)
 
 
 def _merge(out, lse, dtype, group: MergeGroup, strategy: str) -> tuple[Tensor, Tensor]:

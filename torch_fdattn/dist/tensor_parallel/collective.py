@@ -38,7 +38,7 @@ def matmul_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None,
     group_name: str, method: str, rank: int, world_size: int,
 ) -> Tensor:  # fmt: skip
-    if method in symmetric_memory.METHODS and library.runs_unseen(x, weight):
+    if method in symmetric_memory.METHODS and library.can_bypass_dispatcher(x, weight):
         y = symmetric_memory.matmul_all_reduce(x, weight, group_name, method)
         return y if bias is None else y + bias
     name = "all_reduce_" if method == "nccl" else f"{method}_all_reduce"

@@ -26,7 +26,7 @@ from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import TICKETS, as_int64, await_flag, read_epoch
 from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.decode.schedule import processors
+from torch_fdattn.ops.decode.schedule import num_sms
 from torch_fdattn.ops.gemm import persistent_swiglu_gemm
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
@@ -190,7 +190,7 @@ def matmul_reduce_scatter(
         if out.numel():
             own = partial[first[rank] : first[rank] + rows[rank]]
             parts = copies.data(rank, x.dtype, world, rows[rank], width)
-            programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * processors(x.device))
+            programs = min(cdiv(out.numel(), _BLOCK), _PROGRAMS * num_sms(x.device))
             launch(
                 _sum_kernel, programs,
                 own, parts, out, *copies.device_side, timeout_ns(), rank, out.numel(), world,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.ops import swiglu
-from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 from torch_fdattn.ops.rotary import norm_and_rotate, rotate
 
 _DTYPES = (torch.float16, torch.float32) if INTERPRET else swiglu.DTYPES
@@ -89,7 +89,7 @@ def _fits(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
     if weight is None or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return False
     return (
-        runs_directly(x, residual, weight)
+        can_call_kernel(x, residual, weight)
         and (x.is_cuda or INTERPRET)
         and x.dtype in _DTYPES
         and x.dtype == residual.dtype == weight.dtype

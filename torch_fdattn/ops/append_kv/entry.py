@@ -52,7 +52,7 @@ def append_kv(
     """
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
     given = k_cache, v_cache, k, v, kv_lens, *options
-    if kv_lens is not None and library.runs_unseen(*given):
+    if kv_lens is not None and library.can_bypass_dispatcher(*given):
         return op.append_eagerly(k_cache, v_cache, None, k, v, kv_lens, *options)
     tensors = ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v), ("kv_lens", kv_lens)
     _expect_append_types(tensors, options)

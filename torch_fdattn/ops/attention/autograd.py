@@ -184,7 +184,7 @@ def attend(
 
     where: (cu_seqlens_q, cu_seqlens_k) of packed sequences, which are varlen_attention's to differentiate.
     """
-    library.meet(q)
+    library.load_rules_for(q)
     inputs = q, k, v, *options.to_raw(has_dtype=False), *where
     tensors = q, k, v, *options.scores[1:]
     if library.in_forward_mode(*tensors):

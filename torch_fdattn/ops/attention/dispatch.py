@@ -30,7 +30,7 @@ class Row(NamedTuple):
     """kernel: also the end of the launch counter's name, as in ``launches["attention_forward/triton"]``."""
 
     kernel: str
-    ways: tuple[str, ...]  # of forward, backward
+    directions: tuple[str, ...]  # of forward, backward
     hardware: frozenset[str]
     dtypes: tuple[torch.dtype, ...]
     head_dim: int  # at most, the larger one of K and V
@@ -48,11 +48,11 @@ TABLE = (
 )  # fmt: skip
 
 
-def choose(way: str, q: Tensor, v: Tensor, options: AttentionOptions) -> str:
+def choose(direction: str, q: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """The kernel for checked inputs."""
     compiled = library.use_triton(q)  # refuses what no row has, with its reason
     hardware = _gpu(q.device) if q.is_cuda else "interpreter" if compiled else "CPU"
-    rows = _rows(way, hardware, q.dtype, max(q.shape[3], v.shape[3]))
+    rows = _rows(direction, hardware, q.dtype, max(q.shape[3], v.shape[3]))
     if rows[0].features is FEATURES:
         return rows[0].kernel
     asked = features_of(options)
@@ -65,12 +65,12 @@ def _gpu(device: torch.device) -> str:
 
 
 @functools.cache
-def _rows(way: str, hardware: str, dtype: torch.dtype, head_dim: int) -> tuple[Row, ...]:
+def _rows(direction: str, hardware: str, dtype: torch.dtype, head_dim: int) -> tuple[Row, ...]:
     """The rows that may fit, the last of which does everything."""
     return tuple(
         row
         for row in TABLE
-        if way in row.ways and hardware in row.hardware and dtype in row.dtypes and head_dim <= row.head_dim
+        if direction in row.directions and hardware in row.hardware and dtype in row.dtypes and head_dim <= row.head_dim
     )  # fmt: skip
 
 

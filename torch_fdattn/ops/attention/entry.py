@@ -92,10 +92,11 @@ def attention(
         >>> lens = torch.tensor([128, 40], dtype=torch.int32)
         >>> out, _ = torch_fdattn.attention(q, k, v, lens)
     """
-    scale = checks.number("scale", scale)
+    if scale is not None:
+        scale = checks.number("scale", scale)
     tensors = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
     drops = dropout_seed is not None or type(dropout_p) not in (int, float) or dropout_p != 0
-    unseen = not drops and library.runs_unseen(q, k, v, *tensors)
+    unseen = not drops and library.can_bypass_dispatcher(q, k, v, *tensors)
     key = None
     if unseen and (window is None or type(window) is tuple):
         numbers = causal, window, scale, kv_block, kv_stride, softcap

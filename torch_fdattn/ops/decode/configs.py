@@ -106,12 +106,12 @@ class MergeConfig(NamedTuple):
 INVARIANT_MERGE = MergeConfig(rows=1, parts=32, dims=128, warps=4)
 
 
-def merge_config(all_rows: int, rows: int, pieces: int, block_dv: int, wide: int) -> MergeConfig:
+def merge_config(all_rows: int, rows: int, splits: int, block_dv: int, wide: int) -> MergeConfig:
     """all_rows of all items, rows of one; `wide` programs are enough to fill the device."""
     dims = block_dv if all_rows * block_dv >= 32 * wide else min(32, block_dv)
     tile_rows = 1
     while tile_rows < rows and all_rows * block_dv > 16 * wide * tile_rows * dims:
         tile_rows *= 2
-    parts = min(power_of_two(pieces), max(1, MERGE_ELEMENTS // (tile_rows * dims)))
+    parts = min(power_of_two(splits), max(1, MERGE_ELEMENTS // (tile_rows * dims)))
     warps = min(4, max(1, tile_rows * parts * dims // MERGE_ELEMENTS_A_WARP))
     return MergeConfig(tile_rows, parts, dims, warps)

@@ -77,7 +77,7 @@ def decode(
     mask = Mask(kv_lens, q_start, kv_start, left, 0 if causal else right, kv_block, kv_stride)
     scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
-    if out is None and workspace is None and library.runs_unseen(
+    if out is None and workspace is None and library.can_bypass_dispatcher(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
         return op.decode_eagerly(q, k_cache, v_cache, None, options)
@@ -123,7 +123,7 @@ def paged_decode(
     mask = Mask(kv_lens, q_start, kv_start, left, 0 if causal else right, kv_block, kv_stride)
     scores = Scores(softcap, alibi_slopes, sinks)
     options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
-    if out is None and workspace is None and page_table is not None and library.runs_unseen(
+    if out is None and workspace is None and page_table is not None and library.can_bypass_dispatcher(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
         return op.decode_eagerly(q, k_cache, v_cache, page_table, options)

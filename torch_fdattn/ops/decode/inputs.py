@@ -14,7 +14,7 @@ from torch_fdattn.ops.options import DecodeOptions, default_scale
 MAX_QUERY_TOKENS = 16
 
 
-class WholeLengths(NamedTuple):
+class GlobalLengths(NamedTuple):
     """kv_lens counts the keys of whole sequences, of which the cache holds a shard: local key j is key
     start + (j // block) · stride + j % block, or kv_start + j where kv_start is given. The kernels cut them.
     """
@@ -52,7 +52,7 @@ class DecodeCall(NamedTuple):
     q: Tensor
     cache: Cache
     options: DecodeOptions
-    global_lens: WholeLengths | None = None
+    global_lens: GlobalLengths | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -64,7 +64,7 @@ class DecodeCall(NamedTuple):
 
 def checked_call(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, options: DecodeOptions,
-    global_lens: WholeLengths | None = None,
+    global_lens: GlobalLengths | None = None,
 ) -> DecodeCall:  # fmt: skip
     check_decode(q, k, v, page_table, options, global_lens)
     scales = (
@@ -93,7 +93,7 @@ def plain_numbers(q: Tensor, options: DecodeOptions) -> DecodeOptions:
 
 def check_decode(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, options: DecodeOptions,
-    global_lens: WholeLengths | None = None,
+    global_lens: GlobalLengths | None = None,
 ) -> None:  # fmt: skip
     """q (B, H, T, D), k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages behind page_table."""
     mask, scale, scores = options.mask, options.scale, options.scores

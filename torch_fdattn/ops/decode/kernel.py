@@ -1,8 +1,8 @@
 """Split-KV decode in portable Triton: contiguous and paged caches, any lengths.
 
-Flash-Decoding: each program walks along one piece of one item's keys (`schedule.py`). Where an item has
-more than one piece, its programs leave (out, lse) in fp32 for the merge kernel (`merge.py`), in slots in the
-order of items, then pieces. The query heads of one KV head and the T query tokens are packed into the rows
+Flash-Decoding: each program walks along one split of one item's keys (`schedule.py`). Where an item has
+more than one split, its programs leave (out, lse) in fp32 for the merge kernel (`merge.py`), in slots in the
+order of items, then splits. The query heads of one KV head and the T query tokens are packed into the rows
 of one tile (row = head_in_group · T + token): K and V are read once a group.
 
 Shapes: q (B, H, T, D), out (B, H, T, DV); k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages (P, H_kv, PAGE, D)
@@ -21,10 +21,10 @@ from torch_fdattn.ops.decode.merge import write_rows
 from torch_fdattn.ops.decode.schedule import (
     UNIT,
     cut,
-    even_pieces,
+    even_splits,
     key_bounds,
-    pieces_of,
     place_of,
+    splits_of,
     units_between,
 )
 from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish, softmax_update
@@ -78,12 +78,12 @@ def _decode_kernel(
         if GROUPED:
             first, first_slot = tl.program_id(1) * group_size, tl.program_id(1) * tl.num_programs(0)
             batch = tl.minimum(batch - first, group_size)
-        share, all_pieces = cut(
+        share, all_splits = cut(
             first, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST,
             TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
-        sequence, before = place_of(program, all_pieces, items)
-        if sequence < 0:  # beyond the last piece
+        sequence, before = place_of(program, all_splits, items)
+        if sequence < 0:  # beyond the last split
             return
         sequence += first
     _, q_start, kv_start, keys, begin, end = key_bounds(
@@ -91,25 +91,25 @@ def _decode_kernel(
     )
     units = units_between(begin, end)
     if BLOCK_B == 1:
-        pieces = 1
+        splits = 1
         if SPLIT:
-            pieces = even_pieces(units, wanted, LEAST, TWICE, INVARIANT)
-            if place >= pieces:
+            splits = even_splits(units, wanted, LEAST, TWICE, INVARIANT)
+            if place >= splits:
                 return
-        part = (sequence * items + item) * pieces + place
+        part = (sequence * items + item) * splits + place
     else:
-        pieces = pieces_of(units, share, INVARIANT)
-        item, place = (program - before) // pieces, (program - before) % pieces
+        splits = splits_of(units, share, INVARIANT)
+        item, place = (program - before) // splits, (program - before) % splits
         if HEADS_FIRST:
             item, place = (program - before) % items, (program - before) // items
-        part = first_slot + before + item * pieces + place
+        part = first_slot + before + item * splits + place
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
-    # The pieces of an item take its tiles in turn, so that all of them read the same part of memory at a time.
+    # The splits of an item take its tiles in turn, so that all of them read the same part of memory at a time.
     first_key = begin + place * BLOCK_N
-    step = pieces * BLOCK_N
+    step = splits * BLOCK_N
     kv_head = item % kv_heads
     row = item // kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_in = row < group * q_len
@@ -267,7 +267,7 @@ def _decode_kernel(
     target = (
         out_ptr, lse_ptr, sinks_ptr, out_strides, b64, kv_head, group, q_len, kv_heads, sink_stride
     )  # fmt: skip
-    if SPLIT and pieces > 1:
+    if SPLIT and splits > 1:
         slots = part.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part_lses_ptr + slots, lse, mask=rows_in)
         tl.store(parts_ptr + slots[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None])

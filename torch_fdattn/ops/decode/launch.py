@@ -55,18 +55,18 @@ class EvenCut(NamedTuple):
     numbers: tuple[
         int, ...
     ]  # kv_capacity, window_left, window_right, kv_block, kv_stride, target splits
-    whole: tuple[int, int] | None
+    shard: tuple[int, int] | None  # of `GlobalLengths`: start and most
     kv_heads: int
     flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, STRIPED
-    least: int
+    min_units: int
     twice: bool
     block_m: int
     block_dv: int
-    pieces: int  # of an item at most
+    splits: int  # of an item at most
 
 
 class Unmerged(NamedTuple):
-    """What a decode has left of its items for another kernel to merge; items in one piece are written to out."""
+    """What a decode has left of its items for another kernel to merge; items in one split are written to out."""
 
     parts: Tensor
     part_lses: Tensor
@@ -93,7 +93,7 @@ class DecodeLaunchPlan:
         #: Whether the kernel takes the cache as bytes.
         self.as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
 
-        num_sms = schedule.processors(q.device)
+        num_sms = schedule.num_sms(q.device)
         narrow = k.dtype.itemsize == 1
         load = batch * kv_heads / num_sms
         short = load >= CROWDED and cache.capacity <= schedule.SHORT and not batch_invariant
@@ -269,7 +269,7 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
 
 
 def _launch_sizes(q: Tensor, cache: Cache) -> set[int]:
-    """Sequences of each launch of a call. Room does not grow with them: fewer may be cut into more pieces."""
+    """Sequences of each launch of a call. Room does not grow with them: fewer may be cut into more splits."""
     sizes, found = {q.shape[0]}, set()
     while sizes:
         long = {batch for batch in sizes if _too_long(batch, q, cache)}

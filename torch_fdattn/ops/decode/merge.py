@@ -1,7 +1,7 @@
 """The second kernel of a split decode: merges the parts of each item, in order, and writes its rows.
 
 It is launched as a dependent of the first (programmatic dependent launch, from capability 9.0): its programs
-start while the last pieces are still being read, and wait for them on the device. A program takes a few
+start while the last splits are still being read, and wait for them on the device. A program takes a few
 rows of an item and MERGE_D of their dims, so that even one sequence's merge is spread over the device.
 """
 
@@ -13,10 +13,10 @@ import triton.language as tl
 from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.decode.schedule import (
     cut,
-    even_pieces,
+    even_splits,
     first_program,
     key_bounds,
-    pieces_of,
+    splits_of,
     units_between,
 )
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
@@ -56,21 +56,21 @@ def _merge_kernel(
             first_sequence = sequence // group_size * group_size
             first_slot = sequence // group_size * group_slots
             batch = tl.minimum(batch - first_sequence, group_size)
-        share, all_pieces = cut(
+        share, all_splits = cut(
             first_sequence, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED,
             LEAST, TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
-        first = first_slot + first_program(sequence - first_sequence, all_pieces, items)
+        first = first_slot + first_program(sequence - first_sequence, all_splits, items)
     _, _, _, _, begin, end = key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
     units = units_between(begin, end)
     if BLOCK_B == 1:
-        pieces = even_pieces(units, wanted, LEAST, TWICE, INVARIANT)
-        first = sequence * items * pieces
+        splits = even_splits(units, wanted, LEAST, TWICE, INVARIANT)
+        first = sequence * items * splits
     else:
-        pieces = pieces_of(units, share, INVARIANT)
-    first += item * pieces
+        splits = splits_of(units, share, INVARIANT)
+    first += item * splits
     await_previous(PDL)
-    if pieces == 1:  # written by its one program
+    if splits == 1:  # written by its one program
         return
 
     row = first_row + tl.arange(0, MERGE_ROWS)
@@ -78,7 +78,7 @@ def _merge_kernel(
     d = chunk * MERGE_D + tl.arange(0, MERGE_D)
     slot = first.to(tl.int64) * BLOCK_M + row % BLOCK_M
     out, lse = merged_parts(
-        (parts_ptr, part_lses_ptr), slot, row_in, d, pieces, BLOCK_M, BLOCK_DV, MERGE_PARTS
+        (parts_ptr, part_lses_ptr), slot, row_in, d, splits, BLOCK_M, BLOCK_DV, MERGE_PARTS
     )
     target = (
         out_ptr, lse_ptr, sinks_ptr, out_strides, sequence.to(tl.int64), kv_head, group, q_len, kv_heads, sink_stride
@@ -88,16 +88,16 @@ def _merge_kernel(
 
 @triton.jit
 def merged_parts(
-    parts, slot, row_in, d, pieces, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_PARTS: tl.constexpr
+    parts, slot, row_in, d, splits, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_PARTS: tl.constexpr
 ):  # fmt: skip
     """(out (M, D), lse (M,)) of rows, of which the first part's is at `slot` (M,) and the next part's BLOCK_M further."""
     parts_ptr, part_lses_ptr = parts
     acc = tl.zeros([slot.shape[0], d.shape[0]], tl.float32)
     row_max = tl.full([slot.shape[0]], float("-inf"), tl.float32)
     row_sum = tl.zeros([slot.shape[0]], tl.float32)
-    for start in tl.range(0, pieces, MERGE_PARTS):
+    for start in tl.range(0, splits, MERGE_PARTS):
         part = start + tl.arange(0, MERGE_PARTS)
-        inside = (part < pieces)[:, None] & row_in[None, :]
+        inside = (part < splits)[:, None] & row_in[None, :]
         rows = slot[None, :] + part.to(tl.int64)[:, None] * BLOCK_M
         lses = tl.load(part_lses_ptr + rows, mask=inside, other=float("-inf"))
         outs = tl.load(

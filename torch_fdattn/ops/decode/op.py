@@ -26,7 +26,7 @@ from torch_fdattn.ops.attention.inputs import copy_state, empty_state
 from torch_fdattn.ops.decode.inputs import (
     QUANTISED,
     DecodeCall,
-    WholeLengths,
+    GlobalLengths,
     check_out,
     check_workspace,
     checked_call,
@@ -118,7 +118,7 @@ class PreparedDecode:
 
 def decode_eagerly(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, options: DecodeOptions,
-    written: Written | None = None, global_lens: WholeLengths | None = None, leave_parts: bool = False,
+    written: Written | None = None, global_lens: GlobalLengths | None = None, leave_parts: bool = False,
 ):  # fmt: skip
     """The raw ops' kernel: (out, lse) of a call whose key has passed its checks, or that passes them now.
 
@@ -133,16 +133,8 @@ def decode_eagerly(
         and v_scale is None and alibi_slopes is None and attn_mask is None and sinks is None
     )  # fmt: skip
     others = (
-        kv_lens,
-        q_start,
-        kv_start,
-        page_table,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        attn_mask,
-        sinks,
-    )
+        kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
+    )  # fmt: skip
     try:
         key = (
             "decode", q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
@@ -276,7 +268,7 @@ def decode(
     """The composite op."""
     scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     options = k_scale, v_scale, batch_invariant
-    if library.runs_directly(
+    if library.can_call_kernel(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
         right = 0 if causal else window_right
@@ -289,7 +281,7 @@ def decode(
     tensors = q, k_cache, v_cache, k_scale, v_scale, *scores[1:]
     raw = torch.ops.fdattn.decode_forward
     if without := _has_no_derivatives(k_cache, k_scale, v_scale):
-        library.meet(q)
+        library.load_rules_for(q)
         return library.run_without_derivatives(
             "decode", f"with {without}", raw, q, k_cache, v_cache, *options.to_raw()
         )
@@ -298,7 +290,7 @@ def decode(
         forward = functools.partial(_forward_of_attention, batch_invariant)
         of_attention = AttentionOptions(mask, options.scale, scores)
         return attend(forward, q, k_cache, v_cache, of_attention)
-    library.meet(q)
+    library.load_rules_for(q)
     return raw(q, k_cache, v_cache, *options.to_raw())
 
 
@@ -317,7 +309,7 @@ def paged_decode(
     """The composite op."""
     scores = Scores(softcap, alibi_slopes, sinks)
     options = k_scale, v_scale, batch_invariant
-    if library.runs_directly(
+    if library.can_call_kernel(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
         right = 0 if causal else window_right
@@ -327,7 +319,7 @@ def paged_decode(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
     options = DecodeOptions(mask, default_scale(q, scale), scores, *options)
-    library.meet(q)
+    library.load_rules_for(q)
     return library.run_without_derivatives(
         "paged_decode", "over pages", torch.ops.fdattn.paged_decode_forward,
         q, k_cache, v_cache, page_table, *options.to_raw(paged=True),

@@ -1,17 +1,17 @@
 """Who reads what: the work of a decode launch, shared out on the device from the lengths.
 
 An item is one sequence's one KV head (and one block of its packed query rows, where there are more than
-one); its keys are counted in units of UNIT keys. Each item is cut into pieces, one program a piece:
+one); its keys are counted in units of UNIT keys. Each item is cut into splits, one program a split:
 
-    balanced    pieces of about one size, `share`: what all units amount to a program, or a sixth of it where
-                some sequences are longer than others, so that early programs' processors take what is left.
-    invariant   a piece for each CHUNK units: a sequence's bits then depend on nothing but its own length.
+    balanced    splits of about one size, `share`: what all units amount to a program, or a sixth of it where
+                some sequences are longer than others, so that the SMs of early programs take what is left.
+    invariant   a split for each CHUNK units: a sequence's bits then depend on nothing but its own length.
 
-The pieces of an item take its tiles in turn: piece p of P reads tiles p, p + P, …. Partial results lie in
-the order of items, then pieces. The grid follows from shapes alone, so that a CUDA graph stays right for any
-lengths; programs beyond the last piece end at once. Each program scans all lengths to find its piece, so a
+The splits of an item take its tiles in turn: split p of P reads tiles p, p + P, …. Partial results lie in
+the order of items, then splits. The grid follows from shapes alone, so that a CUDA graph stays right for any
+lengths; programs beyond the last split end at once. Each program scans all lengths to find its split, so a
 large batch is shared out in groups of sequences, each with programs of its own. (A line of equal shares that run across items, Stream-K's
-idea, a counter at which the last program merges, and programs that take several pieces were tried: docs/notes/decode.md.)
+idea, a counter at which the last program merges, and programs that take several splits were tried: docs/notes/decode.md.)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import triton.language as tl
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.tiles import key_range, sequence_bounds, shard_bounds
 
-#: Keys a unit: the grain of the balance, and the alignment of a piece's first key.
+#: Keys a unit: the grain of the balance, and the alignment of a split's first key.
 UNIT = tl.constexpr(16)
-#: Units a piece at least: less is not worth its part of the merge.
+#: Units a split at least: less is not worth its part of the merge.
 MIN_SHARE = 4
-#: Units a piece from which on two programs a processor are better than one, where each has more to wait for.
+#: Units a split from which on two programs an SM are better than one, where each has more to wait for.
 LONG_SHARE = tl.constexpr(32)
-#: Units a piece at most in the batch-invariant mode: 1024 keys.
+#: Units a split at most in the batch-invariant mode: 1024 keys.
 CHUNK = tl.constexpr(64)
-#: Pieces a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
+#: Splits a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
 FINER = 6
-#: Where items abound they balance by themselves: pieces a processor beyond which they are cut in two at most.
+#: Where items abound they balance by themselves: splits an SM beyond which they are cut in two at most.
 ENOUGH = 48
-#: Programs a multiprocessor at once: enough to wait for memory.
-MOST_BESIDE = 4
+#: Programs an SM at once: enough to wait for memory.
+MAX_CTAS_PER_SM = 4
 #: Sequences whose lengths one program scans; a larger batch is shared out group by group.
 GROUP = 128
 #: Sequences a launch: groups, and where nothing is scanned sequences, are a small dimension of the grid.
@@ -55,7 +55,7 @@ def groups(batch: int) -> tuple[int, int]:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; few for the interpreter, an H100's for meta tensors."""
     if device.type != "cuda":
         return 132 if device.type == "meta" else 2
@@ -72,55 +72,55 @@ def fast_memory(device: torch.device) -> bool:
     return clock_khz * 1e3 * 2 * bits / 8 >= 4e12
 
 
-def wanted_pieces(items: int, processors: int) -> int:
-    """How many pieces an even batch is cut into: a whole number a processor, one if items are few."""
-    return processors * max(1, round(items / processors))
+def target_splits(items: int, num_sms: int) -> int:
+    """How many splits an even batch is cut into: the same number on each SM, one where items are few."""
+    return num_sms * max(1, round(items / num_sms))
 
 
-def even_share(items: int, wanted: int) -> int:
-    """Pieces of each of so many equal items, in all about as many as wanted."""
-    return max(1, int(wanted / items + 0.4))
+def splits_per_item(items: int, target: int) -> int:
+    """Splits of each of so many equal items, in all about as many as the target."""
+    return max(1, int(target / items + 0.4))
 
 
-def ragged_pieces(wanted: int, processors: int) -> int:
-    """How many pieces a ragged batch is cut into."""
-    return max(2 * wanted, min(FINER * wanted, ENOUGH * processors))
+def ragged_target_splits(target: int, num_sms: int) -> int:
+    """How many splits a ragged batch is cut into, of an even one's target."""
+    return max(2 * target, min(FINER * target, ENOUGH * num_sms))
 
 
-def side_by_side(items: int, wanted: int, twice: bool, processors: int) -> int:
-    """How many programs a processor may run at once: what the pieces of so many equal items need.
+def max_ctas_per_sm(items: int, target: int, twice: bool, num_sms: int) -> int:
+    """How many programs an SM may run at once: what the splits of so many equal items need.
 
-    A grid with room for a ragged batch, or one that does not fit, is dealt out to groups of processors, which
-    are of different sizes; only where the pieces of an even batch fill all places does each get its share.
+    The hardware deals a grid out to groups of SMs, which are of different sizes. Where the grid has room for a ragged
+    batch, or does not fit, only this limit gives each SM its share of an even batch.
     Where items are split, there is a second one, which starts while the first one ends.
     """
-    pieces = (1 + twice) * even_share(items, wanted)
-    return min(MOST_BESIDE, max(cdiv(items * pieces, processors), min(pieces, 2)))
+    splits = (1 + twice) * splits_per_item(items, target)
+    return min(MAX_CTAS_PER_SM, max(cdiv(items * splits, num_sms), min(splits, 2)))
 
 
-def most_pieces(
+def max_splits(
     batch: int,
     items: int,
     kv_capacity: int,
-    wanted: int,
-    ragged: int,
-    least: int,
+    target: int,
+    ragged_target: int,
+    min_units: int,
     even: bool,
     twice: bool,
     batch_invariant: bool,
 ) -> tuple[int, int]:
-    """(the most pieces of all items, those of one), items a sequence; even: equal lengths."""
+    """(the most splits of all items, those of one), items a sequence; even: equal lengths."""
     units = max(1, cdiv(kv_capacity, UNIT.value))
-    longest = cdiv(units, least)
+    longest = cdiv(units, min_units)
     if batch_invariant:
-        pieces = cdiv(units, CHUNK.value)
+        splits = cdiv(units, CHUNK.value)
     elif even:
-        pieces = min(longest, (1 + twice) * even_share(batch * items, wanted))
+        splits = min(longest, (1 + twice) * splits_per_item(batch * items, target))
     else:
-        # An item has at most one piece more than whole shares, and no batch is cut finer than a ragged one.
-        pieces = min(longest, ragged // items + 1)
-        return min(batch * items * pieces, ragged + batch * items), pieces
-    return batch * items * pieces, pieces
+        # An item has at most one split more than whole shares, and no batch is cut finer than a ragged one.
+        splits = min(longest, ragged_target // items + 1)
+        return min(batch * items * splits, ragged_target + batch * items), splits
+    return batch * items * splits, splits
 
 
 class Splits(NamedTuple):
@@ -148,24 +148,24 @@ def choose_splits(
         load: KV heads an SM.
         twice: whether two programs an SM are better than one for long splits.
         uncut: whether nothing is split, however long.
-        target: splits of an even batch, where not as `wanted_pieces` has it.
+        target: splits of an even batch, where not as `target_splits` has it.
     """
-    target = target or wanted_pieces(batch * items, num_sms)
+    target = target or target_splits(batch * items, num_sms)
     min_units = max(MIN_SHARE, block_n // UNIT.value)
-    ragged = ragged_pieces(target, num_sms)
+    ragged = ragged_target_splits(target, num_sms)
     even, max_ctas = equal_lengths, None
-    if not batch_invariant and (not even or load > MOST_BESIDE):
-        max_ctas = side_by_side(batch * items, target, twice, num_sms)
+    if not batch_invariant and (not even or load > MAX_CTAS_PER_SM):
+        max_ctas = max_ctas_per_sm(batch * items, target, twice, num_sms)
     count, size = (1, batch) if even else groups(batch)
     if count > 1:
         target, ragged = (cdiv(x * size, batch) for x in (target, ragged))
-    programs, per_item = most_pieces(
+    programs, per_item = max_splits(
         size, items, kv_capacity, target, ragged, min_units, even, twice, batch_invariant
     )
     if uncut or per_item == 1:  # nothing to cut, so nothing to scan
         even, count, size, per_item = True, 1, batch, 1
     if even:
-        target = even_share(batch * items, target)
+        target = splits_per_item(batch * items, target)
     return Splits(even, target, ragged, min_units, twice, count, size, programs, per_item, max_ctas)
 
 
@@ -201,28 +201,28 @@ def units_between(begin, end):
 
 
 @triton.jit
-def pieces_of(units, share, INVARIANT: tl.constexpr):
-    """Pieces of an item from its units and the share of a piece; none of an item without units."""
+def splits_of(units, share, INVARIANT: tl.constexpr):
+    """Splits of an item from its units and the share of a split; none of an item without units."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
-        # To the nearest, a little downwards: rather longer pieces than a second wave of them. A product with
+        # To the nearest, a little downwards: rather longer splits than a second wave of them. A product with
         # a reciprocal may be one below the quotient, for all programs alike.
         reciprocal = (0xFFFFFFFF // share.to(tl.uint32)).to(tl.uint32)
-        pieces = tl.umulhi((units + share * 2 // 5).to(tl.uint32), reciprocal).to(tl.int32)
-        return tl.where(units > 0, tl.maximum(pieces, 1), 0)
+        splits = tl.umulhi((units + share * 2 // 5).to(tl.uint32), reciprocal).to(tl.int32)
+        return tl.where(units > 0, tl.maximum(splits, 1), 0)
 
 
 @triton.jit
-def even_pieces(units, pieces, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
-    """Pieces of each item where all of them have as many units, at most the host's `pieces`."""
+def even_splits(units, splits, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
+    """Splits of each item where all of them have as many units, at most the host's `splits`."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     elif TWICE:
-        few = tl.minimum(tl.cdiv(units, LEAST), pieces)
-        return tl.where(units >= pieces * LONG_SHARE, pieces * 2, few)
+        few = tl.minimum(tl.cdiv(units, LEAST), splits)
+        return tl.where(units >= splits * LONG_SHARE, splits * 2, few)
     else:
-        return tl.minimum(tl.cdiv(units, LEAST), pieces)
+        return tl.minimum(tl.cdiv(units, LEAST), splits)
 
 
 @triton.jit
@@ -231,9 +231,9 @@ def cut(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(share, pieces): units a piece, and pieces of an item of each sequence (BLOCK_B,) from `first` on.
+    """(share, splits): units a split, and splits of an item of each sequence (BLOCK_B,) from `first` on.
 
-    batch counts the sequences; there are 0 pieces beyond them.
+    batch counts the sequences; there are 0 splits beyond them.
     """
     sequences = tl.arange(0, BLOCK_B)
     within = first + tl.minimum(sequences, batch - 1)
@@ -245,22 +245,22 @@ def cut(
     if TWICE:
         share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
     share = tl.maximum(share, LEAST)
-    return share, pieces_of(units, share, INVARIANT)
+    return share, splits_of(units, share, INVARIANT)
 
 
 @triton.jit
-def place_of(program, pieces, items):
-    """(sequence, its first program) of a program, from the pieces (BLOCK_B,); sequence -1 beyond the last."""
-    ends = tl.cumsum(pieces, 0) * items
-    begins = ends - pieces * items
+def place_of(program, splits, items):
+    """(sequence, its first program) of a program, from the splits (BLOCK_B,); sequence -1 beyond the last."""
+    ends = tl.cumsum(splits, 0) * items
+    begins = ends - splits * items
     here = (begins <= program) & (program < ends)
-    numbers = tl.arange(1, pieces.shape[0] + 1)
+    numbers = tl.arange(1, splits.shape[0] + 1)
     # One sum of both: every program waits for these before its first load.
     found = tl.sum(tl.where(here, (begins.to(tl.int64) << 16) | numbers, 0), 0)
     return (found & 0xFFFF).to(tl.int32) - 1, (found >> 16).to(tl.int32)
 
 
 @triton.jit
-def first_program(sequence, pieces, items):
-    """The first program of a sequence, from the pieces (BLOCK_B,)."""
-    return tl.sum(tl.where(tl.arange(0, pieces.shape[0]) < sequence, pieces, 0), 0) * items
+def first_program(sequence, splits, items):
+    """The first program of a sequence, from the splits (BLOCK_B,)."""
+    return tl.sum(tl.where(tl.arange(0, splits.shape[0]) < sequence, splits, 0), 0) * items

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.checks import expect_device, expect_dtype, expect_tensor
-from torch_fdattn.ops.library import INTERPRET, runs_directly
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -52,7 +52,7 @@ def dequantised(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     """weight * scale, rounded once to dtype; without a scale the weight itself."""
     if scale is None:
         return weight
-    if (weight.is_cuda or INTERPRET) and runs_directly(weight, scale) and dtype != torch.float64:
+    if (weight.is_cuda or INTERPRET) and can_call_kernel(weight, scale) and dtype != torch.float64:
         from torch_fdattn.ops.gemm.dequantise import convert  # Triton is not everywhere
 
         out = torch.empty(weight.shape, dtype=dtype, device=weight.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.decode.schedule import processors
+from torch_fdattn.ops.decode.schedule import num_sms
 from torch_fdattn.ops.gemm.tile_product import (
     Tile,
     grouped,
@@ -64,7 +64,7 @@ def silu_mul_linear(x: Tensor, weight: Tensor, y: Tensor) -> None:
     launches["gemm/persistent_swiglu"] += 1
     of_weight = [n * weight.stride(0), weight.stride(0), 1]
     launch(
-        _persistent_swiglu_gemm_kernel, min(processors(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
+        _persistent_swiglu_gemm_kernel, min(num_sms(x.device), cdiv(m, tile.m) * cdiv(n, tile.n)),
         TensorDescriptor(y, [m, n], [y.stride(0), 1], [tile.m, tile.n]),
         TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
         TensorDescriptor(weight, [2, n, k], of_weight, [2, tile.n, tile.k]),

@@ -24,8 +24,8 @@ from torch_fdattn.ops.gemm.tile_product import (
     operands,
     triton_dtype,
 )
-from torch_fdattn.ops.launch import PROCESSORS, cdiv
-from torch_fdattn.ops.library import INTERPRET, launches, runs_directly
+from torch_fdattn.ops.launch import NUM_SMS, cdiv
+from torch_fdattn.ops.library import INTERPRET, launches, can_call_kernel
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
@@ -64,7 +64,7 @@ def _tile(columns: int, x: Tensor) -> Tile:
         return tile
     if tile.n <= 64:
         return tile._replace(stages=4)
-    return tile._replace(stages=5 if cdiv(columns, tile.m) <= PROCESSORS else 3)
+    return tile._replace(stages=5 if cdiv(columns, tile.m) <= NUM_SMS else 3)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -97,7 +97,7 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
 
 def can_launch_directly(x: Tensor, weight: Tensor) -> bool:
     """Whether `silu_mul_linear` can do it, and nobody would see that it was one op and not two."""
-    seen = torch.is_autocast_enabled(x.device.type) or not runs_directly(x, weight)
+    seen = torch.is_autocast_enabled(x.device.type) or not can_call_kernel(x, weight)
     return not seen and fits(x, weight)
 
 

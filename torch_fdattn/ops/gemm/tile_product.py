@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.kernel import unquantised
-from torch_fdattn.ops.launch import PROCESSORS, cdiv
+from torch_fdattn.ops.launch import NUM_SMS, cdiv
 from torch_fdattn.ops.library import INTERPRET
 
 #: The first compute capability with tensor descriptors in hardware, and the first after it with less shared memory.
@@ -56,7 +56,7 @@ def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
     wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
 
     def waves(tile: Tile) -> int:
-        return cdiv(ranks * cdiv(rows, tile.m) * cdiv(columns, tile.n), PROCESSORS)
+        return cdiv(ranks * cdiv(rows, tile.m) * cdiv(columns, tile.n), NUM_SMS)
 
     # A narrow tile takes 0.57 of a wide one's time on an H100.
     return wide if waves(wide) <= 0.57 * waves(narrow) else narrow

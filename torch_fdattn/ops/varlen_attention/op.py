@@ -245,7 +245,7 @@ def _varlen_attention(
     options = AttentionOptions(mask, default_scale(q, scale), scores, dropout)
     if page_table is None:
         return attend(_differentiable_forward, q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
-    library.meet(q)
+    library.load_rules_for(q)
     return library.run_without_derivatives(
         "varlen_attention", "where page_table is given", torch.ops.fdattn.varlen_attention_forward,
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *options.to_raw(),
