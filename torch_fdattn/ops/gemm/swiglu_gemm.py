@@ -25,7 +25,7 @@ from torch_fdattn.ops.gemm.tile_product import (
     triton_dtype,
 )
 from torch_fdattn.ops.launch import NUM_SMS, cdiv
-from torch_fdattn.ops.library import INTERPRET, launches, can_call_kernel
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu

@@ -70,7 +70,9 @@ def merge_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Not differentiable. Without the dispatcher where nobody would see the op.
     """
-    merge = _forward if library.runs_unseen(rows) else torch.ops.fdattn.merge_states_forward
+    merge = (
+        _forward if library.can_bypass_dispatcher(rows) else torch.ops.fdattn.merge_states_forward
+    )
     return merge(rows[..., :-1], rows[..., -1], dtype)
 
 
