@@ -527,7 +527,7 @@ def test_real_probes_are_bounded(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(1) or [])
     with pytest.raises(TimeoutError, match="no answer within"):
         network.resolve("slow", port)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10  # on a busy machine, too
 
 
 # Ranks compared

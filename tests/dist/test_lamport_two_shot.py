@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come_is_named(group, rank_device, rows: int | None
 
     call()
     dist.barrier()
-    set_timeout(0.5)
+    set_timeout(1.5)  # of three ranks on two processors the other survivor may be late
     try:
         if dist.get_rank() != last:
             if dist.get_rank() == 0:

@@ -75,16 +75,17 @@ def test_all_gather_of_other_dtypes(group, rank_device) -> None:
         one_sided_all_gather(torch.zeros(3, dtype=torch.float16, device=rank_device), group)
 
 
-@pytest.mark.parametrize("head_sharded", [False, True])
 @pytest.mark.parametrize("strategy", ONE_SIDED)
-def test_merge(group, rank_device, strategy: str, head_sharded: bool) -> None:
+def test_merge(group, rank_device, strategy: str) -> None:
+    """Of all heads on every rank, and of each rank's own; in fp32, and in fp16 of two queries."""
     world = dist.get_world_size()
-    path = "fused" if strategy == "two_shot" and head_sharded else strategy
-    before = launches[f"dist_merge/{path}"]
-    check_merge(strategy, group, rank_device, (2, 3 * world, 1, 16), head_sharded=head_sharded)
-    assert launches[f"dist_merge/{path}"] == before + 1
-    shape = (3, 2 * world, 2, 40)
-    check_merge(strategy, group, rank_device, shape, torch.float16, head_sharded, seed=1)
+    for head_sharded in (False, True):
+        path = "fused" if strategy == "two_shot" and head_sharded else strategy
+        before = launches[f"dist_merge/{path}"]
+        check_merge(strategy, group, rank_device, (2, 3 * world, 1, 16), head_sharded=head_sharded)
+        assert launches[f"dist_merge/{path}"] == before + 1
+        shape = (1, 2 * world, 2, 40)
+        check_merge(strategy, group, rank_device, shape, torch.float16, head_sharded, seed=1)
 
 
 @pytest.mark.parametrize("strategy", ["push", "push_tiled", "two_shot", "fused"])
@@ -111,7 +112,7 @@ def test_epochs_wrap(group, rank_device, strategy: str) -> None:
     world = dist.get_world_size()
     check_merge(strategy, group, rank_device, (1, world, 1, 16))
     set_epochs(strategy, 0xFFFFFFFE, rank_device)
-    for i in range(5):
+    for i in range(4):
         check_merge(strategy, group, rank_device, (1, world, 1 + i % 2, 16), seed=i)
     set_epochs(strategy, 1, rank_device)
 

@@ -15,7 +15,7 @@ from torch_fdattn.dist.tensor_parallel.fused_inference import add_norm, swiglu_l
 from torch_fdattn.models.inference import FusedAttention, FusedMLP
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops import rotary_kernel, swiglu, swiglu_kernel
-from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.merged_linear import can_merge, merge_linears
 
 pytestmark = pytest.mark.interpreter
@@ -244,7 +244,7 @@ def test_other_modules_run_as_they_are(device) -> None:
         "layers.0", "layers.1", "layers.0.self_attn", "layers.0.mlp", "layers.1.mlp.up_proj",
         "layers.0.self_attn.k_proj", "layers.1.input_layernorm", "layers.0.self_attn.o_proj", "norm",
     ]  # fmt: skip
-    for place in places:
+    for place in places if device == "cuda" or not INTERPRET else places[2:5]:
         model, seen = random_model(device), []
         parent, name = place.rpartition(".")[::2]
         parent = model.get_submodule(parent)

@@ -17,6 +17,10 @@ from torch_fdattn.testing import (
 
 pytestmark = pytest.mark.interpreter
 BOTH = pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+#: decode's backward is attention's.
+BACKWARD = pytest.mark.parametrize(
+    "op", [torch_fdattn.attention, pytest.param(torch_fdattn.decode, marks=pytest.mark.slow)]
+)
 
 
 def qkv(
@@ -131,7 +135,7 @@ def test_row_that_sees_nothing_gets_no_gradient(op, device):
         assert torch.isfinite(gradient).all()
 
 
-@BOTH
+@BACKWARD
 def test_same_bits_on_every_run(op, device):
     inputs = qkv(device, kv_len=90)
     runs = []
@@ -152,7 +156,7 @@ def test_merge_same_bits_on_every_run(device):
         assert torch.equal(a, b)
 
 
-@BOTH
+@BACKWARD
 def test_expanded_output_gradients(op, device):
     """sum().backward() hands over gradients with stride 0 everywhere."""
     inputs = qkv(device)
@@ -165,7 +169,7 @@ def test_expanded_output_gradients(op, device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@BOTH
+@BACKWARD
 def test_gradients_of_one_output_alone(op, device):
     inputs = qkv(device)
 

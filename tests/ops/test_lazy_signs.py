@@ -44,17 +44,11 @@ def decode_call(paged, device):
     )  # fmt: skip
 
 
-def decode_names(paged):
-    return [*decode_call(paged, "cpu")]
-
-
 @pytest.mark.parametrize(
     "entry", ["python", *(pytest.param(x, marks=pytest.mark.slow) for x in ("op", "out"))]
 )
-@pytest.mark.parametrize(
-    ("paged", "name"), [(paged, name) for paged in (False, True) for name in decode_names(paged)]
-)
-def test_decode(paged, name, entry, device):
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode(paged, entry, device):
     """Warm, so that a plan of equal metadata is there."""
     given = decode_call(paged, device)
     op_name = "paged_decode" if paged else "decode"
@@ -63,8 +57,8 @@ def test_decode(paged, name, entry, device):
     if entry == "out":
         options["out"] = torch.empty_like(given["q"]), torch.empty(2, 4, 1, device=device)
     expected = [x.clone() for x in call(**given, **options)]
-    for _ in range(2):
-        assert same(call(**given | {name: negative(given[name])}, **options), expected)
+    for name, x in given.items():
+        assert same(call(**given | {name: negative(x)}, **options), expected), name
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "workspace"])
@@ -79,11 +73,10 @@ def test_what_decode_writes_to(name, device):
     assert same((out["out"], out["lse"]), expected)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "kv_lens", "q_start", "kv_start", "dout", "dlse"])
-def test_attention(name, device):
-    q, k, v = (make_tensor((2, 2, n, 32), device=device) for n in (5, 40, 40))
+def test_attention(device):
+    q, k, v = (make_tensor((2, 2, n, 32), device=device) for n in (5, 24, 24))
     given = dict(
-        q=q, k=k, v=v, kv_lens=int32(30, 40, device=device), q_start=int32(20, 35, device=device),
+        q=q, k=k, v=v, kv_lens=int32(18, 24, device=device), q_start=int32(12, 20, device=device),
         kv_start=int32(1, 2, device=device), dout=torch.randn_like(q), dlse=torch.randn_like(q[..., 0]),
     )  # fmt: skip
 
@@ -94,16 +87,18 @@ def test_attention(name, device):
         state = torch_fdattn.attention(**given | dict(zip("qkv", inputs, strict=True)), causal=True)
         return *state, *torch.autograd.grad(state, inputs, gradients)
 
-    assert same(results(given | {name: negative(given[name])}), results(given))
+    expected = results(given)
+    for name, x in given.items():
+        assert same(results(given | {name: negative(x)}), expected), name
 
 
-@pytest.mark.parametrize("name", ["outs", "lses"])
-def test_merge_states(name, device):
+def test_merge_states(device):
     given = dict(
         outs=torch.randn(3, 2, 4, 5, 16, device=device), lses=torch.randn(3, 2, 4, 5, device=device)
     )
-    found = torch_fdattn.merge_states(**given | {name: negative(given[name])})
-    assert same(found, torch_fdattn.merge_states(**given))
+    expected = torch_fdattn.merge_states(**given)
+    for name, x in given.items():
+        assert same(torch_fdattn.merge_states(**given | {name: negative(x)}), expected), name
 
 
 @pytest.mark.parametrize("options", [None, ()], ids=["all options", "none"])

@@ -22,7 +22,9 @@ def test_drawn(seed, device, record_drawn):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("seed", range(2000, 2040))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(2000 + x, marks=pytest.mark.slow if x >= 16 else ()) for x in range(40)]
+)
 def test_the_kernel_and_the_reference_agree_bit_for_bit(seed, kernel_device):
     """Where nothing is turned; on a GPU the turned elements may differ by a fused multiply-add."""
     case = draw(seed, kernel_device)

@@ -24,6 +24,10 @@ FEATURES = (
 )
 
 
+#: In the interpreter as those that are left: a bias, the same with a window.
+ALIKE = ("mask", "sinks", "softcap, ALiBi")
+
+
 def slow_if_interpreted(value, is_slow: bool = True):
     return pytest.param(value, marks=pytest.mark.slow if INTERPRET and is_slow else ())
 
@@ -65,7 +69,7 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 16) for x in HEAD_DIMS])
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [slow_if_interpreted(x, x in ALIKE) for x in FEATURES])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_exact(dtype, feature, head_dim, device):
     if dtype == torch.bfloat16 and device == "cpu":
@@ -98,9 +102,7 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("head_dim", [slow_if_interpreted(x, x > 16) for x in HEAD_DIMS])
-@pytest.mark.parametrize(
-    "feature", ["full", "causal", slow_if_interpreted("mask"), slow_if_interpreted("bias")]
-)
+@pytest.mark.parametrize("feature", ["causal", *map(slow_if_interpreted, ("full", "mask", "bias"))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_are_exact_under_dropout(dtype, feature, head_dim, device):
     """Of every second weight, which doubles the others: all that is rounded has seven bits."""

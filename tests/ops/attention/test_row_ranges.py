@@ -67,7 +67,15 @@ def test_other_masks_have_none(device) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (40, -1)}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"causal": True}, marks=pytest.mark.slow),
+        {"causal": True, "window": (40, -1)},
+    ],
+    ids=str,
+)
 def test_attention(options: dict, device, monkeypatch) -> None:
     monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
     rows = torch.stack(list(ROWS.values())).to(device)

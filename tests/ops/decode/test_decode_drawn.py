@@ -41,9 +41,13 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("wanted", "group"), [(1, 128), (2, 1), (3, 2), (7, 128), (40, 1), (40, 2)]
+    ("wanted", "group", "seed"),
+    [
+        pytest.param(*pieces, 2000 + seed, marks=pytest.mark.slow if (i + seed) % 3 else ())
+        for i, pieces in enumerate([(1, 128), (2, 1), (3, 2), (7, 128), (40, 1), (40, 2)])
+        for seed in range(3)
+    ],
 )
-@pytest.mark.parametrize("seed", range(2000, 2003))
 def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
     """Fewer than items, several an item, more than there are keys; by groups of sequences."""
     monkeypatch.setattr(schedule, "GROUP", group)

@@ -57,8 +57,9 @@ def same(found, wanted):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", forms("cpu"))
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("form", "invariant"), [(form, i % 2 == 1) for i, form in enumerate(forms("cpu"))]
+)
 def test_hidden_keys_are_as_if_not_there(form, invariant, device):
     q, k, v = made(device)
     found = torch_fdattn.decode(

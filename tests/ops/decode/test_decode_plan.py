@@ -37,14 +37,16 @@ OPTIONS = {
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("plain", 1), ("plain", 5), ("window", 5), ("features", 1), ("starts", 5), ("invariant", 1)],
+)
 def test_as_decode(name, tokens, kernel_device):
     """The same bits, time after time, of other tensors."""
     options = OPTIONS[name](kernel_device) if name != "plain" else {}
     q, k, v, lens = inputs(kernel_device, tokens)
     plan = plan_decode(q, k, v, lens, **options)
-    for seed in range(4):
+    for seed in range(4 if kernel_device == "cuda" else 2):
         q, k, v, lens = inputs(kernel_device, tokens, seed=seed)
         lens = lens.roll(seed)
         same(plan(q, k, v, lens), decode(q, k, v, lens, **options))

@@ -99,8 +99,17 @@ def test_tiles_know_the_target():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("lens", [(600,), (600, 600), (1300, 40, 0), (1280, 40, 0), (33,)])
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "invariant"),
+    [
+        ((600,), False),
+        ((600, 600), True),
+        ((1300, 40, 0), False),
+        ((1300, 40, 0), True),
+        ((1280, 40, 0), False),
+        ((33,), True),
+    ],
+)
 def test_pages_cut_twice_and_long_sequences(lens, invariant, device):
     """More than one piece a chunk, and two programs a processor where a page table is read."""
     page, capacity, heads = 16, 1312, 3 - len(lens) if len(lens) < 3 else 1
@@ -153,8 +162,11 @@ def test_too_many_keys_are_refused(kernel_device):
     [TileConfig(16, 128, 1, 1), pytest.param(TileConfig(16, 64, 1, 1), marks=pytest.mark.slow)],
     ids=str,
 )
-@pytest.mark.parametrize("wanted", [3, 60])  # the last more than there are tiles
-@pytest.mark.parametrize("lens", [None, (700, 700), (1000, 1, 0), (129, 640, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "wanted"),  # 60: more than there are tiles
+    [(None, 3), ((700, 700), 60), ((1000, 1, 0), 3), ((129, 640, 64), 3), ((129, 640, 64), 60)],
+    ids=str,
+)
 def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):
     """The interpreter's own tiles hold one unit; these hold more than the least that a piece has."""
     batch = 2 if lens is None else len(lens)

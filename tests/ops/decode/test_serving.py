@@ -368,8 +368,16 @@ def test_what_a_workspace_holds_does_not_matter(invariant, kernel_device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("limits", [{"MAX_BATCH": 1}, {"GROUP": 1}, {"GROUP": 3}], ids=str)
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("paged", "limits"),
+    [
+        (False, {"MAX_BATCH": 1}),
+        (True, {"MAX_BATCH": 1}),
+        (False, {"GROUP": 1}),
+        (True, {"GROUP": 3}),
+    ],
+    ids=str,
+)
 def test_more_sequences_than_a_launch_scans(paged, limits, device, monkeypatch):
     q, k, v, lens = caches(device)
     options = dict(
