@@ -180,8 +180,8 @@ FAULTS = (
     ),
     Fault(
         "slopes' gradient with signed distances", f"{_KERNELS}/attention/backward_queries.py",
-        "distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))",
-        "distance = key_distance(q_pos[:, None], index[None, :], keys, STRIPED)", ATTENTION,
+        "distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, BLOCK_CYCLIC))",
+        "distance = key_distance(q_pos[:, None], index[None, :], keys, BLOCK_CYCLIC)", ATTENTION,
     ),
     Fault(
         "half a sink's gradient", f"{_KERNELS}/scores.py",

@@ -21,7 +21,7 @@ from torch_fdattn.ops.tiles import add_dot, tile_offsets, tile_start, tile_steps
 @triton.jit
 def attend_range(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
-    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0, whole=None,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def attend_range(
                 within = (bounds[0], read_from, bounds[2], bounds[3])
         acc, row_max, row_sum = attend_tiles(
             acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, within, queries, keys,
-            given, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, STRIPED, interior == 0, WIDE, BLOCK_N, BLOCK_D,
+            given, head, scale_log2, head_dim, v_dim, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, interior == 0, WIDE, BLOCK_N, BLOCK_D,
             EVEN_D, PRECISION, pages, PAGE,
         )  # fmt: skip
     return acc, row_max, row_sum
@@ -56,7 +56,7 @@ def attend_range(
 @triton.jit
 def attend_tiles(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
-    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
     MASKED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0,
 ):  # fmt: skip
@@ -85,10 +85,10 @@ def attend_tiles(
             k = load_tile(k_ptrs, index[None, :] < keys[0], d[:, None] < head_dim, MASKED, EVEN_D)
         products = tl.dot(q, k, input_precision=PRECISION)
         scores, unit, _ = score_tile(
-            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
+            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, BLOCK_CYCLIC, WIDE,
         )  # fmt: skip
         if MASKED:
-            seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+            seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC)
             scores = tl.where(seen, scores, float("-inf"))
         if PAGE > 0:
             scores = tl.where(held[None, :], scores, float("-inf"))
@@ -96,7 +96,7 @@ def attend_tiles(
             scores, row_max, row_sum, unit, MASKED or options[5] is not None or PAGE > 0
         )
         if options[7] is not None:  # the sum of a row is that of all its weights
-            p = tl.where(kept_tile(options, head, q_pos, index, start, keys, STRIPED), p, 0.0)
+            p = tl.where(kept_tile(options, head, q_pos, index, start, keys, BLOCK_CYCLIC), p, 0.0)
         if PAGE > 0:
             v_rows = page * pages[1] + slot * v_strides[0]
             v_ptrs = v_ptr + v_rows[:, None] + dv[None, :].to(tl.int64) * v_strides[1]

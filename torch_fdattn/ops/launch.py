@@ -44,7 +44,7 @@ def mask_flags(mask: Mask) -> dict[str, bool]:
     return {
         "HAS_LEFT": mask.window_left >= 0,
         "HAS_RIGHT": mask.window_right >= 0,
-        "STRIPED": mask.kv_block > 0,
+        "BLOCK_CYCLIC": mask.kv_block > 0,
     }
 
 

@@ -36,7 +36,7 @@ def modify_scores(scores, distance, softcap, slopes, SOFTCAP: tl.constexpr, ALIB
 @triton.jit
 def score_tile(
     products, q_pos, index, first_key, queries, keys, options, head, scale_log2,
-    STRIPED: tl.constexpr, WIDE: tl.constexpr, LSE_KNOWN: tl.constexpr = False,
+    BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr, LSE_KNOWN: tl.constexpr = False,
 ):  # fmt: skip
     """(scores, their unit in log2, the cap's slope) of a tile of one head's q·k products.
 
@@ -57,7 +57,7 @@ def score_tile(
         capped = products / options[0]
         cap_slope = 1.0 - capped * capped
     if options[1] is not None:
-        distance = key_distance(q_pos, index, keys, STRIPED)
+        distance = key_distance(q_pos, index, keys, BLOCK_CYCLIC)
         products = modify_scores(products, distance, 0, slope, False, True)
     if options[5] is not None:
         first_row, q_len, q_start = queries
@@ -117,9 +117,9 @@ def probabilities(exponents, options):
 
 
 @triton.jit
-def key_distance(q_pos, index, keys, STRIPED: tl.constexpr):
+def key_distance(q_pos, index, keys, BLOCK_CYCLIC: tl.constexpr):
     """Position of the key minus position of the query."""
-    return key_position(index, keys[1], keys[4], keys[5], STRIPED) - q_pos
+    return key_position(index, keys[1], keys[4], keys[5], BLOCK_CYCLIC) - q_pos
 
 
 @triton.jit

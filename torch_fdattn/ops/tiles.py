@@ -58,18 +58,18 @@ def tile_offsets(rows, d, strides, WIDE: tl.constexpr):
 
 
 @triton.jit
-def key_position(index, kv_start, kv_block, kv_stride, STRIPED: tl.constexpr):
-    if STRIPED:
+def key_position(index, kv_start, kv_block, kv_stride, BLOCK_CYCLIC: tl.constexpr):
+    if BLOCK_CYCLIC:
         return kv_start + index // kv_block * kv_stride + index % kv_block
     else:
         return kv_start + index
 
 
 @triton.jit
-def keys_before(position, kv_start, kv_block, kv_stride, STRIPED: tl.constexpr):
+def keys_before(position, kv_start, kv_block, kv_stride, BLOCK_CYCLIC: tl.constexpr):
     """How many local keys of an endless shard stand before `position`."""
     distance = tl.maximum(position - kv_start, 0)
-    if STRIPED:
+    if BLOCK_CYCLIC:
         return distance // kv_stride * kv_block + tl.minimum(distance % kv_stride, kv_block)
     else:
         return distance
@@ -127,7 +127,7 @@ def _position(start):
 @triton.jit
 def key_range(
     first, last, keys,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(begin, full_begin, full_end, end) of the keys that queries at positions first..last see.
 
@@ -139,15 +139,17 @@ def key_range(
     end = kv_len
     full_end = kv_len
     if HAS_RIGHT:
-        seen_by_last = keys_before(last + window_right + 1, kv_start, kv_block, kv_stride, STRIPED)
+        seen_by_last = keys_before(
+            last + window_right + 1, kv_start, kv_block, kv_stride, BLOCK_CYCLIC
+        )
         seen_by_first = keys_before(
-            first + window_right + 1, kv_start, kv_block, kv_stride, STRIPED
+            first + window_right + 1, kv_start, kv_block, kv_stride, BLOCK_CYCLIC
         )
         end = tl.minimum(end, seen_by_last)
         full_end = tl.minimum(end, seen_by_first)
     if HAS_LEFT:
-        begin = keys_before(first - window_left, kv_start, kv_block, kv_stride, STRIPED)
-        full_begin = keys_before(last - window_left, kv_start, kv_block, kv_stride, STRIPED)
+        begin = keys_before(first - window_left, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
+        full_begin = keys_before(last - window_left, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
     begin = tl.minimum(begin // BLOCK_N * BLOCK_N, end)
     full_begin = tl.minimum(tl.cdiv(full_begin, BLOCK_N) * BLOCK_N, end)
     full_end = tl.maximum(full_end // BLOCK_N * BLOCK_N, full_begin)
@@ -215,13 +217,13 @@ def tile_start(step, bounds, BORDER: tl.constexpr):
 
 @triton.jit
 def visible(
-    q_pos, index, keys, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr
+    q_pos, index, keys, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr
 ):
     """The mask of one tile; q_pos and key index already broadcast against each other."""
     kv_len, kv_start, window_left, window_right, kv_block, kv_stride = keys
     seen = index < kv_len
     if HAS_LEFT or HAS_RIGHT:
-        position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
+        position = key_position(index, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
         if HAS_RIGHT:
             seen = seen & (position <= q_pos + window_right)
         if HAS_LEFT:

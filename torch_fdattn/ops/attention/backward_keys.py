@@ -34,7 +34,7 @@ from torch_fdattn.ops.tiles import (
 def _dkdv_tiles(
     dk, dv, k, v, first_key, index, q_ptr, dout_ptr, lse2_ptr, delta_ptr, q_strides, dout_strides, bounds,
     q_start, q_len, keys, options, scale, heads, group, batch64, first_head64, first_row, padded_len, head_dim, v_dim,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, BORDERS: tl.constexpr, RAGGED: tl.constexpr,
     GROUPED: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles of a group's heads, at least one, to dk (unscaled) and dv of a key tile.
@@ -86,12 +86,12 @@ def _dkdv_tiles(
         q_pos = (q_start + seeing)[None, :]
         scores, unit, cap_slope = score_tile(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
-            scale * LOG2E, STRIPED, WIDE, LSE_KNOWN=True,
+            scale * LOG2E, BLOCK_CYCLIC, WIDE, LSE_KNOWN=True,
         )  # fmt: skip
         pt = probabilities(scores * unit - lse2[None, :], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
             if (start < bounds[1]) | (start >= bounds[2]):
-                seen = visible(q_pos, index[:, None], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+                seen = visible(q_pos, index[:, None], keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC)
                 pt = tl.where(seen, pt, 0.0)
         if not EARLY_DP:
             dout = load_tile(
@@ -100,7 +100,7 @@ def _dkdv_tiles(
         kept_pt = pt
         if options[7] is not None:
             kept = kept_tile_transposed(
-                options, head, q_start + rows, index, first_key, keys, STRIPED
+                options, head, q_start + rows, index, first_key, keys, BLOCK_CYCLIC
             )
             kept_pt = tl.where(kept, pt, 0.0)
         dv = add_dot(dv, kept_pt.to(dout.dtype), dout, PRECISION)
@@ -123,7 +123,7 @@ def _dkdv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
@@ -174,8 +174,8 @@ def _dkdv_kernel(
 
     last_key = tl.minimum(first_key + BLOCK_N, kv_len) - 1
     begin, full_begin, full_end, end = query_range(
-        key_position(first_key, kv_start, kv_block, kv_stride, STRIPED),
-        key_position(last_key, kv_start, kv_block, kv_stride, STRIPED),
+        key_position(first_key, kv_start, kv_block, kv_stride, BLOCK_CYCLIC),
+        key_position(last_key, kv_start, kv_block, kv_stride, BLOCK_CYCLIC),
         first_key + BLOCK_N <= kv_len, q_start, q_len, window_left, window_right,
         HAS_LEFT, HAS_RIGHT, BLOCK_M,
     )  # fmt: skip
@@ -201,7 +201,7 @@ def _dkdv_kernel(
         dk, dv, k, v, first_key, index, q_ptr + batch64 * q_strides[0], dout_ptr + batch64 * dout_strides[0],
         lse2_ptr, delta_ptr, q_strides, dout_strides, bounds, q_start, q_len, keys, score_options, scale, heads, group,
         batch64, kv_head64 * group, first_row, padded_len, head_dim, v_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, GROUPED, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BORDERS, RAGGED, GROUPED, WIDE, BLOCK_M, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
 
     store_rows(dk_ptr, dk_strides, first_key, kv_capacity, head_dim, dk * scale, WIDE)

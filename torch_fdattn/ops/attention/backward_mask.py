@@ -31,7 +31,7 @@ def _ds_tile(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_strides, k_strides,
     v_strides, dout_strides, options, q_len, kv_capacity, window, scale, group, head_dim: tl.constexpr,
     v_dim: tl.constexpr, batch, head, first_row, start, row_offset, EVERY_ROW: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """dS (M, N) of one head: queries from first_row, keys from start on; lse and delta begin at row_offset.
@@ -75,16 +75,16 @@ def _ds_tile(
     one_head = head_options(options, scale, batch64, head64)
     scores, unit, _cap_slope = score_tile(
         products, q_pos, index[None, :], start, (first_row, q_len, q_start), keys, options, one_head,
-        scale * LOG2E, STRIPED, WIDE, LSE_KNOWN=True,
+        scale * LOG2E, BLOCK_CYCLIC, WIDE, LSE_KNOWN=True,
     )  # fmt: skip
     lse2 = tl.load(lse2_ptr + row_offset + rows)
     p = probabilities(scores * unit - lse2[:, None], options)
-    seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+    seen = visible(q_pos, index[None, :], keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC)
     if not EVERY_ROW:  # p is 0 in rows behind the last, or NaN that the last does not see
         seen = seen & rows_in
     p = tl.where(seen, p, 0.0)
     if options[7] is not None:
-        kept = kept_tile(options, one_head, q_start + rows, index, start, keys, STRIPED)
+        kept = kept_tile(options, one_head, q_start + rows, index, start, keys, BLOCK_CYCLIC)
         dp = tl.where(kept, dp, 0.0) * options[9]
     return p * (dp - tl.load(delta_ptr + row_offset + rows)[:, None])
 
@@ -95,7 +95,7 @@ def _dmask_kernel(
     q_strides, k_strides, v_strides, dout_strides, dmask_strides, score_options,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr, batches, mask_sizes,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BY_ROW: tl.constexpr, BY_KEY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None,
@@ -126,7 +126,7 @@ def _dmask_kernel(
             total += _ds_tile(
                 q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_strides,
                 k_strides, v_strides, dout_strides, score_options, q_len, kv_capacity, window, scale, group, head_dim,
-                v_dim, batch, head, first_row, start, row_offset, BY_ROW, HAS_LEFT, HAS_RIGHT, STRIPED, WIDE,
+                v_dim, batch, head, first_row, start, row_offset, BY_ROW, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, WIDE,
                 PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
     else:
@@ -156,7 +156,7 @@ def _dmask_kernel(
                 total += _ds_tile(
                     own_q, own_k, own_v, own_dout, lse2_ptr, delta_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
                     q_strides, k_strides, v_strides, dout_strides, score_options, rows, columns, window, scale, group,
-                    head_dim, v_dim, batch, head, first_row, start, row_offset, False, HAS_LEFT, HAS_RIGHT, STRIPED,
+                    head_dim, v_dim, batch, head, first_row, start, row_offset, False, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
                     WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
 

@@ -46,7 +46,7 @@ def without_rounding_of_lse(sums, weights, lse2):
 @triton.jit
 def _dq_tiles(
     dq, dslopes, q, dout, lse2, delta, q_pos, k_ptr, v_ptr, k_strides, v_strides, dmask, bounds, queries, keys, options,
-    head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    head, scale_log2, head_dim, v_dim, SLOPES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,16 +72,18 @@ def _dq_tiles(
         products = tl.dot(q, kt, input_precision=PRECISION)
         dp = tl.dot(dout, vt, input_precision=PRECISION)
         scores, unit, cap_slope = score_tile(
-            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, STRIPED, WIDE,
+            products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, BLOCK_CYCLIC, WIDE,
             LSE_KNOWN=True,
         )  # fmt: skip
         p = probabilities(scores * unit - lse2[:, None], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
             if (start < bounds[1]) | (start >= bounds[2]):
-                seen = visible(q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED)
+                seen = visible(
+                    q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
+                )
                 p = tl.where(seen, p, 0.0)
         if options[7] is not None:
-            kept = kept_tile(options, head, q_pos, index, start, keys, STRIPED)
+            kept = kept_tile(options, head, q_pos, index, start, keys, BLOCK_CYCLIC)
             dp = tl.where(kept, dp, 0.0) * options[9]
         ds = p * (dp - delta[:, None])
         if NORMALISES:
@@ -89,7 +91,7 @@ def _dq_tiles(
         if SLOPES:
             # The select keeps the product from becoming part of an FMA with another thread's: threads that hold the
             # same row would round differently, and which of them writes last is chance.
-            distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, STRIPED))
+            distance = tl.abs(key_distance(q_pos[:, None], index[None, :], keys, BLOCK_CYCLIC))
             dslopes -= tl.sum(tl.where(distance > 0, ds * distance.to(tl.float32), 0.0), 1)
         if dmask is not None:
             store_mask_tile(dmask, start, ds, queries[0], WIDE)
@@ -110,7 +112,7 @@ def _dq_kernel(
     q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, WIDE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BORDERS: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
@@ -172,7 +174,7 @@ def _dq_kernel(
     delta = tl.load(delta_ptr + row_offset + rows)
 
     last = q_start + tl.minimum(first_row + BLOCK_M, q_len) - 1
-    bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    bounds = key_range(q_start + first_row, last, keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BLOCK_N)
     if ranges_ptr is not None:
         ranges_ptr += batch * 3
         bounds = shown_range(bounds, tl.load(ranges_ptr), tl.load(ranges_ptr + 1), BLOCK_N)
@@ -207,7 +209,7 @@ def _dq_kernel(
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), dmask,
         bounds, (first_row, q_len, q_start), keys, score_options,
         head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim, dslopes_ptr is not None,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, RAGGED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BORDERS, RAGGED, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
     )  # fmt: skip
 
     store_rows(dq_ptr, dq_strides, first_row, q_len, head_dim, dq * scale, WIDE)

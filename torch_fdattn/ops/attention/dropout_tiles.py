@@ -24,35 +24,35 @@ def least_kept(options):
 
 
 @triton.jit
-def kept_tile(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexpr):
+def kept_tile(options, head, q_pos, index, first_key, keys, BLOCK_CYCLIC: tl.constexpr):
     """Whether each weight of a tile is kept: (M, N) for q_pos (M,) and index (N,) from first_key on.
 
     head by `score_tiles.head_options`.
     """
-    if STRIPED or index.shape[0] < 32:
-        draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
+    if BLOCK_CYCLIC or index.shape[0] < 32:
+        draws = _draws_by_key(head, q_pos, index, keys, BLOCK_CYCLIC)
     else:
         # Both give the same bits; whole groups of eight keys, an eighth of the work. Tiles begin at multiples of
         # their size: where no kv_start was given, the compiler drops the other way.
         if keys[1] & 31 == 0:
             draws = _draws_by_group(head, q_pos, keys[1] + first_key, index.shape[0])
         else:
-            draws = _draws_by_key(head, q_pos, index, keys, STRIPED)
+            draws = _draws_by_key(head, q_pos, index, keys, BLOCK_CYCLIC)
     return draws >= least_kept(options)  # of p = 1 all is kept, and its factor is 0
 
 
 @triton.jit
-def kept_tile_transposed(options, head, q_pos, index, first_key, keys, STRIPED: tl.constexpr):
+def kept_tile_transposed(options, head, q_pos, index, first_key, keys, BLOCK_CYCLIC: tl.constexpr):
     """`kept_tile` as (N, M). Groups change threads as one byte each, which is then read eight times."""
     N: tl.constexpr = index.shape[0]
     kept = tl.zeros([N, q_pos.shape[0]], tl.int1)
-    if STRIPED or N < 32:
-        kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, STRIPED))
+    if BLOCK_CYCLIC or N < 32:
+        kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, BLOCK_CYCLIC))
     else:
         if keys[1] & 31 == 0:
             kept = _kept_by_byte(options, head, q_pos, keys[1] + first_key, N)
         else:
-            kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, STRIPED))
+            kept = tl.trans(kept_tile(options, head, q_pos, index, first_key, keys, BLOCK_CYCLIC))
     return kept
 
 
@@ -86,8 +86,8 @@ def _draws_by_group(head, q_pos, first, N: tl.constexpr):
 
 
 @triton.jit
-def _draws_by_key(head, q_pos, index, keys, STRIPED: tl.constexpr):
-    position = key_position(index, keys[1], keys[4], keys[5], STRIPED)
+def _draws_by_key(head, q_pos, index, keys, BLOCK_CYCLIC: tl.constexpr):
+    position = key_position(index, keys[1], keys[4], keys[5], BLOCK_CYCLIC)
     w0, w1, w2, w3 = _words(head, q_pos, (position >> 5) * 4 + (position >> 1 & 3))
     position = position[None, :]
     below = tl.where((position & 8) == 0, w0, w1)

@@ -79,7 +79,7 @@ def _attention_forward_kernel(
     q_strides, k_strides, v_strides, out_strides, score_options, beside,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, BORDERS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, BORDERS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, page_table_ptr=None, table_stride=None, table_step=None, page_count=None,
@@ -126,7 +126,7 @@ def _attention_forward_kernel(
 
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
-    bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, STRIPED, BLOCK_N)
+    bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BLOCK_N)
     whole = None
     if ranges_ptr is not None:
         ranges_ptr += batch * 3
@@ -136,7 +136,7 @@ def _attention_forward_kernel(
     if PAGE > 0:
         oldest = 0
         if HAS_LEFT:
-            oldest = keys_before(first - window_left, kv_start, kv_block, kv_stride, STRIPED)
+            oldest = keys_before(first - window_left, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
         table_ptr = page_table_ptr + batch.to(tl.int64) * table_stride
         pages = (k_strides[0], v_strides[0], table_ptr, table_step, page_count, oldest)
     k_batch64 = batch64 if PAGE == 0 else batch64 * 0
@@ -150,7 +150,7 @@ def _attention_forward_kernel(
         (k_strides[2], k_strides[3]), (v_strides[2], v_strides[3]), bounds,
         (block * BLOCK_M, q_len, q_start), keys,
         score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
-        HAS_LEFT, HAS_RIGHT, STRIPED, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
+        HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
         pages, PAGE, whole,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)

@@ -55,7 +55,7 @@ def _decode_kernel(
     whole, scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -79,7 +79,7 @@ def _decode_kernel(
             first, first_slot = tl.program_id(1) * group_size, tl.program_id(1) * tl.num_programs(0)
             batch = tl.minimum(batch - first, group_size)
         share, all_splits = cut(
-            first, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED, LEAST,
+            first, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, LEAST,
             TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
         sequence, before = place_of(program, all_splits, items)
@@ -87,7 +87,7 @@ def _decode_kernel(
             return
         sequence += first
     _, q_start, kv_start, keys, begin, end = key_bounds(
-        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED
+        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
     )
     units = units_between(begin, end)
     if BLOCK_B == 1:
@@ -155,7 +155,7 @@ def _decode_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     oldest = first_key
     if HAS_LEFT:  # older keys are not even read: a window may have freed their pages
-        oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, STRIPED)
+        oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
     k_head_ptr = k_ptr + kv_head64 * k_strides[1]
     v_head_ptr = v_ptr + kv_head64 * v_strides[1]
     if PAGE > 0:
@@ -212,7 +212,7 @@ def _decode_kernel(
         units_of_score = scale * LOG2E
         if SOFTCAP or ALIBI:
             units_of_score = LOG2E
-            position = key_position(index, kv_start, kv_block, kv_stride, STRIPED)
+            position = key_position(index, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
             scores = modify_scores(
                 scores * scale, position[None, :] - q_pos[:, None], softcap, slopes[:, None], SOFTCAP, ALIBI
             )  # fmt: skip
@@ -230,7 +230,7 @@ def _decode_kernel(
         seen = inside[None, :]
         if HAS_LEFT or HAS_RIGHT:
             seen = seen & visible(
-                q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, STRIPED
+                q_pos[:, None], index[None, :], keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
             )
         scores = tl.where(seen, scores, float("-inf"))
         p, row_max, row_sum, alpha = softmax_update(scores, row_max, row_sum, units_of_score, True)

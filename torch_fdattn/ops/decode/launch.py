@@ -57,7 +57,7 @@ class EvenCut(NamedTuple):
     ]  # kv_capacity, window_left, window_right, kv_block, kv_stride, target splits
     shard: tuple[int, int] | None  # of `GlobalLengths`: start and most
     kv_heads: int
-    flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, STRIPED
+    flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
     min_units: int
     twice: bool
     block_m: int

@@ -33,7 +33,7 @@ def _merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
     out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, whole,
     wanted, wanted_ragged, group_size, group_slots, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, GROUPED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, GROUPED: tl.constexpr,
     INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     MERGE_D: tl.constexpr,
@@ -57,11 +57,13 @@ def _merge_kernel(
             first_slot = sequence // group_size * group_slots
             batch = tl.minimum(batch - first_sequence, group_size)
         share, all_splits = cut(
-            first_sequence, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, STRIPED,
+            first_sequence, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
             LEAST, TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
         first = first_slot + first_program(sequence - first_sequence, all_splits, items)
-    _, _, _, _, begin, end = key_bounds(sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    _, _, _, _, begin, end = key_bounds(
+        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
+    )
     units = units_between(begin, end)
     if BLOCK_B == 1:
         splits = even_splits(units, wanted, LEAST, TWICE, INVARIANT)

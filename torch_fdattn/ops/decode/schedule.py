@@ -172,7 +172,7 @@ def choose_splits(
 @triton.jit
 def key_bounds(
     sequence, bounds_of, window,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
 ):  # fmt: skip
     """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once."""
     kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole = bounds_of
@@ -187,7 +187,7 @@ def key_bounds(
         )  # fmt: skip
     keys = (kv_len, kv_start, window[0], window[1], window[2], window[3])
     begin, _, _, end = key_range(
-        q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, STRIPED, UNIT
+        q_start, q_start + q_len - 1, keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, UNIT
     )
     if not HAS_LEFT:
         begin = 0  # for the compiler, which then knows by what addresses can be divided
@@ -228,7 +228,7 @@ def even_splits(units, splits, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIA
 @triton.jit
 def cut(
     first, batch, bounds_of, window, items, wanted, wanted_ragged,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, STRIPED: tl.constexpr, LEAST: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """(share, splits): units a split, and splits of an item of each sequence (BLOCK_B,) from `first` on.
@@ -237,7 +237,9 @@ def cut(
     """
     sequences = tl.arange(0, BLOCK_B)
     within = first + tl.minimum(sequences, batch - 1)
-    _, _, _, _, begin, end = key_bounds(within, bounds_of, window, HAS_LEFT, HAS_RIGHT, STRIPED)
+    _, _, _, _, begin, end = key_bounds(
+        within, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
+    )
     units = tl.where(sequences < batch, units_between(begin, end), 0)
     total = tl.sum(units, 0)
     ragged = tl.max(units, 0).to(tl.float32) * (4 * batch) > total.to(tl.float32) * 5
