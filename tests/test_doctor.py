@@ -556,7 +556,7 @@ def test_ranks_that_do_not_fit_together():
 
 
 def test_own_card_stays_within_the_visible_gpus():
-    launch = torchrun.Launch(1, 2, 1, 2, "127.0.0.1", 29500, True)
+    launch = torchrun.TorchrunLaunch(1, 2, 1, 2, "127.0.0.1", 29500, True)
     assert ranks.own_card(gpu_machine(2), launch)["device"] == "cuda:1"
     assert ranks.own_card(gpu_machine(1), launch)["device"] == "cuda:0"
     assert ranks.own_card(cpu_machine(), launch)["device"] == "cpu"

@@ -16,9 +16,9 @@ import typer
 from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError, one_line_errors
 from torch_fdattn.cli.setup import (
+    CacheKind,
     CacheOptions,
     DType,
-    KVCache,
     KVDType,
     KVStrategy,
     TPStrategy,
@@ -53,7 +53,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
 KVBlock = Annotated[
     int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
 ]
-KVCacheOption = Annotated[KVCache, typer.Option(help="One run of memory, or pages as they fill.")]
+KVCacheOption = Annotated[CacheKind, typer.Option(help="One run of memory, or pages as they fill.")]
 PageSize = Annotated[
     int | None, typer.Option(min=1, max=2**30, help="Positions of a page; default 16.")
 ]
@@ -100,7 +100,7 @@ def generate(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     kv_block: KVBlock = 16,
-    kv_cache: KVCacheOption = KVCache.contiguous,
+    kv_cache: KVCacheOption = CacheKind.contiguous,
     page_size: PageSize = None,
     kv_dtype: KVDTypeOption = KVDType.auto,
     strategy: StrategyOption = KVStrategy.auto,
@@ -157,7 +157,7 @@ def chat(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     kv_block: KVBlock = 16,
-    kv_cache: KVCacheOption = KVCache.contiguous,
+    kv_cache: KVCacheOption = CacheKind.contiguous,
     page_size: PageSize = None,
     kv_dtype: KVDTypeOption = KVDType.auto,
     strategy: StrategyOption = KVStrategy.auto,

@@ -35,7 +35,7 @@ class TPStrategy(StrEnum):
 KVStrategy = StrEnum("KVStrategy", {name: name for name in STRATEGIES})
 
 
-class KVCache(StrEnum):
+class CacheKind(StrEnum):
     contiguous = "contiguous"
     paged = "paged"
 
@@ -51,14 +51,14 @@ class KVDType(StrEnum):
 class CacheOptions:
     """--kv-cache, --page-size, --kv-dtype, --strategy."""
 
-    kind: KVCache
+    kind: CacheKind
     page_size: int | None
     dtype: KVDType
     strategy: KVStrategy
 
     def check(self, tensor_parallel: int, world: World) -> None:
         """Before the model is loaded, which may take minutes."""
-        if self.page_size is not None and self.kind is not KVCache.paged:
+        if self.page_size is not None and self.kind is not CacheKind.paged:
             raise UsageError("--page-size needs --kv-cache paged")
         if self.strategy is KVStrategy.hierarchical and tensor_parallel > 1:
             raise UsageError(
@@ -68,7 +68,7 @@ class CacheOptions:
     @property
     def positions_at_once(self) -> int:
         """How many positions the cache grows by: the engine's page_size, which a contiguous one ignores."""
-        return (self.page_size or 16) if self.kind is KVCache.paged else 1
+        return (self.page_size or 16) if self.kind is CacheKind.paged else 1
 
     @property
     def stored(self) -> str | None:

@@ -21,7 +21,7 @@ from torch_fdattn.compile_backend.graph.nodes import (
 from torch_fdattn.compile_backend.masks.expressions import Lookup, Poly, atoms_of
 from torch_fdattn.compile_backend.masks.hidden_rows import check as check_hidden_rows
 from torch_fdattn.compile_backend.masks.structure import Structure
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import B, D, H, S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
@@ -42,7 +42,7 @@ class OpCall:
     contiguous: bool = False  #: whether its output is, whatever the layout of q
 
 
-def choose(attention: Attention) -> OpCall:
+def choose(attention: MatchedAttention) -> OpCall:
     """The call of ours that is the same function; raises `Unsupported` where there is none."""
     dtype = _dtype(attention)
     _check_writes(attention)
@@ -69,14 +69,14 @@ def _is_from_data(start: Poly | None) -> bool:
     return start is not None and any(isinstance(atom, Lookup) for atom in atoms_of(start))
 
 
-def _is_decode(attention: Attention) -> bool:
+def _is_decode(attention: MatchedAttention) -> bool:
     q_len, kv_len = attention.q.size(S), attention.k.size(S)
     few = statically_true(q_len >= 1, q_len <= MAX_QUERY_TOKENS)
     needs_gradient = tensor(attention.result).requires_grad
     return few and not needs_gradient and not statically_true(kv_len <= q_len)
 
 
-def _dtype(attention: Attention) -> torch.dtype:
+def _dtype(attention: MatchedAttention) -> torch.dtype:
     """The result's dtype, which is q's, k's and v's, or what autocast makes of them."""
     inputs = [tensor(x.node) for x in (attention.q, attention.k, attention.v)]
     result = tensor(attention.result)
@@ -94,7 +94,7 @@ def _dtype(attention: Attention) -> torch.dtype:
     return result.dtype
 
 
-def _check_writes(attention: Attention) -> None:
+def _check_writes(attention: MatchedAttention) -> None:
     """What was read step by step is now read at the end: nothing may have written to it by then.
 
     What is read after a write may be read later still: a cache that is updated behind a transposed q.
@@ -104,7 +104,7 @@ def _check_writes(attention: Attention) -> None:
         raise Unsupported("in-place", f"{described(writer)} may write in place between its parts")
 
 
-def _check_gradients(attention: Attention) -> None:
+def _check_gradients(attention: MatchedAttention) -> None:
     """Gradients flow as they did: nothing in between was cut off by torch.no_grad()."""
     if not tensor(attention.result).requires_grad:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
@@ -126,7 +126,7 @@ def _unsupported_if(condition: bool, code: str, detail: str = "") -> None:
         raise Unsupported(code, detail)
 
 
-def _check_shapes(attention: Attention) -> None:
+def _check_shapes(attention: MatchedAttention) -> None:
     q, k, v = attention.q, attention.k, attention.v
     for dim in (q.size(D), v.size(D)):
         if not statically_true(dim % 8 == 0, dim >= 16, dim <= 256):

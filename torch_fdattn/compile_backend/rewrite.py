@@ -21,7 +21,7 @@ from torch_fdattn.compile_backend.graph.functorch import transformed_nodes
 from torch_fdattn.compile_backend.graph.nodes import op_name
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
 from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
 from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
 
@@ -128,7 +128,7 @@ class _GraphPass:
         if node in self.transformed:
             raise Unsupported("functorch")
 
-    def _matched(self, form: Any, node: Node) -> Attention | None:
+    def _matched(self, form: Any, node: Node) -> MatchedAttention | None:
         """Nothing is changed yet: a call in a form that nobody thought of is left, not a failed compilation."""
         try:
             return form.match(node, self.masks)

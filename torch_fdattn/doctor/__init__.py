@@ -18,7 +18,7 @@ from . import gpus, host, ranks, software, torchrun, trial
 from .findings import Finding, as_json, failures, lines, screen
 from .machine import Machine, inspect
 from .remedies import remedy_for
-from .torchrun import Launch
+from .torchrun import TorchrunLaunch
 
 __all__ = ["Finding", "main"]
 
@@ -57,7 +57,7 @@ def main(json: bool = False, *, timeout: float = 30.0) -> int:
 def judge(
     machine: Machine,
     env: Mapping[str, str],
-    launch: Launch | None = None,
+    launch: TorchrunLaunch | None = None,
     launch_findings: list[Finding] | None = None,
 ) -> list[Finding]:
     """All findings that need no trial, in the screen's order."""
@@ -85,7 +85,7 @@ def judge(
     return findings
 
 
-def try_kernels(machine: Machine, launch: Launch | None) -> list[Finding]:
+def try_kernels(machine: Machine, launch: TorchrunLaunch | None) -> list[Finding]:
     """One small call on the CPU and on each GPU that this process uses."""
     devices = ["cpu"] + [f"cuda:{index}" for index in range(len(machine.gpus))]
     if launch and machine.gpus:

@@ -17,7 +17,7 @@ from . import trial
 from .findings import Finding
 from .machine import Machine
 from .remedies import remedy_for
-from .torchrun import Launch, connect
+from .torchrun import TorchrunLaunch, connect
 
 Card = dict[str, Any]  # what a process says of itself
 _LATE = "look at that process's own output; on several machines check firewall and MASTER_ADDR"
@@ -32,7 +32,7 @@ _LEAVE_SECONDS = 5.0
 class Rendezvous:
     """A store under a prefix of its own for this run, with everyone's card once all have come."""
 
-    def __init__(self, launch: Launch, seconds: float) -> None:
+    def __init__(self, launch: TorchrunLaunch, seconds: float) -> None:
         import torch.distributed as dist
 
         self.launch = launch
@@ -90,7 +90,7 @@ class Rendezvous:
         return True
 
 
-def own_card(machine: Machine, launch: Launch) -> Card:
+def own_card(machine: Machine, launch: TorchrunLaunch) -> Card:
     device, gpu = "cpu", ""
     if machine.gpus:
         # A launcher may show each process one GPU alone, which is then its number 0.
@@ -106,7 +106,9 @@ def own_card(machine: Machine, launch: Launch) -> Card:
     }
 
 
-def join(launch: Launch, card: Card, seconds: float) -> tuple[Rendezvous | None, list[Finding]]:
+def join(
+    launch: TorchrunLaunch, card: Card, seconds: float
+) -> tuple[Rendezvous | None, list[Finding]]:
     """The rendezvous once the store could be reached, and what its check-in found."""
     where = f"{launch.host}:{launch.port}"
     start = time.monotonic()

@@ -27,7 +27,7 @@ _FOREIGN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_
 
 
 @dataclass(frozen=True)
-class Launch:
+class TorchrunLaunch:
     """What the variables say once they are readable and consistent."""
 
     rank: int
@@ -50,7 +50,9 @@ class Network:
     is_local: Callable[[str], bool]
 
 
-def check_launch(env: Mapping[str, str], network: Network) -> tuple[Launch | None, list[Finding]]:
+def check_launch(
+    env: Mapping[str, str], network: Network
+) -> tuple[TorchrunLaunch | None, list[Finding]]:
     """The launch, or None where there is none or it cannot work; and what was found."""
     present = [name for name in _NEEDED if env.get(name)]
     if not {"RANK", "WORLD_SIZE"} & set(present):
@@ -88,7 +90,7 @@ def _alone(env: Mapping[str, str], present: list[str]) -> Finding:
     return Finding("ok", "torchrun", "not used: one process")
 
 
-def _read(env: Mapping[str, str]) -> tuple[Launch | None, list[tuple[str, str]]]:
+def _read(env: Mapping[str, str]) -> tuple[TorchrunLaunch | None, list[tuple[str, str]]]:
     """The launch, or None and what is wrong as (text, remedy)."""
     wrong = []
     missing = [name for name in _NEEDED if not env.get(name)]
@@ -110,7 +112,7 @@ def _read(env: Mapping[str, str]) -> tuple[Launch | None, list[tuple[str, str]]]
     if wrong:
         return None, wrong
     rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
-    launch = Launch(
+    launch = TorchrunLaunch(
         rank,
         world,
         # Without torchrun often unset: then all processes are taken to be on one machine.
@@ -144,7 +146,7 @@ def _out_of_range(numbers: Mapping[str, int]) -> list[tuple[str, str]]:
     return wrong
 
 
-def _summary(launch: Launch) -> Finding:
+def _summary(launch: TorchrunLaunch) -> Finding:
     text = (
         f"RANK {launch.rank} of WORLD_SIZE {launch.world}, LOCAL_RANK {launch.local_rank} of "
         f"{launch.local_world}, master {launch.host}:{launch.port}"
@@ -152,7 +154,7 @@ def _summary(launch: Launch) -> Finding:
     return Finding("ok", "torchrun", text)
 
 
-def _reach(launch: Launch, network: Network) -> list[Finding]:
+def _reach(launch: TorchrunLaunch, network: Network) -> list[Finding]:
     where = f"{launch.host}:{launch.port}"
     try:
         addresses = network.resolve(launch.host, launch.port)

@@ -10,7 +10,7 @@ from torch_fdattn.compile_backend.context_parallel import sharded_cache
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
 from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
 from torch_fdattn.compile_backend.masks.structure import Structure
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import D, S
 from torch_fdattn.compile_backend.report import Unsupported
 
@@ -18,7 +18,7 @@ from torch_fdattn.compile_backend.report import Unsupported
 _SUPPORTED = ("q", "k", "v", "causal", "window_left", "window_right", "scale")
 
 
-def over_ranks(attention: Attention, call: OpCall, context: ContextParallel) -> OpCall:
+def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParallel) -> OpCall:
     """Ring attention or, over a cache, `dist_decode` in place of a call over local tokens; raises `Unsupported`."""
     q, k, v = attention.q, attention.k, attention.v
     if context.cache is not None and sharded_cache.is_step(q.size(S), k.size(S)):

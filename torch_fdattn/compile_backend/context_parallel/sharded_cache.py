@@ -19,7 +19,7 @@ from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
 from torch_fdattn.compile_backend.masks.expressions import number
 from torch_fdattn.compile_backend.masks.structure import Structure
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
@@ -36,7 +36,7 @@ def is_step(queries: Any, keys: Any) -> bool:
     return not (statically_true(queries > MAX_QUERY_TOKENS) or statically_true(keys < queries))
 
 
-def over_shards(attention: Attention, call: OpCall, context: ContextParallel) -> OpCall:
+def over_shards(attention: MatchedAttention, call: OpCall, context: ContextParallel) -> OpCall:
     """A step that sees all of the cache; raises `Unsupported` for others."""
     # A guard, where it is symbolic: what all ranks hold follows from it.
     capacity = int(attention.k.size(S))

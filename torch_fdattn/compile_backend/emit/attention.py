@@ -24,13 +24,13 @@ from torch_fdattn.compile_backend.graph.nodes import (
     value,
 )
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.attention.op import empty_state
 
 
-def emit(attention: Attention, call: OpCall, masks: MaskRecovery) -> None:
+def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None:
     """Replaces the attention's result; raises `Unsupported`, having changed nothing, where it cannot."""
     add = Adder(attention.result)
     given = MaskArguments(add, attention, masks.made)
@@ -73,7 +73,7 @@ def emit(attention: Attention, call: OpCall, masks: MaskRecovery) -> None:
     _expand_by_sizes(attention)
 
 
-def _expand_by_sizes(attention: Attention) -> None:
+def _expand_by_sizes(attention: MatchedAttention) -> None:
     """What is expanded as the scores are, by their sizes in place of them: else they would be computed for it."""
     rest = [node for node in attention.between if not node._erased]
     q, k = attention.q, attention.k
@@ -98,7 +98,7 @@ def _is_written(node: Node) -> bool:
     return written_between(node.next, node.graph.output_node(), copies) is not None
 
 
-def _scale(attention: Attention, call: OpCall) -> float | None:
+def _scale(attention: MatchedAttention, call: OpCall) -> float | None:
     """As it is without the queries' second copies in the head dim."""
     levels = attention.mask.levels
     if call.scale is not None or levels is None or not levels.needs_copies:

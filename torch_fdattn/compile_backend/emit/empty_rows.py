@@ -11,13 +11,13 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.nodes import statically_true, value
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import D
 from torch_fdattn.compile_backend.report import Unsupported
 
 
 def with_empty_rows(
-    add: Adder, attention: Attention, masks: MaskArguments, pair: Node, out: Node,
+    add: Adder, attention: MatchedAttention, masks: MaskArguments, pair: Node, out: Node,
     qkv: tuple[Node, Node, Node],
 ) -> Node:  # fmt: skip
     """`out` with what eager gives such queries; `pair` are the op's (out, lse)."""
@@ -40,7 +40,7 @@ def with_empty_rows(
 
 
 def _pair_terms(
-    add: Adder, attention: Attention, masks: MaskArguments, hidden: Node, q: Node, k: Node
+    add: Adder, attention: MatchedAttention, masks: MaskArguments, hidden: Node, q: Node, k: Node
 ) -> list[Node]:
     """Numbers through which NaN reaches q and k, but for pairs of them that are filled."""
     fills = attention.mask.nans.fills
@@ -56,7 +56,7 @@ def _pair_terms(
 
 
 def _learned_terms(
-    add: Adder, attention: Attention, masks: MaskArguments, hidden: Node
+    add: Adder, attention: MatchedAttention, masks: MaskArguments, hidden: Node
 ) -> list[Node]:
     """Numbers through which NaN reaches what is learned and added, where no fill comes behind."""
     reached = []
@@ -77,7 +77,7 @@ def _with_heads(add: Adder, x: Node, heads: object) -> Node:
     return add("repeat_interleave", x, heads // kv_heads, 1)
 
 
-def _mean_of_values(add: Adder, attention: Attention, q: Node, k: Node, v: Node) -> Node:
+def _mean_of_values(add: Adder, attention: MatchedAttention, q: Node, k: Node, v: Node) -> Node:
     """Of all keys; where gradients reach their scores, with those of equal weights, and no value, of q and k.
 
     With weights of 1 / N: out = mean + Σ (s - s₀) (v - mean) / N, which is mean + (q - q₀) · C, C = scale · kᵀ (v - mean) / N.

@@ -19,7 +19,7 @@ from torch_fdattn.compile_backend.masks.expressions import Poly
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.masks.terms import ExplicitMask
 from torch_fdattn.compile_backend.masks.values import SWALLOWS
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
@@ -27,7 +27,7 @@ from torch_fdattn.ops.scores import MASK_LIMIT
 class MaskArguments:
     """Makes the nodes of one attention; what depends on a mask alone is made once for all layers."""
 
-    def __init__(self, add: Adder, attention: Attention, made: dict[tuple, Node]) -> None:
+    def __init__(self, add: Adder, attention: MatchedAttention, made: dict[tuple, Node]) -> None:
         self.add, self.attention, self.made = add, attention, made
         self.levels = attention.mask.levels
         self.new: dict[tuple, Node] = {}

@@ -37,7 +37,7 @@ from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 if TYPE_CHECKING:
-    from torch_fdattn.compile_backend.match.attention import Attention
+    from torch_fdattn.compile_backend.match.attention import MatchedAttention
 
 #: What is added above this costs lse less than scores lose to their own rounding.
 HARMLESS = -64.0
@@ -191,7 +191,7 @@ def _lowest_sum(reads: Sequence[ParsedTerm]) -> float:
     return sum(read.floor / min(1.0, abs(read.term.factor)) for read in reads)
 
 
-def check(attention: Attention) -> None:
+def check(attention: MatchedAttention) -> None:
     """Raises `Unsupported` where a gradient would need what the op cannot give."""
     mask = attention.mask
     copies = mask.levels is not None and mask.levels.needs_copies

@@ -15,7 +15,7 @@ _NOTE = "heads of K and V not repeated"
 
 
 @dataclass
-class Attention:
+class MatchedAttention:
     form: str
     result: Node  #: what is to be replaced
     q: Operand

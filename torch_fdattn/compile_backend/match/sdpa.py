@@ -16,14 +16,14 @@ from torch_fdattn.compile_backend.graph.nodes import (
 )
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery, top_left
 from torch_fdattn.compile_backend.masks.terms import MaskTerm
-from torch_fdattn.compile_backend.match.attention import Attention, score_sizes
+from torch_fdattn.compile_backend.match.attention import MatchedAttention, score_sizes
 from torch_fdattn.compile_backend.match.operands import H, operand_of
 from torch_fdattn.compile_backend.report import Unsupported
 
 FORM = "scaled_dot_product_attention"
 
 
-def match(node: Node, masks: MaskRecovery) -> Attention | None:
+def match(node: Node, masks: MaskRecovery) -> MatchedAttention | None:
     """The attention that a node is; None where it is none; raises `Unsupported`."""
     if op_name(node) != FORM:
         return None
@@ -42,7 +42,7 @@ def match(node: Node, masks: MaskRecovery) -> Attention | None:
         raise Unsupported("metadata", "is_causal or enable_gqa is not known")
     if scale is not None and not isinstance(scale, (int, float)):
         raise Unsupported("scale", "the scale is not known before the call")
-    attention = Attention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
+    attention = MatchedAttention(FORM, node, *given, scale=scale, masked=attn_mask is not None)
     attention.out_dims = tuple(i for i, dim in enumerate(attention.q.dims) if dim is not None)
     terms = []
     if attn_mask is not None:

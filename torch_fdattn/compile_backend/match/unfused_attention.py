@@ -21,7 +21,7 @@ from torch_fdattn.compile_backend.graph.nodes import (
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery, sinks_of
 from torch_fdattn.compile_backend.match import scores as scores_of
 from torch_fdattn.compile_backend.match import weights as weights_of
-from torch_fdattn.compile_backend.match.attention import Attention
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import B, H, Operand, trace_operand
 from torch_fdattn.compile_backend.match.products import Product
 from torch_fdattn.compile_backend.match.scores import MatchedScores
@@ -33,7 +33,7 @@ FORM = "matmul, softmax, matmul"
 SOFTMAX = ("softmax", "_safe_softmax")
 
 
-def match(node: Node, masks: MaskRecovery) -> Attention | None:
+def match(node: Node, masks: MaskRecovery) -> MatchedAttention | None:
     """The attention whose softmax a node is; None where it is none's; raises `Unsupported`."""
     if op_name(node) not in SOFTMAX:
         return None
@@ -105,7 +105,7 @@ def _check_unused_elsewhere(between: list[Node], result: Node) -> None:
                 )
 
 
-def _operands(scores: MatchedScores, weights: MatchedWeights) -> Attention:
+def _operands(scores: MatchedScores, weights: MatchedWeights) -> MatchedAttention:
     """q, k and v with where their dims lie, from the labels of both products."""
     q, k, out = _roles(scores.product)
     p_labels, v_labels = weights.labels
@@ -136,7 +136,7 @@ def _operands(scores: MatchedScores, weights: MatchedWeights) -> Attention:
     q_operand = trace_operand(q_operand, between, scalings=True)
     k_operand = trace_operand(k_operand, between, scalings=True)
     roles = [p_labels[0], p_head, p_labels[-2], v_depth]
-    attention = Attention(
+    attention = MatchedAttention(
         FORM, weights.product.node, q_operand, k_operand, v_operand,
         out_dims=tuple(roles.index(label) for label in result_labels),
         scale=scores.factor * q_operand.scale * k_operand.scale, softcap=scores.softcap,
@@ -170,7 +170,7 @@ def _placed(node: Node, labels: str, order: list[str]) -> Operand:
     return Operand(node, tuple(labels.index(label) if label else None for label in order))
 
 
-def _check_broadcast(attention: Attention, product: Product) -> None:
+def _check_broadcast(attention: MatchedAttention, product: Product) -> None:
     """q's batch and heads are the scores': not broadcast from one."""
     out = tensor(product.node)
     sizes = [attention.q.size(B), *([attention.q.size(H)] if out.dim() == 4 else [])]
