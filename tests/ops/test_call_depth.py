@@ -17,7 +17,7 @@ import torch
 import torch_fdattn
 
 if torch_fdattn.ops.library.INTERPRET:
-    pytest.skip("the interpreter runs a kernel's functions as Python's", allow_module_level=True)
+    pytest.skip("compiles kernels, which the interpreter replaces", allow_module_level=True)
 
 from torch_fdattn.launch import driver_launch, launches, prepared
 from torch_fdattn.ops import library
