@@ -126,9 +126,9 @@ def options_to_mask(
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    checks.expect_tensor("q", q)
     if scale is not None:
         return scale
+    checks.expect_tensor("q", q)
     # Where q has another rank than the op's, the raw op's checks say so.
     return q.shape[-1] ** -0.5 if q.dim() in (3, 4) and q.shape[-1] else 1.0
 
