@@ -228,7 +228,7 @@ def expected_path(op: str, device: torch.device | str, dtype: torch.dtype) -> st
     """The launch counter that a call must move."""
     on_gpu = torch.device(device).type == "cuda"
     interpreted = INTERPRET and dtype in (torch.float16, torch.float32)
-    return f"{op}/{'triton' if on_gpu or interpreted else 'reference'}"
+    return f"{op}/{'triton' if on_gpu or interpreted else 'cpu'}"
 
 
 def dtypes(device: torch.device | str) -> tuple[torch.dtype, ...]:

@@ -119,7 +119,7 @@ def test_what_is_chosen_is_what_runs(dtype, device) -> None:
         pytest.skip("float64 runs on the CPU only")
     q, k, v = (make_tensor((1, 2, 20, 16), dtype=dtype, device=device).requires_grad_() for _ in range(3))  # fmt: skip
     kernel = dispatch.choose("forward", q, v, AttentionOptions())
-    assert kernel == ("triton" if device == "cuda" or (INTERPRET and dtype != torch.float64) else "reference")  # fmt: skip
+    assert kernel == ("triton" if device == "cuda" or (INTERPRET and dtype != torch.float64) else "cpu")  # fmt: skip
     launches.clear()
     torch_fdattn.attention(q, k, v)[0].sum().backward()
     assert dict(launches) == {f"attention_{way}/{kernel}": 1 for way in ("forward", "backward")}

@@ -30,7 +30,7 @@ def _run(call: Append, key: tuple | None = None) -> None:
         if library.use_triton(call.k) and library.use_triton(call.k_cache):
             known = prepared.prepare(key)
     if known is None:
-        library.launches["append_kv/reference"] += 1
+        library.launches["append_kv/cpu"] += 1
         append_reference(call)
         return
     from torch_fdattn.ops.append_kv.kernel import append_launches

@@ -18,6 +18,7 @@ from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, check_tangents
+from torch_fdattn.ops.attention.cpu import attention_backward_on_cpu
 from torch_fdattn.ops.attention.inputs import (
     check_inputs,
     check_state,
@@ -26,10 +27,7 @@ from torch_fdattn.ops.attention.inputs import (
     empty_state,
 )
 from torch_fdattn.ops.attention.op import key_of
-from torch_fdattn.ops.attention.reference import (
-    attention_backward_reference,
-    attention_tangent_reference,
-)
+from torch_fdattn.ops.attention.reference import attention_tangent_reference
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.options import MASK_SCHEMA, SCORES_SCHEMA, AttentionOptions
 from torch_fdattn.ops.row_ranges import empty_ranges
@@ -76,10 +74,10 @@ def _gradients(
             launches = backward_launches(*state, given, *grads, score_grads, rows=rows, ranges=ranges)  # fmt: skip
             call.run(tensors, launches)
         return grads
-    library.launches["attention_backward/reference"] += 1
-    *found, of_scores = attention_backward_reference(
-        dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout
-    )
+    library.launches["attention_backward/cpu"] += 1
+    *found, of_scores = attention_backward_on_cpu(
+        dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout, score_grads=score_grads,
+    )  # fmt: skip
     copy_gradients((*grads, *score_grads[1:]), (*found, *of_scores[1:]))
     return grads
 

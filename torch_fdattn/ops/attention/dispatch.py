@@ -43,8 +43,8 @@ TABLE = (
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
         "the same kernels, interpreted; bf16 is refused"),
-    Row("reference", _BOTH, frozenset(("CPU", "interpreter")), (*_HALF, *_SINGLE, *_DOUBLE), 512, FEATURES,
-        "plain torch in fp32 or fp64; float64 on CUDA is refused"),
+    Row("cpu", _BOTH, frozenset(("CPU", "interpreter")), (*_HALF, *_SINGLE, *_DOUBLE), 512, FEATURES,
+        "torch's flash kernel in fp32 (`cpu.py`), the reference for what it cannot; float64 on CUDA is refused"),
 )  # fmt: skip
 
 

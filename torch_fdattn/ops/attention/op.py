@@ -17,9 +17,9 @@ from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch, tuning
 from torch_fdattn.ops.attention.autograd import attend
+from torch_fdattn.ops.attention.cpu import attention_on_cpu
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.inputs import check_inputs, copy_state, empty_state
-from torch_fdattn.ops.attention.reference import attention_reference
 from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.options import (
@@ -61,8 +61,8 @@ def attend_eagerly(key: tuple | None, q, k, v, options: AttentionOptions) -> tup
     out, lse = empty_state(q, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is None:
-        library.launches["attention_forward/reference"] += 1
-        copy_state(out, lse, attention_reference(q, k, v, mask, scale, scores, None, dropout))
+        library.launches["attention_forward/cpu"] += 1
+        copy_state(out, lse, attention_on_cpu(q, k, v, mask, scale, scores, None, dropout))
         return out, lse
     from torch_fdattn.ops.attention.forward import forward_launches
 

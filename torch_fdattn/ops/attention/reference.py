@@ -1,4 +1,4 @@
-"""Attention by explicit formulas in torch: the definition, and the CPU kernel.
+"""Attention by explicit formulas in torch: the definition, and what `cpu.py` falls back to.
 
     S = scale · Q Kᵀ,  lse = log Σ_j exp(S_ij) over visible keys,  P = exp(S - lse),  O = P V
 

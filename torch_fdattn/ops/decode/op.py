@@ -22,6 +22,7 @@ from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import attend
 from torch_fdattn.ops.attention.configs import dot_precision
+from torch_fdattn.ops.attention.cpu import attention_on_cpu
 from torch_fdattn.ops.attention.inputs import copy_state, empty_state
 from torch_fdattn.ops.decode.inputs import (
     QUANTISED,
@@ -180,13 +181,15 @@ def _run_unprepared(call: DecodeCall, out: Tensor, lse: Tensor, workspace: Tenso
 
         launch_decode(call, out, lse, workspace)
         return
-    library.launches["decode_forward/reference"] += 1
+    library.launches["decode_forward/cpu"] += 1
     q, (k, v, page_table, *scales), options, _ = call
     rest = options.mask, options.scale, *scales, options.scores
+    attend_here = functools.partial(attention_on_cpu, alone=options.batch_invariant)
     if page_table is None:
-        copy_state(out, lse, decode_reference(q, k, v, *rest))
+        state = decode_reference(q, k, v, *rest, attend_here)
     else:
-        copy_state(out, lse, paged_decode_reference(q, k, v, page_table, *rest))
+        state = paged_decode_reference(q, k, v, page_table, *rest, attend_here)
+    copy_state(out, lse, state)
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:

@@ -6,6 +6,8 @@ longest sequence are cut off first, so that a short sequence in a large cache co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,12 @@ from torch_fdattn.ops.scores import Scores
 def decode_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Mask, scale: float,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, options: Scores | None = None,
+    attend: Callable = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (B, H, T, DV), lse (B, H, T)) in the accumulation dtype; scales (B, H_kv, N)."""
+    """(out (B, H, T, DV), lse (B, H, T)) in the accumulation dtype; scales (B, H_kv, N).
+
+    attend: what computes attention over the dense keys, in place of the reference.
+    """
     longest = _longest(mask, k_cache.shape[2])
     k, v = (
         _dequantised(cache[:, :, :longest], None if x is None else x[:, :, :longest], q)
@@ -26,16 +32,17 @@ def decode_reference(
     )
     if options is not None and options.attn_mask is not None and options.attn_mask.shape[-1] > 1:
         options = options._replace(attn_mask=options.attn_mask[..., :longest])
-    return attention_reference(q, k, v, mask, scale, options)
+    return attend(q, k, v, mask, scale, options)
 
 
 def paged_decode_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, mask: Mask, scale: float,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, options: Scores | None = None,
+    attend: Callable = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As above over pages (P, H_kv, page, D); scales (P, H_kv, page)."""
     k, v, keys_in = gathered(q, k_cache, v_cache, page_table, mask, k_scale, v_scale)
-    return attention_reference(q, k, v, mask, scale, options, keys_in)
+    return attend(q, k, v, mask, scale, options, keys_in)
 
 
 def gathered(

@@ -53,7 +53,7 @@ def _forward(outs, lses, dtype=None):
 
         launch_merge(outs, lses, out, lse)
     else:
-        library.launches["merge_states_forward/reference"] += 1
+        library.launches["merge_states_forward/cpu"] += 1
         merged, merged_lse = merge_states_reference(outs, lses)
         out.copy_(merged)
         lse.copy_(merged_lse)
@@ -100,7 +100,7 @@ def _backward(dout, dlse, outs, lses, out, lse):
         dlse = dlse.contiguous() if dlse is not None else None
         launch_merge_backward(dout, dlse, outs, lses, out, lse.contiguous(), douts, dlses)
     else:
-        library.launches["merge_states_backward/reference"] += 1
+        library.launches["merge_states_backward/cpu"] += 1
         gradients = merge_states_backward_reference(dout, dlse, outs, lses, out, lse)
         douts.copy_(gradients[0])
         dlses.copy_(gradients[1])

@@ -12,6 +12,8 @@ hold (`ops/packed.py`). Keys on pages have no gradient.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from torch_fdattn import checks
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
+from torch_fdattn.ops.attention.cpu import attention_backward_on_cpu, attention_on_cpu
 from torch_fdattn.ops.attention.derivative_op import (
     FLAGS,
     STATE_SCHEMA,
@@ -87,8 +90,10 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):
     elif library.use_triton(q):  # of no sequences
         copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
     else:
-        library.launches["varlen_attention_forward/reference"] += 1
-        state = varlen_attention_reference(q, k, v, packed, mask, scale, scores, dropout)
+        library.launches["varlen_attention_forward/cpu"] += 1
+        state = varlen_attention_reference(
+            q, k, v, packed, mask, scale, scores, dropout, attention_on_cpu
+        )
         copy_state(out, lse, state)
     return out, lse
 
@@ -135,10 +140,11 @@ def _gradients(
             if grad is not None:
                 grad.zero_()
     else:
-        library.launches["varlen_attention_backward/reference"] += 1
+        library.launches["varlen_attention_backward/cpu"] += 1
         *found, of_scores = varlen_attention_backward_reference(
-            dout, dlse, q, k, v, out, lse, packed, mask, scale, scores, dropout
-        )
+            dout, dlse, q, k, v, out, lse, packed, mask, scale, scores, dropout,
+            functools.partial(attention_backward_on_cpu, score_grads=score_grads),
+        )  # fmt: skip
         copy_gradients((*grads, *score_grads[1:]), (*found, *of_scores[1:]))
     return grads
 

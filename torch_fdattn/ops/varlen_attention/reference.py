@@ -6,7 +6,7 @@ Tokens that belong to no sequence have out 0, lse -inf and no gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,9 +27,12 @@ from torch_fdattn.ops.scores import Scores
 
 def varlen_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, mask: Mask, scale: float, options: Scores,
-    dropout: Dropout = NO_DROPOUT,
+    dropout: Dropout = NO_DROPOUT, attend: Callable = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out (T, H, DV), lse (H, T)) in the accumulation dtype."""
+    """(out (T, H, DV), lse (H, T)) in the accumulation dtype.
+
+    attend: what computes attention over a sequence, in place of the reference.
+    """
     out = accumulated(q).new_zeros(*q.shape[:2], v.shape[-1])
     lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
     for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
@@ -40,7 +43,7 @@ def varlen_attention_reference(
             own_k, own_v, keys_in = gathered(q, k, v, packed.page_table[b : b + 1], own_mask)
             entries = _with_columns(own_options.attn_mask, own_k.shape[2])
             own_options = own_options._replace(attn_mask=entries)
-        own = attention_reference(
+        own = attend(
             by_heads(q[rows]), own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
         )
         out[rows], lse[:, rows] = own[0][0].transpose(0, 1), own[1][0]
@@ -50,25 +53,29 @@ def varlen_attention_reference(
 def varlen_attention_backward_reference(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packed: Packed,
     mask: Mask, scale: float, options: Scores, dropout: Dropout = NO_DROPOUT,
+    differentiate: Callable = attention_backward_reference,
 ) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
-    """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype."""
+    """(dq, dk, dv, gradients of the options' tensors) in the accumulation dtype.
+
+    differentiate: what computes a sequence's gradients, in place of the reference; of the options it may give fewer.
+    """
     dq, dk, dv = (torch.zeros_like(accumulated(x)) for x in (q, k, v))
     slopes, sinks, entries = (
         None if x is None else torch.zeros_like(x, dtype=dq.dtype) for x in options[1:]
     )
     for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
-        *own, of_options = attention_backward_reference(
+        *own, of_options = differentiate(
             by_heads(dout[rows]), None if dlse is None else dlse[None, :, rows],
             *(by_heads(x) for x in (q[rows], k[keys], v[keys], out[rows])), lse[None, :, rows],
             own_mask, scale, own_options, dropout, b,
         )  # fmt: skip
         for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), own, strict=True):
             whole[where] += part[0].transpose(0, 1)
-        if slopes is not None:
+        if of_options.alibi_slopes is not None:
             (slopes if slopes.dim() == 1 else slopes[b]).add_(of_options.alibi_slopes.squeeze(0))
-        if sinks is not None:
+        if of_options.sinks is not None:
             sinks += of_options.sinks
-        if entries is not None:
+        if of_options.attn_mask is not None:
             own = _own_entries(entries, b, rows, keys)
             own += (
                 of_options.attn_mask.narrow(-1, 0, own.shape[-1])

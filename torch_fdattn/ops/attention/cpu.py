@@ -1,0 +1,171 @@
+"""Attention of CPU tensors by torch's own flash kernel, which returns the lse; by the reference where it cannot.
+
+A call is cut into parts that one call of the kernel can answer (`cpu_parts.py`): sequences of one length together, so
+that nothing beyond a sequence's keys is read, windows as bands of rows.
+
+What the kernel asks for and its schema does not say: the last dim of its inputs is contiguous and no dim is empty;
+a row whose keys are all hidden gets out 0 and lse 0, not -inf; its backward takes P from the lse that it is given, so
+that the lse of more keys gives these keys' gradients, as everywhere here, but takes no gradient of the lse.
+
+`TORCH_FDATTN_REFERENCE=1` takes the reference, which is the definition, for all calls.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops.attention.cpu_parts import Part, parts
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+)
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import NO_SCORES, Scores, add_sinks, sink_gradient
+
+#: Whether every call is the reference's.
+REFERENCE_ALONE = os.environ.get("TORCH_FDATTN_REFERENCE", "") == "1"
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
+#: Queries up to which half-precision keys are converted one sequence after the other.
+FEW_QUERIES = 16
+#: From 2.13 on the kernel reads each KV head for all of its query heads.
+_TAKES_GROUPS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, scores: Scores | None = None,
+    keys_in: Tensor | None = None, dropout: Dropout = NO_DROPOUT, first_sequence: int = 0, *, alone: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out (B, H, S, DV), lse (B, H, S)), as `attention_reference`.
+
+    alone: a sequence's bits do not follow from the others.
+    """
+    scores = scores or NO_SCORES
+    if not _takes(q, k, v, mask, scores, dropout) or not _holds_all(keys_in, mask):
+        return attention_reference(
+            q, k, v, mask, scale, scores, keys_in, dropout, first_sequence
+        )  # fmt: skip
+    # Copies of one sequence's keys stay in the processor's caches.
+    alone = alone or (k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES)
+    found = [(part, *_forward(part, q, k, v, scale)) for part in parts(q, k, mask, scores, alone)]
+    if len(found) == 1 and found[0][1].shape[:3] == q.shape[:3]:
+        _, out, lse = found[0]
+    else:
+        out = torch.zeros(*q.shape[:3], v.shape[3])
+        lse = torch.full(q.shape[:3], float("-inf"))
+        for part, own_out, own_lse in found:
+            out[part.sequences, :, part.rows] = own_out
+            lse[part.sequences, :, part.rows] = own_lse
+    return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
+
+
+def attention_backward_on_cpu(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    mask: Mask, scale: float, scores: Scores, dropout: Dropout = NO_DROPOUT, first_sequence: int = 0, *,
+    score_grads: Scores = NO_SCORES,
+) -> tuple[Tensor, Tensor, Tensor, Scores]:  # fmt: skip
+    """(dq, dk, dv, gradients of the scores' tensors), as `attention_backward_reference`.
+
+    score_grads: tensors for the gradients that are asked for; the others may be None.
+    """
+    of_entries = score_grads.alibi_slopes is not None or score_grads.attn_mask is not None
+    if dlse is not None or of_entries or not _takes(q, k, v, mask, scores, dropout):
+        return attention_backward_reference(
+            dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout, first_sequence
+        )
+    dsinks = None
+    if score_grads.sinks is not None:
+        dsinks = sink_gradient(scores.sinks, lse, (dout.float() * out.float()).sum(-1))
+    lse = lse.masked_fill(lse == float("-inf"), 0.0)  # P = exp(-inf - lse) = 0 where all is hidden
+    found = [
+        (part, _backward(part, dout, q, k, v, out, lse, scale)) for part in parts(q, k, mask, scores)
+    ]  # fmt: skip
+    sums = found[0][1] if len(found) == 1 else (None,) * 3
+    if any(x is None or x.shape != of.shape for x, of in zip(sums, (q, k, v), strict=True)):
+        sums = tuple(torch.zeros(x.shape) for x in (q, k, v))
+        for part, gradients in found:
+            for total, own, where in zip(
+                sums, gradients, (part.rows, part.keys, part.keys), strict=True
+            ):
+                total[part.sequences, :, where] += own
+    return *sums, Scores(0.0, None, dsinks, None)
+
+
+def _takes(q, k, v, mask: Mask, scores: Scores, dropout: Dropout) -> bool:
+    """Whether the kernel can answer the call, in parts."""
+    return (
+        not REFERENCE_ALONE
+        and q.dtype in _DTYPES
+        and k.dtype in _DTYPES
+        and not scores.softcap
+        and not dropout.p
+        and all(x.numel() > 0 for x in (q, k, v))
+        # Keys between the shards of a window may hold anything.
+        and not (mask.kv_block and mask.window_left >= 0)
+    )
+
+
+def _holds_all(keys_in: Tensor | None, mask: Mask) -> bool:
+    """Whether the keys that are in are those below the lengths: what lies elsewhere may be anything."""
+    if keys_in is None:
+        return True
+    if mask.kv_lens is not None:
+        beyond = torch.arange(keys_in.shape[1]) >= mask.kv_lens[:, None]
+        keys_in = keys_in | beyond
+    return bool(keys_in.all())
+
+
+def _as_kernel_takes(*tensors: Tensor) -> list[Tensor]:
+    """In float32, the last dim contiguous and of one size, which zeros fill.
+
+    The kernel's own lse of bfloat16 and float16 inputs is off by 1e-4, and it is seldom faster by them.
+    """
+    dim = max(x.shape[-1] for x in tensors)
+    made = []
+    for x in tensors:
+        x = x.float()
+        if x.shape[-1] < dim:
+            x = torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+        made.append(x if x.stride(-1) == 1 else x.contiguous())
+    return made
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values for each query head, where the kernel does not find them itself."""
+    if _TAKES_GROUPS or x.shape[1] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
+    v_dim = v.shape[3]
+    of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
+    q, k, v = _as_kernel_takes(q[part.sequences, :, part.rows], *of_keys)
+    k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    out, lse = _FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
+    if part.bias is not None:
+        suspect = lse == 0.0
+        if suspect.any():
+            hidden = (part.bias == float("-inf")).all(-1)
+            lse = lse.masked_fill(suspect & hidden, float("-inf"))
+    return out[..., :v_dim], lse
+
+
+def _backward(part: Part, dout, q, k, v, out, lse, scale: float) -> tuple[Tensor, ...]:
+    kv_heads, dims = k.shape[1], (q.shape[3], k.shape[3], v.shape[3])
+    of_rows = (x[part.sequences, :, part.rows] for x in (dout, q, out))
+    of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
+    dout, q, out, k, v = _as_kernel_takes(*of_rows, *of_keys)
+    k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    lse = lse[part.sequences, :, part.rows]
+    dq, dk, dv = _BACKWARD(
+        dout, q, k, v, out, lse, 0.0, part.causal, attn_mask=part.bias, scale=scale
+    )
+    if dk.shape[1] != kv_heads:
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return tuple(x[..., :dim] for x, dim in zip((dq, dk, dv), dims, strict=True))

@@ -1,0 +1,156 @@
+"""How a call of attention on a CPU is cut into parts that torch's flash kernel can answer (`cpu.py`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.ops.positions import FAR, Mask, query_key_positions, sees
+from torch_fdattn.ops.scores import MASK_LIMIT, Scores
+
+#: Query rows of a part with a bias: of a causal mask, and the limits within which a window's width decides.
+CAUSAL_ROWS, MIN_ROWS, MAX_ROWS = 1024, 128, 1024
+#: Elements of one bias.
+MAX_BIAS = 1 << 24
+
+
+class Part(NamedTuple):
+    """Rows and keys of some sequences that one call of the kernel answers."""
+
+    sequences: slice
+    rows: slice
+    keys: slice
+    causal: bool = False  # row i of the part sees its keys 0 … i
+    bias: Tensor | None = None  # added to the scores: four dims, each of full size or 1
+
+
+class _Run(NamedTuple):
+    """Sequences next to each other that have equal lengths and positions."""
+
+    sequences: slice
+    kv_len: int
+    offset: int  # of the first query's position from the first key's
+    mask: Mask  # of one of them
+
+
+def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False) -> Iterator[Part]:
+    """Of a call with q (B, H, S, D) and k (B, H_kv, S_kv, D); rows in no part see no key.
+
+    alone: no part has more than one sequence.
+    """
+    entries = None if scores.attn_mask is None else _bias_of_mask(scores.attn_mask)
+    for run in _runs(q, k, mask, alone):
+        for rows, keys, hides in _bands(run, q.shape[2], q.shape[1] * _width(run), scores):
+            causal = hides and entries is None and scores.alibi_slopes is None
+            if causal and _is_causal(run, rows):
+                yield Part(run.sequences, rows, keys, causal=True)
+                continue
+            bias = None if entries is None else _cut(entries, run.sequences, rows, keys)
+            if hides or scores.alibi_slopes is not None:
+                own = _bias_of_positions(run, rows, keys, hides, scores.alibi_slopes)
+                bias = own if bias is None else own + bias
+            yield Part(run.sequences, rows, keys, bias=bias)
+
+
+def _width(run: _Run) -> int:
+    return (run.sequences.stop - run.sequences.start) * max(run.kv_len, 1)
+
+
+def _runs(q: Tensor, k: Tensor, mask: Mask, alone: bool) -> Iterator[_Run]:
+    batch, capacity = q.shape[0], k.shape[2]
+    bounds = [[None] * batch if x is None else x.tolist() for x in mask[:3]]
+    numbered = zip(*bounds, range(batch) if alone else [0] * batch, strict=True)
+    start = 0
+    for (kv_len, q_start, kv_start, _), group in itertools.groupby(numbered):
+        stop = start + len(list(group))
+        kv_len = capacity if kv_len is None else min(max(kv_len, 0), capacity)
+        first_key = 0 if kv_start is None else min(max(kv_start, -FAR), FAR)
+        first_query = first_key + kv_len - q.shape[2]
+        if q_start is not None:
+            first_query = min(max(q_start, -FAR), FAR)
+        own = Mask(*(None if x is None else x[start : start + 1] for x in mask[:3]), *mask[3:])
+        yield _Run(slice(start, stop), kv_len, first_query - first_key, own)
+        start = stop
+
+
+def _bands(
+    run: _Run, q_len: int, bias_per_row: int, scores: Scores
+) -> Iterator[tuple[slice, slice, bool]]:
+    """Rows, the keys that they see, and whether one of the rows does not see all of these."""
+    left, right = run.mask.window_left, run.mask.window_right
+    kv_len, offset = run.kv_len, run.offset
+    if not kv_len or not q_len:
+        return
+    if run.mask.kv_block:  # keys that a row sees lie in no one stretch
+        yield slice(0, q_len), slice(0, kv_len), left >= 0 or right >= 0
+        return
+    first = max(0, -offset - right) if right >= 0 else 0
+    last = min(q_len, kv_len - offset + left) if left >= 0 else q_len
+    bounded_left = left >= 0 and offset + last - 1 > left
+    bounded_right = right >= 0 and offset + first + right < kv_len - 1
+    step = last - first
+    if bounded_left:
+        step = min(max(left + max(right, 0) + 1, MIN_ROWS), MAX_ROWS)
+    elif bounded_right and not _is_causal(run, slice(first, last)):
+        step = CAUSAL_ROWS
+    if scores.alibi_slopes is not None:
+        step = min(step, max(MAX_BIAS // bias_per_row, 1))
+    for start in range(first, last, max(step, 1)):
+        stop = min(start + step, last)
+        low = max(0, offset + start - left) if left >= 0 else 0
+        high = min(kv_len, offset + stop + right) if right >= 0 else kv_len
+        hides = left >= 0 and offset + stop - 1 - left > low
+        hides = hides or (right >= 0 and offset + start + right < high - 1)
+        yield slice(start, stop), slice(low, high), hides
+
+
+def _is_causal(run: _Run, rows: slice) -> bool:
+    """Whether the first of the rows sees the first key alone, and each of the others one more."""
+    left, right = run.mask.window_left, run.mask.window_right
+    bounded_left = left >= 0 and run.offset + rows.stop - 1 > left
+    return (
+        right >= 0
+        and not run.mask.kv_block
+        and not bounded_left
+        and run.offset + rows.start + right == 0
+    )
+
+
+def _bias_of_positions(
+    run: _Run, rows: slice, keys: slice, hides: bool, slopes: Tensor | None
+) -> Tensor:
+    """-inf where a row does not see a key, and what ALiBi takes: (B or 1, H or 1, rows, keys)."""
+    q_pos, k_pos, lens = query_key_positions(run.mask, rows.stop, keys.stop, torch.device("cpu"))
+    if run.mask.q_start is None:  # the last of the keys, whatever part is looked at
+        q_pos = k_pos[:, :1] + run.offset + torch.arange(rows.stop)
+    q_pos, k_pos = q_pos[:, rows], k_pos[:, keys]
+    bias = torch.zeros(1, 1, q_pos.shape[1], k_pos.shape[1])
+    if slopes is not None:
+        slopes = slopes[None] if slopes.dim() == 1 else slopes[run.sequences]
+        distance = (k_pos[:, None, :] - q_pos[:, :, None]).abs()
+        bias = slopes.float()[:, :, None, None] * -distance[:, None]
+    if hides:
+        seen = sees(run.mask, q_pos, k_pos, lens.clamp(min=k_pos.shape[1]))
+        bias = bias.masked_fill(~seen[:, None], float("-inf"))
+    return bias
+
+
+def _bias_of_mask(attn_mask: Tensor) -> Tensor:
+    """An explicit mask as float32 entries of four dims, within what `scores.py` says of them."""
+    entries = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if entries.dtype == torch.bool:
+        return torch.zeros(entries.shape).masked_fill(~entries, float("-inf"))
+    entries = entries.float()
+    return entries.clamp(max=MASK_LIMIT).masked_fill(entries < -MASK_LIMIT, float("-inf"))
+
+
+def _cut(entries: Tensor, *ranges: slice) -> Tensor:
+    """A bias's entries of sequences, rows and keys; dims of size 1 stand for all."""
+    for dim, own in zip((0, 2, 3), ranges, strict=True):
+        if entries.shape[dim] > 1:
+            entries = entries.narrow(dim, own.start, own.stop - own.start)
+    return entries
