@@ -51,6 +51,7 @@ WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))
 REFERENCE = Tests(
     "references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py")
 )
+CPU = Tests("CPU tensors", (f"{_OPS}/attention/test_cpu.py",))
 FRAMEWORK = Tests(
     "framework",
     (
@@ -339,6 +340,30 @@ FAULTS = (
     Fault(
         "reference: right window ignored", f"{_KERNELS}/positions.py",
         "seen = seen & (k_pos <= q_pos + mask.window_right)", "seen = seen & (k_pos <= k_pos)", REFERENCE,
+    ),
+    Fault(
+        "CPU: a band without its first key", f"{_KERNELS}/attention/cpu_parts.py",
+        "low = max(0, offset + start - left)", "low = max(0, offset + start - left + 1)", CPU,
+    ),
+    Fault(
+        "CPU: causal from the first key wherever queries stand", f"{_KERNELS}/attention/cpu_parts.py",
+        "and run.offset + rows.start + right == 0", "and run.offset + rows.start + right >= 0", CPU,
+    ),
+    Fault(
+        "CPU: lengths of the first sequence alone", f"{_KERNELS}/attention/cpu_parts.py",
+        "itertools.groupby(numbered)", "itertools.groupby(numbered, key=lambda _: 0)", CPU,
+    ),
+    Fault(
+        "CPU: an lse of zero is of no keys", f"{_KERNELS}/attention/cpu.py",
+        "lse.masked_fill(suspect & hidden,", "lse.masked_fill(suspect,", CPU,
+    ),
+    Fault(
+        "CPU: the kernel is given an lse of -inf", f"{_KERNELS}/attention/cpu.py",
+        'lse = lse.masked_fill(lse == float("-inf"), 0.0)', "lse = lse + 0.0", CPU,
+    ),
+    Fault(
+        "CPU: strided last dims", f"{_KERNELS}/attention/cpu.py",
+        "x if x.stride(-1) == 1 else x.contiguous()", "x", CPU,
     ),
     Fault(
         "reference: dS without delta", f"{_KERNELS}/attention/reference.py",
