@@ -160,7 +160,8 @@ def test_all_and_nothing(device):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
     out, lse = torch_fdattn.attention(q, k, v, dropout_p=1.0, dropout_seed=seed_of(device))
     assert (out == 0).all()
-    assert torch.equal(lse, plain[1])
+    # On a CPU the reference computes what drops, torch's kernel what does not.
+    torch.testing.assert_close(lse, plain[1], rtol=1e-6, atol=1e-6)
     dv = torch.autograd.grad(out.sum() + lse.sum(), v)[0]
     assert (dv == 0).all()
 

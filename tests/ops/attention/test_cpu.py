@@ -167,6 +167,19 @@ def test_rows_without_keys_and_rows_whose_lse_is_zero():
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kv_len", [3, 600])
+def test_nan_is_not_lost(kv_len):
+    """The kernel says 0 of a row all of whose scores are NaN, where it has one block of keys."""
+    q, k, v = tensors(batch=2, q_len=3, kv_len=kv_len)
+    q[0, 0, 1, 0] = k[1] = NAN
+    out, lse = torch_fdattn.attention(q, k, v)
+    expected = torch.zeros(2, 4, 3, dtype=torch.bool)
+    expected[0, 0, 1] = expected[1] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan().all(-1), expected)
+    assert torch.equal(out.isnan().any(-1), expected)
+
+
 def test_strided_last_dims_and_tensors_without_elements():
     """Wrong numbers and a crash of the kernel alone."""
     q, k, v = tensors()

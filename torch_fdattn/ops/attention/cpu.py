@@ -46,19 +46,20 @@ def attention_on_cpu(
     alone: a sequence's bits do not follow from the others.
     """
     scores = scores or NO_SCORES
+    call = q, k, v, mask, scale, scores, keys_in, dropout, first_sequence
     if not _takes(q, k, v, mask, scores, dropout) or not _holds_all(keys_in, mask):
-        return attention_reference(
-            q, k, v, mask, scale, scores, keys_in, dropout, first_sequence
-        )  # fmt: skip
+        return attention_reference(*call)
     # Copies of one sequence's keys stay in the processor's caches.
     alone = alone or (k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES)
-    found = [(part, *_forward(part, q, k, v, scale)) for part in parts(q, k, mask, scores, alone)]
-    if len(found) == 1 and found[0][1].shape[:3] == q.shape[:3]:
-        _, out, lse = found[0]
+    found = [(part, _forward(part, q, k, v, scale)) for part in parts(q, k, mask, scores, alone)]
+    if any(state is None for _, state in found):
+        return attention_reference(*call)
+    if len(found) == 1 and found[0][1][1].shape == q.shape[:3]:
+        out, lse = found[0][1]
     else:
         out = torch.zeros(*q.shape[:3], v.shape[3])
         lse = torch.full(q.shape[:3], float("-inf"))
-        for part, own_out, own_lse in found:
+        for part, (own_out, own_lse) in found:
             out[part.sequences, :, part.rows] = own_out
             lse[part.sequences, :, part.rows] = own_lse
     return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
@@ -103,7 +104,7 @@ def _takes(q, k, v, mask: Mask, scores: Scores, dropout: Dropout) -> bool:
         and q.dtype in _DTYPES
         and k.dtype in _DTYPES
         and not scores.softcap
-        and not dropout.p
+        and not dropout.threshold
         and all(x.numel() > 0 for x in (q, k, v))
         # Keys between the shards of a window may hold anything.
         and not (mask.kv_block and mask.window_left >= 0)
@@ -142,17 +143,22 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of the part's rows; None: the kernel may have lost a NaN."""
     v_dim = v.shape[3]
     of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
     q, k, v = _as_kernel_takes(q[part.sequences, :, part.rows], *of_keys)
     k, v = (_heads(x, q.shape[1]) for x in (k, v))
     out, lse = _FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
-    if part.bias is not None:
-        suspect = lse == 0.0
-        if suspect.any():
+    # Of a row without a finite score the kernel says lse 0: of one whose keys are all hidden, and of NaN.
+    suspect = lse == 0.0
+    if suspect.any():
+        if part.bias is not None:
             hidden = (part.bias == float("-inf")).all(-1)
             lse = lse.masked_fill(suspect & hidden, float("-inf"))
+            suspect = suspect & ~hidden
+        if suspect.any() and not (q.isfinite().all() and k.isfinite().all()):
+            return None
     return out[..., :v_dim], lse
 
 
