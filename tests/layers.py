@@ -133,6 +133,7 @@ def layers(kind: str) -> list[Layer]:
                 "one_sided",
                 "strategies",
                 "signals",
+                "call_depth",
                 "fused_parts",
                 "tp_one_sided",
                 "tp_failures",

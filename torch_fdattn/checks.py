@@ -269,6 +269,13 @@ def expect_bool(**named: object) -> None:
             raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
+def expect_str(**named: object) -> None:
+    """What the dispatcher would refuse with a whole schema in place of an argument's name."""
+    for name, value in named.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, got {type(value).__name__}")
+
+
 def plain_float(name: str, value: object) -> float:
     """Of any number, NumPy's scalars included, which Triton and ctypes refuse."""
     expect_convertible(name, value)

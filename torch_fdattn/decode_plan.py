@@ -10,7 +10,7 @@ from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.attention.inputs import empty_state
-from torch_fdattn.ops.decode.entry import call_op, check_types
+from torch_fdattn.ops.decode.entry import call_op, check_types, pair_of_tensors
 from torch_fdattn.ops.decode.inputs import check_workspace, checked_call, plain_numbers
 from torch_fdattn.ops.decode.op import PreparedDecode
 from torch_fdattn.ops.options import DecodeOptions, options_to_mask, window_bounds
@@ -43,9 +43,9 @@ class DecodePlan:
         # torch's own setting decides how float32 is multiplied.
         self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
         self._prepared: PreparedDecode | None = None
+        out, lse = empty_state(q, v)
+        self._written = dict(out=_metadata(out), lse=_metadata(lse))
         if library.can_call_kernel(q, *self._held):
-            out, lse = empty_state(q, v)
-            self._written = dict(out=_metadata(out), lse=_metadata(lse))
             self._prepared = PreparedDecode.of(call, out, lse)
 
     def __call__(
@@ -78,11 +78,13 @@ class DecodePlan:
             self._refuse("kv_lens", kv_lens)
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
-        prepared, written = self._prepared, () if out is None else out
+        written = () if out is None else out
+        if out is not None:
+            self._check_out(out)
+        prepared = self._prepared
         if (
             prepared is None
             or checks.CHECK_VALUES
-            or (out is not None and (type(out) is not tuple or len(out) != 2))
             or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
             or not self._is_current()
         ):
@@ -90,7 +92,6 @@ class DecodePlan:
         if workspace is not None:
             check_workspace(workspace, prepared.plan.floats, q.device)
         if out is not None:
-            self._check_out(*out)
             torch.autograd.graph.increment_version([*out])
         elif workspace is not None:
             out = empty_state(q, v_cache)
@@ -101,15 +102,22 @@ class DecodePlan:
         """Whether torch's setting of tf32 is the one that it was planned under."""
         return self._precision is None or dot_precision(torch.float32) == self._precision
 
-    def _by_op(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
+    def _by_op(self, q, *others):
+        """As the prepared launches would, under autocast too: in the dtypes that were planned."""
+        if not torch.is_autocast_enabled(q.device.type):
+            return self._call_op(q, *others)
+        with torch.autocast(q.device.type, enabled=False):
+            return self._call_op(q, *others)
+
+    def _call_op(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
         options = self._options
         mask = Mask(kv_lens, *options.mask[1:])
         options = DecodeOptions(mask, *options[1:])
         inputs = (q, k_cache, v_cache, page_table) if self._paged else (q, k_cache, v_cache)
         return call_op(inputs, options, out, workspace)
 
-    def _check_out(self, out: Tensor, lse: Tensor) -> None:
-        for name, tensor in (("out", out), ("lse", lse)):
+    def _check_out(self, written: tuple[Tensor, Tensor]) -> None:
+        for name, tensor in zip(("out", "lse"), pair_of_tensors(written), strict=True):
             planned = self._written[name]
             if _metadata(tensor) != planned:
                 shape, strides, dtype, _ = planned
@@ -183,7 +191,7 @@ def plan_decode(
 
     Source: plan and run of FlashInfer, arXiv:2501.01005.
     """
-    checks.expect_bool(causal=causal)
+    checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     bounds = kv_lens, q_start, kv_start
     mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
     scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), checks.number("scale", scale)
@@ -214,7 +222,7 @@ def plan_paged_decode(
 
     Source: plan and run of FlashInfer, arXiv:2501.01005; PagedAttention, arXiv:2309.06180.
     """
-    checks.expect_bool(causal=causal)
+    checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     bounds = kv_lens, q_start, kv_start
     mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
     scores, scale = Scores(softcap, alibi_slopes, sinks), checks.number("scale", scale)

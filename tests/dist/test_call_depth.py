@@ -57,7 +57,7 @@ def deepest(call: Callable[[], None]) -> list[str]:
 @pytest.mark.parametrize("strategy", ["auto", "all_gather", "star", "ring", *ONE_SIDED])
 def test_second_call(group, rank_device, strategy: str) -> None:
     if strategy in ONE_SIDED and (dist.get_world_size() == 1 or not available(group, rank_device)):
-        pytest.skip("needs 2 ranks that share symmetric memory")
+        pytest.skip("needs 2 ranks: that share symmetric memory")
     torch.manual_seed(0)
     dtype = torch.float16 if rank_device.type == "cuda" else torch.float32
     q = torch.randn(1, 2, 1, 16, device=rank_device, dtype=dtype)

@@ -31,6 +31,8 @@ def test_shard_and_unshard(group, rank_device) -> None:
     again = unshard_batch(group, shards, own, own.float() * 2)
     assert torch.equal(again[0], tokens)
     assert torch.equal(again[1], tokens.float() * 2)
+    with pytest.raises(TypeError, match="shards must be a SequenceShards, got str"):
+        shard_batch(group, "zigzag", torch.zeros(1, 21))
     with pytest.raises(ValueError, match="x must have 21 positions in dim 1, got 20"):
         shard_batch(group, shards, tokens[:, 1:])
     with pytest.raises(ValueError, match="parts must have"):

@@ -77,6 +77,8 @@ def decode(
     """
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
+    checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
+    checks.expect_str(strategy=strategy)
     group_name = name_of(group)
     inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
@@ -180,6 +182,8 @@ def ring_attention(
     scale = checks.number("scale", scale)
     left, right = window_bounds(window)
     checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
+    checks.expect_bool(causal=causal)
+    checks.expect_str(strategy=strategy)
     group_name = name_of(group)
     rank, world_size = rank_and_size(group_name)
     if not isinstance(shards, SequenceShards):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 
 #: Elements of a program at most, but for one head: a load of 16 bytes a thread for each half.
 _ELEMENTS = 2048
@@ -81,9 +81,8 @@ def launch_norm_rotate(
     of_batch = cos.stride(0) if cos.shape[0] > 1 else 0
     # None at the end, for the reason in `launch.kernel_options`.
     q_strides, k_strides = ((*x.stride()[:3], None) for x in (q, k))
-    with on_device(q):
-        launch(
-            _norm_rotate_kernel, batch * tokens * blocks,
-            q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_strides, k_strides,
-            (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, block_h, block_d, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _norm_rotate_kernel, batch * tokens * blocks,
+        q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_strides, k_strides,
+        (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, block_h, block_d, num_warps=4,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.launch import cdiv, on_device, power_of_two
+from torch_fdattn.ops.launch import cdiv, power_of_two
 
 #: Columns of a program at most: two loads of 16 bytes a thread for each of the tensors.
 _COLUMNS = 2048
@@ -45,8 +45,7 @@ def launch_silu_mul(
     columns = gate.shape[-1]
     block = min(power_of_two(columns), _COLUMNS)
     blocks = cdiv(columns, block)
-    with on_device(gate):
-        launch(
-            _silu_mul_kernel, out.numel() // columns * blocks,
-            gate, up, out, gate_stride, up_stride, columns, blocks, block, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _silu_mul_kernel, out.numel() // columns * blocks,
+        gate, up, out, gate_stride, up_stride, columns, blocks, block, num_warps=4,
+    )  # fmt: skip

@@ -186,3 +186,21 @@ def test_the_third_call_goes_past_triton(monkeypatch):
     monkeypatch.setattr(launches.Launch, "through_triton", None)
     same(plan(q, k, v, lens), expected)
     assert library.launches["decode_forward/triton"] == before + 3
+
+
+def test_a_plan_is_the_same_by_the_op(device):
+    """On a CPU, under autocast: the dtypes that were planned, and an out that is not as planned is refused."""
+    q, k, v, lens = inputs(device)
+    plan, expected = plan_decode(q, k, v, lens), decode(q, k, v, lens)
+    with torch.autocast(q.device.type, torch.bfloat16):
+        same(plan(q, k, v, lens), expected)
+    out, lse = (torch.empty_like(x) for x in expected)
+    same(plan(q, k, v, lens, out=(out, lse)), expected)
+    with pytest.raises(
+        ValueError, match=r"out must be as planned, torch.float32 .* got torch.bfloat16"
+    ):
+        plan(q, k, v, lens, out=(out.bfloat16(), lse))
+    with pytest.raises(TypeError, match=r"lse must be a torch.Tensor, got int"):
+        plan(q, k, v, lens, out=(out, 3))
+    with pytest.raises(TypeError, match=r"workspace must be a torch.Tensor, got str"):
+        plan(q, k, v, lens, workspace="a")

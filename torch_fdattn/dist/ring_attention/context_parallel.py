@@ -300,6 +300,11 @@ def active() -> RingMode | None:
 
 def _rank(group_name: str, shards: SequenceShards) -> int:
     rank, world_size = rank_and_size(group_name)
+    if not isinstance(shards, SequenceShards):
+        raise TypeError(
+            f"shards must be a SequenceShards, got {type(shards).__name__}: "
+            f"SequenceShards.zigzag(total, {world_size}), say"
+        )
     if shards.world_size != world_size:
         raise ValueError(
             f"shards must be for the group's {world_size} ranks, got {shards.world_size}"

@@ -107,11 +107,11 @@ def raise_faults(*group_names: str) -> None:
             word.raise_if_set()
 
 
-def check(*group_names: Group, synchronize: bool = True) -> None:
+def check(*groups: Group, synchronize: bool = True) -> None:
     """Raises what the kernels so far left behind.
 
     Args:
-        group_names: of these groups alone. Default: of all that this process is in.
+        groups: of these alone, each a group, a mesh or a name. Default: of all that this process is in.
         synchronize: first wait for the devices. False where the caller has waited itself, as an engine
             that has read its tokens.
 
@@ -126,4 +126,4 @@ def check(*group_names: Group, synchronize: bool = True) -> None:
     if synchronize:
         for device in {word.device for word in _words if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)
-    raise_faults(*(name_of(group, "group_names") for group in group_names))
+    raise_faults(*(name_of(group, "groups") for group in groups))

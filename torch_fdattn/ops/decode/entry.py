@@ -71,6 +71,8 @@ def decode(
         >>> one = torch.ones(())
         >>> out, _ = torch_fdattn.decode(q, k8, v8, lens, k_scale=one, v_scale=one)
     """
+    if type(causal) is not bool or type(batch_invariant) is not bool:
+        checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
         scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
@@ -81,7 +83,6 @@ def decode(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
         return op.decode_eagerly(q, k_cache, v_cache, None, options)
-    checks.expect_bool(causal=causal)
     return call_op((q, k_cache, v_cache), options, out, workspace)
 
 
@@ -117,6 +118,8 @@ def paged_decode(
         >>> out.shape
         torch.Size([2, 8, 1, 64])
     """
+    if type(causal) is not bool or type(batch_invariant) is not bool:
+        checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
         scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
@@ -127,7 +130,6 @@ def paged_decode(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
         return op.decode_eagerly(q, k_cache, v_cache, page_table, options)
-    checks.expect_bool(causal=causal)
     return call_op((q, k_cache, v_cache, page_table), options, out, workspace)
 
 
@@ -184,6 +186,14 @@ def check_types(inputs: tuple[Tensor, ...], options: DecodeOptions) -> None:
     checks.expect_int64(kv_block=mask.kv_block, kv_stride=mask.kv_stride)
 
 
+def pair_of_tensors(out: object) -> tuple[Tensor, Tensor]:
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")
+    for name, tensor in zip(("out", "lse"), out, strict=True):
+        checks.expect_tensor(name, tensor)
+    return out
+
+
 def _decode_into(
     inputs: tuple[Tensor, ...], options: DecodeOptions, out, workspace
 ) -> tuple[Tensor, Tensor]:
@@ -192,8 +202,9 @@ def _decode_into(
         checks.expect_4d("q", q)
         checks.expect_4d("v_cache", v_cache)
         out = empty_state(q, v_cache)
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"out must be a pair of tensors (out, lse), got {type(out).__name__}")
+    pair_of_tensors(out)
+    if workspace is not None:
+        checks.expect_tensor("workspace", workspace)
     paged = len(inputs) == 4
     raw = torch.ops.fdattn.paged_decode_out if paged else torch.ops.fdattn.decode_out
     options = DecodeOptions(options.mask, default_scale(q, options.scale), *options[2:])

@@ -177,6 +177,7 @@ def check_out(call: DecodeCall, out: Tensor, lse: Tensor, workspace: Tensor | No
 
 
 def check_workspace(workspace: Tensor, needed: int, device: torch.device) -> None:
+    checks.expect_tensor("workspace", workspace)
     checks.expect_device("workspace", workspace, device, "q")
     _check_workspace_kind(workspace)
     if workspace.numel() < needed:

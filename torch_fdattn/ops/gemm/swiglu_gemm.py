@@ -96,9 +96,9 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_launch_directly(x: Tensor, weight: Tensor) -> bool:
-    """Whether `silu_mul_linear` can do it, and nobody would see that it was one op and not two."""
-    seen = torch.is_autocast_enabled(x.device.type) or not can_call_kernel(x, weight)
-    return not seen and fits(x, weight)
+    """Whether `silu_mul_linear` may stand for the two ops: its sizes fit, and no gradient, mode or autocast needs them."""
+    dispatches = torch.is_autocast_enabled(x.device.type) or not can_call_kernel(x, weight)
+    return not dispatches and fits(x, weight)
 
 
 def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
