@@ -359,11 +359,11 @@ FAULTS = (
     ),
     Fault(
         "CPU: the kernel is given an lse of -inf", f"{_KERNELS}/attention/cpu.py",
-        'lse = lse.masked_fill(lse == float("-inf"), 0.0)', "lse = lse + 0.0", CPU,
+        'lse == float("-inf"), 0.0', "lse != lse, 0.0", CPU,
     ),
     Fault(
         "CPU: strided last dims", f"{_KERNELS}/attention/cpu.py",
-        "x if x.stride(-1) == 1 else x.contiguous()", "x", CPU,
+        "made.append(x if apart else x.contiguous())", "made.append(x)", CPU,
     ),
     Fault(
         "reference: dS without delta", f"{_KERNELS}/attention/reference.py",

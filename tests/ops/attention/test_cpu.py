@@ -200,14 +200,103 @@ def test_lse_of_half_precision_is_that_of_float32(dtype):
     torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_a_batch_invariant_decode_has_the_bits_of_each_sequence():
-    q, k, v = tensors(batch=5, q_len=1)
-    lens = lengths(70, 70, 13, 70, 1)
-    out, lse = torch_fdattn.decode(q, k, v, lens, batch_invariant=True)
-    for b in range(5):
-        own = [x[b : b + 1] for x in (q, k, v, lens)]
-        alone = torch_fdattn.decode(*own, batch_invariant=True)
-        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), alone, rtol=0, atol=0)
+@pytest.mark.parametrize("name", ["plain", "sinks", "softcap", "float64", "pages"])
+def test_a_batch_invariant_decode_has_the_bits_of_each_sequence(name):
+    q, k, v = tensors(batch=40, heads=6, q_len=1, kv_len=64, dim=32, v_dim=32)
+    lens = torch.arange(40, dtype=torch.int32) + 1
+    options: dict = dict(batch_invariant=True)
+    options |= {"sinks": dict(sinks=torch.randn(6)), "softcap": dict(softcap=9.0)}.get(name, {})
+    if name == "float64":
+        q, k, v = q.double(), k.double(), v.double()
+    op, inputs = torch_fdattn.decode, (q, k, v, lens)
+    if name == "pages":  # one of them invalid
+        op, table = torch_fdattn.paged_decode, torch.arange(160, dtype=torch.int32).view(40, 4)
+        table[2, 0] = -1
+        pages = [x.view(40, 2, 4, 16, 32).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+        inputs = q, *pages, table, lens
+    out, lse = op(*inputs, **options)
+    for b in range(40):
+        own = [x[b : b + 1] if len(x) == 40 else x for x in inputs]
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), op(*own, **options), rtol=0, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", CALLS)
+def test_torchs_default_dtype_changes_nothing(name, default):
+    (mask, scores), (q, k, v) = CALLS[name], tensors()
+    expected = cpu.attention_on_cpu(q, k, v, mask, 0.25, scores)
+    given = *expected, mask, 0.25, scores
+    grads = cpu.attention_backward_on_cpu(expected[0], None, q, k, v, *given)[:3]
+    torch.set_default_dtype(default)
+    try:
+        found = cpu.attention_on_cpu(q, k, v, mask, 0.25, scores)
+        found_grads = cpu.attention_backward_on_cpu(expected[0], None, q, k, v, *given)[:3]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close((*found, *found_grads), (*expected, *grads), rtol=0, atol=0)
+
+
+def hidden_from_some() -> dict[str, tuple]:
+    """q, k, v and options, where rows do not see what is NaN or overflows."""
+    q, k, v = tensors(batch=1, heads=2, q_len=4, kv_len=8)
+    entries = torch.zeros(4, 8)
+    entries[0, 7] = NAN
+    late = k.clone()
+    late[:, :, 7] = NAN
+    large = k.clone()
+    large[:, :, 2] = 3e38
+    return {
+        "a mask's entry": (q, k, v, dict(causal=True, attn_mask=entries)),
+        "a key": (q, late, v, dict(causal=True)),
+        "a score": (q * 1e4, large, v, dict(attn_mask=torch.arange(8) != 2)),
+    }
+
+
+@pytest.mark.parametrize("name", hidden_from_some())
+def test_what_is_hidden_does_not_matter(name, monkeypatch):
+    q, k, v, options = hidden_from_some()[name]
+    dout = torch.ones(1, 2, 4, 16)
+
+    def results() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = torch_fdattn.attention(*leaves, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    found = results()
+    monkeypatch.setattr(cpu, "REFERENCE_ALONE", True)
+    torch.testing.assert_close(found, results(), equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert found[1][:, :, 0].isfinite().all()
+
+
+def test_expanded_tensors():
+    """Slow and inexact, or as large as the scores, where torch's kernel had them."""
+    q, k, v = tensors(q_len=300, kv_len=300)
+    q, k = (x[:, :, :1].expand_as(x) for x in (q, k))
+    entries = (torch.rand(300, 300) < 0.7).expand(2, 4, 300, 300)
+    seen = []
+
+    def kernel(*args, **kwargs):
+        seen.append((*args[:3], kwargs["attn_mask"]))
+        return forward(*args, **kwargs)
+
+    forward = cpu._FORWARD
+    with mock.patch.object(cpu, "_FORWARD", kernel):
+        out, _ = torch_fdattn.attention(q, k, v, attn_mask=entries)
+    assert all(x.stride(-2) >= 16 for call in seen for x in call[:3])
+    assert all(call[3].shape == (1, 1, 300, 300) for call in seen)
+    mask = Mask(), 16**-0.5, Scores(attn_mask=entries)
+    expected, _ = attention_reference(q.double(), k.double(), v.double(), *mask)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_many_small_sequences_go_to_the_reference_together():
+    q, k, v = tensors(batch=64, q_len=1, kv_len=16)
+    lens = torch.arange(64, dtype=torch.int32) % 17
+    with mock.patch.object(cpu, "_FORWARD", wraps=cpu._FORWARD) as kernel:
+        torch_fdattn.decode(q, k, v, lens)
+        assert not kernel.called
+        torch_fdattn.decode(q[:8], k[:8], v[:8], lens[:8])
+        assert kernel.called
 
 
 def test_the_reference_alone(monkeypatch):

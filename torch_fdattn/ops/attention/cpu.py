@@ -3,7 +3,8 @@
 A call is cut into parts that one call of the kernel can answer (`cpu_parts.py`): sequences of one length together, so
 that nothing beyond a sequence's keys is read, windows as bands of rows.
 
-What the kernel asks for and its schema does not say: the last dim of its inputs is contiguous and no dim is empty;
+What the kernel asks for and its schema does not say: the last dim of its inputs is contiguous, rows do not share
+memory, and no dim is empty;
 a row whose keys are all hidden gets out 0 and lse 0, not -inf; its backward takes P from the lse that it is given, so
 that the lse of more keys gives these keys' gradients, as everywhere here, but takes no gradient of the lse.
 
@@ -17,7 +18,7 @@ import os
 import torch
 from torch import Tensor
 
-from torch_fdattn.ops.attention.cpu_parts import Part, parts
+from torch_fdattn.ops.attention.cpu_parts import Part, are_small, parts
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import (
     attention_backward_reference,
@@ -29,8 +30,8 @@ from torch_fdattn.ops.scores import NO_SCORES, Scores, add_sinks, sink_gradient
 #: Whether every call is the reference's.
 REFERENCE_ALONE = os.environ.get("TORCH_FDATTN_REFERENCE", "") == "1"
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
-#: Queries up to which half-precision keys are converted one sequence after the other.
-FEW_QUERIES = 16
+#: Queries up to which half-precision keys are converted one sequence after the other, where these are many.
+FEW_QUERIES, LARGE = 16, 1 << 17
 #: From 2.13 on the kernel reads each KV head for all of its query heads.
 _TAKES_GROUPS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -47,19 +48,26 @@ def attention_on_cpu(
     """
     scores = scores or NO_SCORES
     call = q, k, v, mask, scale, scores, keys_in, dropout, first_sequence
+    if alone and q.shape[0] > 1:
+        states = [attention_on_cpu(*_sequence(call, b)) for b in range(q.shape[0])]
+        return tuple(torch.cat(x) for x in zip(*states, strict=True))
     if not _takes(q, k, v, mask, scores, dropout) or not _holds_all(keys_in, mask):
         return attention_reference(*call)
     # Copies of one sequence's keys stay in the processor's caches.
-    alone = alone or (k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES)
-    found = [(part, _forward(part, q, k, v, scale)) for part in parts(q, k, mask, scores, alone)]
-    if any(state is None for _, state in found):
-        return attention_reference(*call)
-    if len(found) == 1 and found[0][1][1].shape == q.shape[:3]:
-        out, lse = found[0][1]
+    copied = k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES
+    each = copied and k[0].numel() >= LARGE
+    states = []
+    for part in parts(q, k, mask, scores, each):
+        state = _forward(part, q, k, v, scale)
+        if state is None:
+            return attention_reference(*call)
+        states.append((part, state))
+    if len(states) == 1 and states[0][1][1].shape == q.shape[:3]:
+        out, lse = states[0][1]
     else:
-        out = torch.zeros(*q.shape[:3], v.shape[3])
-        lse = torch.full(q.shape[:3], float("-inf"))
-        for part, (own_out, own_lse) in found:
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        for part, (own_out, own_lse) in states:
             out[part.sequences, :, part.rows] = own_out
             lse[part.sequences, :, part.rows] = own_lse
     return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
@@ -74,27 +82,51 @@ def attention_backward_on_cpu(
 
     score_grads: tensors for the gradients that are asked for; the others may be None.
     """
+    call = dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout, first_sequence
     of_entries = score_grads.alibi_slopes is not None or score_grads.attn_mask is not None
     if dlse is not None or of_entries or not _takes(q, k, v, mask, scores, dropout):
-        return attention_backward_reference(
-            dout, dlse, q, k, v, out, lse, mask, scale, scores, dropout, first_sequence
-        )
+        return attention_backward_reference(*call)
+    finite = lse.masked_fill(
+        lse == float("-inf"), 0.0
+    )  # P = exp(-inf - lse) = 0 where all is hidden
+    sums: list[Tensor] | None = None
+    for part in parts(q, k, mask, scores):
+        grads = _backward(part, dout, q, k, v, out, finite, scale)
+        if part.bias is not None and any(x.isnan().any() for x in grads):
+            return attention_backward_reference(*call)
+        if sums is None:
+            if all(x.shape == of.shape for x, of in zip(grads, (q, k, v), strict=True)):
+                sums = [*grads]
+                continue
+            sums = [torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v)]
+        for total, own, where in zip(sums, grads, (part.rows, part.keys, part.keys), strict=True):
+            total[part.sequences, :, where] += own
+    if sums is None:
+        sums = [torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v)]
     dsinks = None
     if score_grads.sinks is not None:
         dsinks = sink_gradient(scores.sinks, lse, (dout.float() * out.float()).sum(-1))
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)  # P = exp(-inf - lse) = 0 where all is hidden
-    found = [
-        (part, _backward(part, dout, q, k, v, out, lse, scale)) for part in parts(q, k, mask, scores)
-    ]  # fmt: skip
-    sums = found[0][1] if len(found) == 1 else (None,) * 3
-    if any(x is None or x.shape != of.shape for x, of in zip(sums, (q, k, v), strict=True)):
-        sums = tuple(torch.zeros(x.shape) for x in (q, k, v))
-        for part, gradients in found:
-            for total, own, where in zip(
-                sums, gradients, (part.rows, part.keys, part.keys), strict=True
-            ):
-                total[part.sequences, :, where] += own
     return *sums, Scores(0.0, None, dsinks, None)
+
+
+def _sequence(call: tuple, b: int) -> tuple:
+    """The call of one of its sequences, over its own keys alone."""
+    q, k, v, mask, scale, scores, keys_in, dropout, first_sequence = call
+    own, keys = slice(b, b + 1), slice(None)
+    if mask.kv_lens is not None:
+        keys = slice(0, max(int(mask.kv_lens[b]), 0))
+    slopes, entries = scores.alibi_slopes, scores.attn_mask
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[own]
+    if entries is not None and entries.dim() == 4 and entries.shape[0] > 1:
+        entries = entries[own]
+    if entries is not None and entries.dim() and entries.shape[-1] > 1:
+        entries = entries[..., keys]
+    return (
+        q[own], k[own, :, keys], v[own, :, keys], Mask(*(None if x is None else x[own] for x in mask[:3]), *mask[3:]), scale,
+        scores._replace(alibi_slopes=slopes, attn_mask=entries), None if keys_in is None else keys_in[own, keys], dropout,
+        first_sequence + b,
+    )  # fmt: skip
 
 
 def _takes(q, k, v, mask: Mask, scores: Scores, dropout: Dropout) -> bool:
@@ -108,6 +140,7 @@ def _takes(q, k, v, mask: Mask, scores: Scores, dropout: Dropout) -> bool:
         and all(x.numel() > 0 for x in (q, k, v))
         # Keys between the shards of a window may hold anything.
         and not (mask.kv_block and mask.window_left >= 0)
+        and not are_small(q, k, mask, scores)
     )
 
 
@@ -122,7 +155,7 @@ def _holds_all(keys_in: Tensor | None, mask: Mask) -> bool:
 
 
 def _as_kernel_takes(*tensors: Tensor) -> list[Tensor]:
-    """In float32, the last dim contiguous and of one size, which zeros fill.
+    """In float32, rows apart, the last dim contiguous and of one size, which zeros fill.
 
     The kernel's own lse of bfloat16 and float16 inputs is off by 1e-4, and it is seldom faster by them.
     """
@@ -132,7 +165,8 @@ def _as_kernel_takes(*tensors: Tensor) -> list[Tensor]:
         x = x.float()
         if x.shape[-1] < dim:
             x = torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
-        made.append(x if x.stride(-1) == 1 else x.contiguous())
+        apart = x.stride(-1) == 1 and (x.stride(-2) >= dim or x.shape[-2] == 1)
+        made.append(x if apart else x.contiguous())
     return made
 
 
@@ -144,7 +178,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of the part's rows; None: the kernel may have lost a NaN."""
+    """(out, lse) of the part's rows; None: the kernel may have lost or spread a NaN."""
     v_dim = v.shape[3]
     of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
     q, k, v = _as_kernel_takes(q[part.sequences, :, part.rows], *of_keys)
@@ -159,6 +193,10 @@ def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
             suspect = suspect & ~hidden
         if suspect.any() and not (q.isfinite().all() and k.isfinite().all()):
             return None
+    if (
+        part.bias is not None and lse.isnan().any()
+    ):  # maybe of a key that the bias hides: NaN - inf is NaN
+        return None
     return out[..., :v_dim], lse
 
 

@@ -18,6 +18,10 @@ CAUSAL_ROWS, MIN_ROWS, MAX_ROWS = 1024, 128, 1024
 MAX_BIAS = 1 << 24
 
 
+#: Sequences up to which each may be a part, however small, and multiplications of a part that is small.
+FEW_SEQUENCES, SMALL = 8, 1 << 17
+
+
 class Part(NamedTuple):
     """Rows and keys of some sequences that one call of the kernel answers."""
 
@@ -26,6 +30,14 @@ class Part(NamedTuple):
     keys: slice
     causal: bool = False  # row i of the part sees its keys 0 … i
     bias: Tensor | None = None  # added to the scores: four dims, each of full size or 1
+
+
+def are_small(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> bool:
+    """Whether a part for each sequence would have so little to do that many of them take longer than the reference."""
+    if q.shape[0] <= FEW_SEQUENCES or all(x is None for x in mask[:3]):
+        return False
+    work = q.shape[1] * q.shape[2] * k.shape[2] * k.shape[3]
+    return work < (SMALL if scores.alibi_slopes is None else 4 * SMALL)
 
 
 class _Run(NamedTuple):
@@ -42,17 +54,18 @@ def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False)
 
     alone: no part has more than one sequence.
     """
-    entries = None if scores.attn_mask is None else _bias_of_mask(scores.attn_mask)
+    entries = None if scores.attn_mask is None else _of_four_dims(scores.attn_mask)
     for run in _runs(q, k, mask, alone):
         for rows, keys, hides in _bands(run, q.shape[2], q.shape[1] * _width(run), scores):
             causal = hides and entries is None and scores.alibi_slopes is None
             if causal and _is_causal(run, rows):
                 yield Part(run.sequences, rows, keys, causal=True)
                 continue
-            bias = None if entries is None else _cut(entries, run.sequences, rows, keys)
+            bias = None
+            if entries is not None:
+                bias = _bias_of_mask(_cut(entries, run.sequences, rows, keys))
             if hides or scores.alibi_slopes is not None:
-                own = _bias_of_positions(run, rows, keys, hides, scores.alibi_slopes)
-                bias = own if bias is None else own + bias
+                bias = _with_positions(bias, run, rows, keys, hides, scores.alibi_slopes)
             yield Part(run.sequences, rows, keys, bias=bias)
 
 
@@ -120,36 +133,47 @@ def _is_causal(run: _Run, rows: slice) -> bool:
     )
 
 
-def _bias_of_positions(
-    run: _Run, rows: slice, keys: slice, hides: bool, slopes: Tensor | None
+def _with_positions(
+    bias: Tensor | None, run: _Run, rows: slice, keys: slice, hides: bool, slopes: Tensor | None
 ) -> Tensor:
-    """-inf where a row does not see a key, and what ALiBi takes: (B or 1, H or 1, rows, keys)."""
+    """The bias less what ALiBi takes, and -inf where a row does not see a key: (B or 1, H or 1, rows, keys)."""
     q_pos, k_pos, lens = query_key_positions(run.mask, rows.stop, keys.stop, torch.device("cpu"))
     if run.mask.q_start is None:  # the last of the keys, whatever part is looked at
         q_pos = k_pos[:, :1] + run.offset + torch.arange(rows.stop)
     q_pos, k_pos = q_pos[:, rows], k_pos[:, keys]
-    bias = torch.zeros(1, 1, q_pos.shape[1], k_pos.shape[1])
     if slopes is not None:
         slopes = slopes[None] if slopes.dim() == 1 else slopes[run.sequences]
         distance = (k_pos[:, None, :] - q_pos[:, :, None]).abs()
-        bias = slopes.float()[:, :, None, None] * -distance[:, None]
-    if hides:
+        alibi = slopes.float()[:, :, None, None] * -distance[:, None]
+        bias = alibi if bias is None else bias + alibi
+    if bias is None:
+        bias = torch.zeros(1, 1, q_pos.shape[1], k_pos.shape[1], dtype=torch.float32)
+    if hides:  # last: what is hidden may hold anything
         seen = sees(run.mask, q_pos, k_pos, lens.clamp(min=k_pos.shape[1]))
         bias = bias.masked_fill(~seen[:, None], float("-inf"))
     return bias
 
 
-def _bias_of_mask(attn_mask: Tensor) -> Tensor:
-    """An explicit mask as float32 entries of four dims, within what `scores.py` says of them."""
+def _of_four_dims(attn_mask: Tensor) -> Tensor:
+    """A view with a dim of 1 for each by which the mask is broadcast or expanded."""
     entries = attn_mask[(None,) * (4 - attn_mask.dim())]
+    for dim in range(4):
+        if entries.stride(dim) == 0:
+            entries = entries.narrow(dim, 0, 1)
+    return entries
+
+
+def _bias_of_mask(entries: Tensor) -> Tensor:
+    """An explicit mask's entries in float32, within what `scores.py` says of them."""
     if entries.dtype == torch.bool:
-        return torch.zeros(entries.shape).masked_fill(~entries, float("-inf"))
+        zeros = torch.zeros(entries.shape, dtype=torch.float32)
+        return zeros.masked_fill(~entries, float("-inf"))
     entries = entries.float()
     return entries.clamp(max=MASK_LIMIT).masked_fill(entries < -MASK_LIMIT, float("-inf"))
 
 
 def _cut(entries: Tensor, *ranges: slice) -> Tensor:
-    """A bias's entries of sequences, rows and keys; dims of size 1 stand for all."""
+    """A mask's entries of sequences, rows and keys; dims of size 1 stand for all."""
     for dim, own in zip((0, 2, 3), ranges, strict=True):
         if entries.shape[dim] > 1:
             entries = entries.narrow(dim, own.start, own.stop - own.start)
