@@ -4,9 +4,9 @@ A call is cut into parts that one call of the kernel can answer (`cpu_parts.py`)
 that nothing beyond a sequence's keys is read, windows as bands of rows.
 
 What the kernel asks for and its schema does not say: the last dim of its inputs is contiguous, rows do not share
-memory, and no dim is empty;
-a row whose keys are all hidden gets out 0 and lse 0, not -inf; its backward takes P from the lse that it is given, so
-that the lse of more keys gives these keys' gradients, as everywhere here, but takes no gradient of the lse.
+memory, and no dim is empty. A row whose keys are all hidden gets out 0 and lse 0, not -inf. The backward takes P from
+the lse that it is given, so the lse of more keys gives these keys' gradients, as everywhere here; it takes no gradient
+of the lse.
 
 `TORCH_FDATTN_REFERENCE=1` takes the reference, which is the definition, for all calls.
 """
