@@ -70,8 +70,8 @@ def test_compile_sdpa():
 @needs_transformers
 def test_transformers_attention():
     eager, ours, logits, tokens = run("transformers_attention.py")
-    assert eager == "eager: aten.bmm, aten.mm"
-    assert ours == "fdattn: aten.mm, fdattn.attention_forward, fdattn.decode_forward"
+    assert eager == "eager: no op of fdattn"
+    assert ours == "fdattn: fdattn.attention_forward, fdattn.decode_forward"
     assert number(r"logits, largest difference: (\S+)", logits) < 1e-5
     assert tokens == "8 generated tokens a prompt are the same: True"
 
