@@ -310,13 +310,10 @@ def expect_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def expect_4d(name: str, tensor: object) -> None:
+def expect_4d(name: str, tensor: object, dims: str = "(batch, heads, sequence, head_dim)") -> None:
     expect_tensor(name, tensor)
     if tensor.dim() != 4:
-        raise ValueError(
-            f"{name} must have 4 dimensions (batch, heads, sequence, head_dim), "
-            f"got shape {_shape(tensor)}"
-        )
+        raise ValueError(f"{name} must have 4 dimensions {dims}, got shape {_shape(tensor)}")
 
 
 def expect_packed(name: str, tensor: object) -> None:

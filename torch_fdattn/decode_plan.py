@@ -10,9 +10,10 @@ from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.attention.inputs import empty_state
-from torch_fdattn.ops.decode.entry import call_op, check_types, pair_of_tensors
+from torch_fdattn.ops.decode.entry import call_op, check_types, out_to_bhsd, pair_of_tensors
 from torch_fdattn.ops.decode.inputs import check_workspace, checked_call, plain_numbers
 from torch_fdattn.ops.decode.op import PreparedDecode
+from torch_fdattn.ops.layout import Layout, from_bhsd, to_bhsd
 from torch_fdattn.ops.options import DecodeOptions, options_to_mask, window_bounds
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -27,8 +28,14 @@ class DecodePlan:
     changes nothing of it, and a profiler sees its kernels, but no op.
     """
 
-    def __init__(self, inputs: tuple[Tensor, ...], options: DecodeOptions) -> None:
+    def __init__(
+        self, inputs: tuple[Tensor, ...], options: DecodeOptions, layout: Layout = "bhsd"
+    ) -> None:
         """inputs: q, k_cache, v_cache, and page_table over pages; options: those of all calls, and kv_lens of one."""
+        self._layout = layout
+        if layout != "bhsd":
+            q, k, v = inputs[:3]
+            inputs = *to_bhsd(layout, q=q, k_cache=k, v_cache=v), *inputs[3:]
         check_types(inputs, options)
         q, k, v, page_table = *inputs, *(None,) * (4 - len(inputs))
         call = checked_call(q, k, v, page_table, plain_numbers(q, options))
@@ -65,6 +72,13 @@ class DecodePlan:
         Raises:
             ValueError: a tensor is not as planned; the name, what was planned and what came.
         """
+        if self._layout == "bhsd":
+            return self._call(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
+        views = to_bhsd(self._layout, q=q, k_cache=k_cache, v_cache=v_cache)
+        out = out_to_bhsd(self._layout, out)
+        return from_bhsd(self._call(*views, kv_lens, page_table, out, workspace))
+
+    def _call(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
         if torch.compiler.is_compiling():
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         expected = self._expected
@@ -166,7 +180,7 @@ def plan_decode(
     q_start: Tensor | None = None, kv_start: Tensor | None = None, kv_block: int = 0, kv_stride: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None, layout: Layout = "bhsd",
 ) -> DecodePlan:  # fmt: skip
     """A `decode` to be called again and again: checked now, and each call no more than its launches.
 
@@ -196,7 +210,7 @@ def plan_decode(
     mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
     scores, scale = Scores(softcap, alibi_slopes, sinks, attn_mask), checks.number("scale", scale)
     options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
-    return DecodePlan((q, k_cache, v_cache), options)
+    return DecodePlan((q, k_cache, v_cache), options, layout)
 
 
 def plan_paged_decode(
@@ -205,6 +219,7 @@ def plan_paged_decode(
     q_start: Tensor | None = None, kv_start: Tensor | None = None, kv_block: int = 0, kv_stride: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
+    layout: Layout = "bhsd",
 ) -> DecodePlan:  # fmt: skip
     """`plan_decode` over pages: ``plan(q, k_cache, v_cache, kv_lens, page_table=…, out=…, workspace=…)``.
 
@@ -227,4 +242,4 @@ def plan_paged_decode(
     mask = options_to_mask(*bounds, causal, *window_bounds(window), kv_block, kv_stride)
     scores, scale = Scores(softcap, alibi_slopes, sinks), checks.number("scale", scale)
     options = DecodeOptions(mask, scale, scores, k_scale, v_scale, batch_invariant)
-    return DecodePlan((q, k_cache, v_cache, page_table), options)
+    return DecodePlan((q, k_cache, v_cache, page_table), options, layout)

@@ -354,6 +354,17 @@ def test_two_launches_of_one_call(driver: Driver, through_triton: list) -> None:
             assert [x[1][:4] for x in driver.calls[-2:]] == [addresses(first), addresses(second)]
 
 
+def test_few_calls_pay_for_what_cannot_be_bound(driver: Driver, through_triton: list, monkeypatch) -> None:  # fmt: skip
+    """k that is v, say: which of the two a launch takes is not certain."""
+    tries = []
+    monkeypatch.setattr(prepared, "_bound", lambda made, tensors: tries.append(None) or ())
+    call = prepared.PreparedCall()
+    for times in range(1, 20):
+        outs, lses, out, lse = states()
+        assert not made(call, (outs, outs, lses, out, lse), (outs, lses, out, lse))
+        assert len(tries) == times.bit_length() - 1
+
+
 def test_views_that_a_launch_takes(driver: Driver, through_triton: list) -> None:
     """By the memory of the call's tensors in which they lie."""
     call = prepared.PreparedCall()

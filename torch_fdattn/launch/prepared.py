@@ -37,7 +37,7 @@ class PreparedCall:
     """The launches of calls that have a key in common; called with the tensors of one of them.
 
     The first call goes through Triton, and so does the second, whose launches are then bound: lengths that never come
-    again pay for no binding. Any thread and any stream may call it, and a stream may be capturing.
+    again pay for no binding. Calls that cannot be bound go on through Triton. Any thread and any stream may call it, and a stream may be capturing.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -70,7 +70,8 @@ class PreparedCall:
         """Makes the launches, which are of these tensors, through Triton."""
         made = [(launch, launch.through_triton()) for launch in launches]
         self._runs += 1
-        if self._runs > 1 and not self._steps:
+        # At runs 2, 4, 8 …: where nothing can be bound (k is v, a profiler watches), few calls pay for finding that.
+        if not self._steps and self._runs > 1 and self._runs & (self._runs - 1) == 0:
             self._steps = _bound(made, [x for x in tensors if x is not None])
 
 

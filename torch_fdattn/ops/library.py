@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from torch_fdattn.environment import INTERPRET
+from torch_fdattn.ops.layout import from_bhsd, to_bhsd
 
 library = torch.library.Library("fdattn", "DEF")
 
@@ -196,12 +197,30 @@ def _at(args: Sequence, kwargs: dict, written: tuple[int | str, ...]) -> list[Te
     ]
 
 
-def define_composite(schema: str, function: Callable, autocast_args: int) -> None:
+def _taking_layout(function: Callable, names: tuple[str, ...]) -> Callable:
+    """`function` with a keyword `layout`, of its first arguments, which have these names, and of out."""
+
+    def in_layout(*args, layout="bhsd", **options):
+        if layout == "bhsd":
+            return function(*args, **options)
+        views = to_bhsd(layout, **dict(zip(names, args, strict=False)))
+        return from_bhsd(function(*views, *args[len(names) :], **options))
+
+    return in_layout
+
+
+def define_composite(
+    schema: str, function: Callable, autocast_args: int, in_layout: tuple[str, ...] = ()
+) -> None:
     """Defines a differentiable op as a composite, with autocast for its first `autocast_args` tensors.
+
+    in_layout: of an op that returns (out, lse) and takes a layout, its first arguments, whose dims it orders.
 
     `torch.library.register_autocast` would cast every floating-point input, lse included.
     """
     name = schema[: schema.index("(")]
+    if in_layout:
+        function = _taking_layout(function, in_layout)
     library.define(schema, tags=_TAGS)
     library.impl(name, function, "CompositeImplicitAutograd")
 

@@ -40,6 +40,8 @@ COMPOSITE_SCHEMA = (
     "int window_left=-1, int window_right=-1, SymInt kv_block=0, SymInt kv_stride=0, "
     "float? scale=None"
 )
+#: Of every composite, at the end.
+LAYOUT_SCHEMA = "str layout='bhsd'"
 _MASK, _SCORES = len(Mask._fields), len(Scores._fields)
 #: Where a raw op that has a dtype has it: behind the scale.
 _DTYPE = _MASK + 1

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.append_kv import op
+from torch_fdattn.ops.layout import Layout, to_bhsd
 
 
 def append_kv(
@@ -15,7 +16,7 @@ def append_kv(
     new_lens: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    positions: Tensor | None = None,
+    positions: Tensor | None = None, layout: Layout = "bhsd",
 ) -> None:  # fmt: skip
     """Writes new keys and values into a preallocated cache, in place, in one launch.
 
@@ -36,6 +37,7 @@ def append_kv(
         q: (B, H, T, D) like k, turned in place with it.
         positions: int32 or int64 (B, T), into cos and sin. Default: the cache's positions. Clamped to
             the table.
+        layout: "bshd": k_cache and v_cache are (B, capacity, H_kv, D), k, v and q (B, T, H, D); scales stay as above.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
@@ -50,6 +52,8 @@ def append_kv(
         True
         >>> lens += 1
     """
+    if layout != "bhsd":
+        k_cache, v_cache, k, v, q = to_bhsd(layout, k_cache=k_cache, v_cache=v_cache, k=k, v=v, q=q)
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
     given = k_cache, v_cache, k, v, kv_lens, *options
     if kv_lens is not None and library.can_bypass_dispatcher(*given):
@@ -64,7 +68,7 @@ def paged_append_kv(
     new_lens: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     q: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    positions: Tensor | None = None,
+    positions: Tensor | None = None, layout: Layout = "bhsd",
 ) -> None:  # fmt: skip
     """`append_kv` into a paged cache.
 
@@ -74,6 +78,7 @@ def paged_append_kv(
             ``page_table[b, p // page]``. Entries that are not needed are not read; what would go to a page
             outside of [0, P) is dropped. A page that is written to must belong to one sequence alone.
         k_scale, v_scale: broadcastable to (P, H_kv, page).
+        layout: "bshd": pages (P, page, H_kv, D), k, v and q (B, T, H, D).
 
     The other arguments and the errors are those of `append_kv`.
 
@@ -86,6 +91,8 @@ def paged_append_kv(
         >>> torch.equal(k_pages[1, :, 4], k[0, :, 0])  # position 20 is slot 4 of the second page
         True
     """
+    if layout != "bhsd":
+        k_cache, v_cache, k, v, q = to_bhsd(layout, k_cache=k_cache, v_cache=v_cache, k=k, v=v, q=q)
     options = (new_lens, k_scale, v_scale, q, cos, sin, positions)
     tensors = (
         ("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table), ("k", k), ("v", v),

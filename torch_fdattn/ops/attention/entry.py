@@ -13,6 +13,7 @@ from torch_fdattn import checks
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import op
+from torch_fdattn.ops.layout import Layout, from_bhsd, to_bhsd
 from torch_fdattn.ops.options import (
     AttentionOptions,
     default_scale,
@@ -29,6 +30,7 @@ def attention(
     kv_block: int = 0, kv_stride: int = 0,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
+    layout: Layout = "bhsd",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention with its log-sum-exp: ``softmax(scale · q kᵀ + mask) v``.
 
@@ -66,6 +68,8 @@ def attention(
             positions alone, on every device the same (`ops/attention/dropout.py`).
         dropout_seed: int64 (2,) on q's device: seed and offset. Default: drawn on the device from torch's
             generator, or as `set_deterministic` says; within vmap by its `randomness`. Of DTensors it must be given.
+        layout: "bshd": q, k, v and out are (B, S, H, D), as flash-attn's; nothing is copied. The lse stays (B, H, S),
+            and attn_mask broadcasts to (B, H, S, S_kv).
 
     Returns:
         out (B, H, S, DV) in q's dtype and memory layout, and lse (B, H, S) float32 (float64 for float64 inputs), natural
@@ -91,7 +95,15 @@ def attention(
 
         >>> lens = torch.tensor([128, 40], dtype=torch.int32)
         >>> out, _ = torch_fdattn.attention(q, k, v, lens)
+
+        Tensors of (B, S, H, D):
+
+        >>> q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        >>> torch_fdattn.attention(q, k, v, causal=True, layout="bshd")[0].shape
+        torch.Size([2, 128, 8, 64])
     """
+    if layout != "bhsd":
+        q, k, v = to_bhsd(layout, q=q, k=k, v=v)
     if scale is not None:
         scale = checks.number("scale", scale)
     tensors = kv_lens, q_start, kv_start, alibi_slopes, sinks, attn_mask
@@ -103,7 +115,7 @@ def attention(
         key = op.key_of("attention", q, k, v, *tensors, *numbers)
         state = op.attend_prepared(prepared.checked(key), q, k, v, tensors)
         if state is not None:
-            return state
+            return state if layout == "bhsd" else from_bhsd(state)
     left, right = window_bounds(window)
     checks.expect_types(
         (("q", q), ("k", k), ("v", v)), (kv_lens, q_start, kv_start), scale, softcap, dropout_p,
@@ -116,9 +128,11 @@ def attention(
         mask = options_to_mask(kv_lens, q_start, kv_start, causal, left, right, *strided)
         scores = Scores(checks.plain_float("softcap", softcap), alibi_slopes, sinks, attn_mask)
         scale = checks.plain_float("scale", default_scale(q, scale))
-        return op.attend_eagerly(key, q, k, v, AttentionOptions(mask, scale, scores))
-    return torch.ops.fdattn.attention(
+        state = op.attend_eagerly(key, q, k, v, AttentionOptions(mask, scale, scores))
+        return state if layout == "bhsd" else from_bhsd(state)
+    state = torch.ops.fdattn.attention(
         q, k, v, kv_lens, q_start, kv_start, causal=causal, window_left=left, window_right=right,
         kv_block=kv_block, kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
+    return state if layout == "bhsd" else from_bhsd(state)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops.layout import warn_of_exchanged_dims
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import FAR
 
@@ -35,6 +36,8 @@ def check_inputs(
     checks.check_positions(
         mask.q_start, mask.kv_start, mask.kv_block, mask.kv_stride, q, k.shape[2], masked
     )
+    if mask.window_right == 0 and all(x is None for x in mask[:3]):
+        warn_of_exchanged_dims(q, k)
     checks.check_scale(options.scale)
     checks.check_scores(scores.softcap, scores.alibi_slopes, scores.sinks, q)
     checks.check_attn_mask(scores.attn_mask, q, (*q.shape[:3], k.shape[2]))

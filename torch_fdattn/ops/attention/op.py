@@ -24,6 +24,7 @@ from torch_fdattn.ops.determinism import seed_generator
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.options import (
     COMPOSITE_SCHEMA,
+    LAYOUT_SCHEMA,
     MASK_SCHEMA,
     SCORES_SCHEMA,
     AttentionOptions,
@@ -146,7 +147,8 @@ library.define_raw(
 
 library.define_composite(
     f"attention(Tensor q, Tensor k, Tensor v, {COMPOSITE_SCHEMA.format(causal='bool causal=False')}, "
-    f"{SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
+    f"{SCORES_SCHEMA}, {LAYOUT_SCHEMA}) -> (Tensor out, Tensor lse)",
     _attention,
     autocast_args=3,
+    in_layout=("q", "k", "v"),
 )

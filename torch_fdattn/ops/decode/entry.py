@@ -14,6 +14,7 @@ from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.inputs import empty_state
 from torch_fdattn.ops.decode import op
 from torch_fdattn.ops.decode.inputs import checked_call
+from torch_fdattn.ops.layout import Layout, from_bhsd, to_bhsd
 from torch_fdattn.ops.options import DecodeOptions, default_scale, window_bounds
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -26,7 +27,7 @@ def decode(
     kv_block: int = 0, kv_stride: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None, layout: Layout = "bhsd",
     out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of 1 to 16 new tokens a sequence over its preallocated cache.
@@ -48,6 +49,8 @@ def decode(
             bits whatever else is in the batch (`docs/notes/decode.md`).
         attn_mask: as `attention`'s, broadcastable to (B, H, T, capacity): left padding, say. It is read where it
             lies; what it hides is not skipped.
+        layout: "bshd": q, the caches and out are (B, T, H, D) and (B, capacity, H_kv, D), as flash-attn's; nothing is
+            copied. The lse stays (B, H, T); masks and scales broadcast as above.
         out: (out, lse) to write into, of the shapes and dtypes below, lse contiguous, out not expanded.
         workspace: `decode_workspace`'s, for callers who manage memory themselves.
 
@@ -71,6 +74,9 @@ def decode(
         >>> one = torch.ones(())
         >>> out, _ = torch_fdattn.decode(q, k8, v8, lens, k_scale=one, v_scale=one)
     """
+    if layout != "bhsd":
+        q, k_cache, v_cache = to_bhsd(layout, q=q, k_cache=k_cache, v_cache=v_cache)
+        out = out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
@@ -82,8 +88,10 @@ def decode(
     if out is None and workspace is None and library.can_bypass_dispatcher(
         q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
     ):  # fmt: skip
-        return op.decode_eagerly(q, k_cache, v_cache, None, options)
-    return call_op((q, k_cache, v_cache), options, out, workspace)
+        state = op.decode_eagerly(q, k_cache, v_cache, None, options)
+    else:
+        state = call_op((q, k_cache, v_cache), options, out, workspace)
+    return state if layout == "bhsd" else from_bhsd(state)
 
 
 def paged_decode(
@@ -93,13 +101,14 @@ def paged_decode(
     kv_block: int = 0, kv_stride: int = 0,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, batch_invariant: bool = False,
+    layout: Layout = "bhsd",
     out: tuple[Tensor, Tensor] | None = None, workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`decode` over a cache of pages, which sequences share as a table says.
 
     Args:
         k_cache, v_cache: pages (P, H_kv, page, D) and (P, H_kv, page, DV) of any size from one token up,
-            any strides: memory in the order NHD is a transposed view.
+            any strides: memory in the order NHD is a transposed view, or layout="bshd", pages (P, page, H_kv, D).
         page_table: int32 (B, pages a sequence) on q's device: token j of sequence b is slot j % page of page
             page_table[b, j // page]. Entries beyond a sequence's length may be anything; keys on a page
             outside [0, P) are masked.
@@ -118,6 +127,9 @@ def paged_decode(
         >>> out.shape
         torch.Size([2, 8, 1, 64])
     """
+    if layout != "bhsd":
+        q, k_cache, v_cache = to_bhsd(layout, q=q, k_cache=k_cache, v_cache=v_cache)
+        out = out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
@@ -129,13 +141,15 @@ def paged_decode(
     if out is None and workspace is None and page_table is not None and library.can_bypass_dispatcher(
         q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
     ):  # fmt: skip
-        return op.decode_eagerly(q, k_cache, v_cache, page_table, options)
-    return call_op((q, k_cache, v_cache, page_table), options, out, workspace)
+        state = op.decode_eagerly(q, k_cache, v_cache, page_table, options)
+    else:
+        state = call_op((q, k_cache, v_cache, page_table), options, out, workspace)
+    return state if layout == "bhsd" else from_bhsd(state)
 
 
 def decode_workspace(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None = None, *,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, layout: Layout = "bhsd",
 ) -> Tensor:  # fmt: skip
     """Scratch memory for `decode` or `paged_decode` calls of these shapes: int32, flat, of any contents.
 
@@ -148,6 +162,8 @@ def decode_workspace(
         >>> workspace = torch_fdattn.decode_workspace(q, k_cache, v_cache)
         >>> out, lse = torch_fdattn.decode(q, k_cache, v_cache, workspace=workspace)
     """
+    if layout != "bhsd":
+        q, k_cache, v_cache = to_bhsd(layout, q=q, k_cache=k_cache, v_cache=v_cache)
     checked_call(q, k_cache, v_cache, page_table, DecodeOptions(scale=1.0))
     size = op.workspace_size(q, k_cache, v_cache, page_table, batch_invariant)
     return torch.empty(size, dtype=torch.int32, device=q.device)
@@ -184,6 +200,11 @@ def check_types(inputs: tuple[Tensor, ...], options: DecodeOptions) -> None:
         sinks=scores.sinks, attn_mask=scores.attn_mask,
     )  # fmt: skip
     checks.expect_int64(kv_block=mask.kv_block, kv_stride=mask.kv_stride)
+
+
+def out_to_bhsd(layout: Layout, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) to write into, given in this layout."""
+    return None if out is None else (*to_bhsd(layout, out=pair_of_tensors(out)[0]), out[1])
 
 
 def pair_of_tensors(out: object) -> tuple[Tensor, Tensor]:

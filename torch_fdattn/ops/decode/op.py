@@ -37,6 +37,7 @@ from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_ref
 from torch_fdattn.ops.options import (
     COMPOSITE_SCHEMA,
     DECODE_SCHEMA,
+    LAYOUT_SCHEMA,
     MASK_SCHEMA,
     PAGED_DECODE_SCHEMA,
     AttentionOptions,
@@ -341,8 +342,9 @@ for _name, _inputs, _options, _function in (
     ("paged_decode", _PAGED_INPUTS, PAGED_DECODE_SCHEMA, paged_decode),
 ):
     library.define_composite(
-        f"{_name}({_inputs}, {COMPOSITE_SCHEMA.format(causal='bool causal=True')}, {_options}) "
+        f"{_name}({_inputs}, {COMPOSITE_SCHEMA.format(causal='bool causal=True')}, {_options}, {LAYOUT_SCHEMA}) "
         "-> (Tensor out, Tensor lse)",
         _function,
         autocast_args=3,
+        in_layout=("q", "k_cache", "v_cache"),
     )

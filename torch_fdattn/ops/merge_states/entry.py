@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops.layout import Layout, check_layout, from_bhsd
 
 
 def merge_states(
-    outs: Tensor, lses: Tensor, *, dtype: torch.dtype | None = None
+    outs: Tensor, lses: Tensor, *, dtype: torch.dtype | None = None, layout: Layout = "bhsd"
 ) -> tuple[Tensor, Tensor]:
     """Attention over a union of disjoint key sets from the partial results.
 
@@ -18,6 +19,7 @@ def merge_states(
         lses: (N, B, H, S) float32 natural log-sum-exp of each part, -inf where a part saw no key (its
             outs are then ignored, whatever they hold).
         dtype: of the merged output; default outs' dtype.
+        layout: "bshd": outs are (N, B, S, H, D), and out (B, S, H, D); the lses stay as they are.
 
     Returns:
         out (B, H, S, D) and lse (B, H, S) float32 (float64 like lses); 0 and -inf where no part saw a key. Differentiable
@@ -33,4 +35,13 @@ def merge_states(
         True
     """
     checks.expect_types((("outs", outs), ("lses", lses)))
-    return torch.ops.fdattn.merge_states(outs, lses, dtype=dtype)
+    if layout == "bhsd":
+        return torch.ops.fdattn.merge_states(outs, lses, dtype=dtype)
+    check_layout(layout)
+    if outs.dim() != 5:
+        shape = tuple(outs.shape)
+        raise ValueError(
+            f"outs must be (parts, batch, sequence, heads, head_dim), got shape {shape}"
+        )
+    state = torch.ops.fdattn.merge_states(outs.transpose(2, 3), lses, dtype=dtype)
+    return from_bhsd(state)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops.layout import Layout
 from torch_fdattn.ops.options import window_bounds
 
 
@@ -17,6 +18,7 @@ def varlen_attention(
     kv_block: int = 0, kv_stride: int = 0,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
+    layout: Layout = "bhsd",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of packed sequences: tokens one after the other, without padding, lengths on the device.
 
@@ -44,6 +46,7 @@ def varlen_attention(
             sequence's queries and keys (with page_table, valid keys), which is checked where lengths lie on the
             host, or with TORCH_FDATTN_CHECK=1; beyond it nothing outside of the mask is read.
         dropout_p, dropout_seed: as in `attention`, of batch b for sequence b.
+        layout: of pages; "bshd": (P, page, H_kv, D). Packed tensors are (T, H, D) in both.
 
     The other arguments are those of `attention`, the errors too.
 
@@ -72,9 +75,10 @@ def varlen_attention(
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     checks.expect_bool(causal=causal)
+    checks.expect_str(layout=layout)
     return torch.ops.fdattn.varlen_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
         window_left=left, window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
+        dropout_seed=dropout_seed, layout=layout,
     )  # fmt: skip

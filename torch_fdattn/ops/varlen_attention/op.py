@@ -32,8 +32,10 @@ from torch_fdattn.ops.attention.derivative_op import (
 from torch_fdattn.ops.attention.inputs import check_state, copy_state, empty_gradients, empty_state
 from torch_fdattn.ops.attention.op import key_of, seeded_dropout
 from torch_fdattn.ops.launch import contiguous_mask
+from torch_fdattn.ops.layout import check_layout, to_bhsd
 from torch_fdattn.ops.options import (
     COMPOSITE_SCHEMA,
+    LAYOUT_SCHEMA,
     MASK_SCHEMA,
     SCORES_SCHEMA,
     AttentionOptions,
@@ -241,8 +243,11 @@ def _differentiable_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail):
 def _varlen_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k=None, page_table=None, kv_lens=None, q_start=None, kv_start=None, *,
     causal=False, window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0,
-    alibi_slopes=None, sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None,
+    alibi_slopes=None, sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None, layout="bhsd",
 ):  # fmt: skip
+    check_layout(layout)
+    if layout != "bhsd" and page_table is not None:
+        k, v = to_bhsd(layout, k=k, v=v)
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )
@@ -260,7 +265,8 @@ def _varlen_attention(
 
 library.define_composite(
     f"varlen_attention(Tensor q, Tensor k, Tensor v, {_WHERE}=None, Tensor? page_table=None, "
-    f"{COMPOSITE_SCHEMA.format(causal='bool causal=False')}, {SCORES_SCHEMA}) -> (Tensor out, Tensor lse)",
+    f"{COMPOSITE_SCHEMA.format(causal='bool causal=False')}, {SCORES_SCHEMA}, {LAYOUT_SCHEMA}) "
+    "-> (Tensor out, Tensor lse)",
     _varlen_attention,
     autocast_args=3,
 )

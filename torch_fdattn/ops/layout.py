@@ -1,0 +1,53 @@
+"""The order of a tensor's dims that a call names: "bhsd" is the ops' own, "bshd" flash-attn's.
+
+Kernels take any strides, so a call in "bshd" is the same call on transposed views; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from torch import Tensor
+
+from torch_fdattn import checks
+
+#: "bhsd": (batch, heads, sequence, head dim), and pages (pages, heads, page, head dim); "bshd": with heads third.
+Layout = Literal["bhsd", "bshd"]
+LAYOUTS = ("bhsd", "bshd")
+
+
+def check_layout(layout: object) -> None:
+    checks.expect_str(layout=layout)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+
+
+def to_bhsd(layout: Layout, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views in the ops' own order of the tensors of a call that is not in it."""
+    check_layout(layout)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            checks.expect_4d(name, tensor, "(batch, sequence, heads, head_dim)")
+    return tuple(x if x is None else x.transpose(1, 2) for x in tensors.values())
+
+
+def from_bhsd(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) as a call in "bshd" returns them: the lse is (B, H, S) in both layouts."""
+    return state[0].transpose(1, 2), state[1]
+
+
+def warn_of_exchanged_dims(q: Tensor, k: Tensor) -> None:
+    """Of a causal call, aligned at the last key, whose first queries see no key, as if heads were the sequence.
+
+    The text is without shapes, so that Python's default filter shows it once.
+    """
+    (heads, queries), (kv_heads, keys) = q.shape[1:3], k.shape[1:3]
+    numbers = heads, queries, kv_heads, keys
+    if all(type(x) is int for x in numbers) and keys < queries < heads == kv_heads:
+        warnings.warn(
+            "causal attention of more queries than keys: the first queries see no key. There are more heads than "
+            "queries, as if q, k and v were (batch, sequence, heads, head_dim): "
+            'layout="bshd" takes these',
+            stacklevel=3,
+        )
