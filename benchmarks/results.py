@@ -83,9 +83,9 @@ def validate(document: object) -> None:
     if not isinstance(meta, dict) or sorted(meta) != sorted(META_KEYS):
         raise ValueError(f"meta must have the keys {list(META_KEYS)}, got {_keys(meta)}")
     for key, value in meta.items():
-        wanted = int if key == "count" else str
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"meta.{key} must be {wanted.__name__}, got {value!r}")
+        expected = int if key == "count" else str
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ValueError(f"meta.{key} must be {expected.__name__}, got {value!r}")
     try:
         datetime.datetime.strptime(meta["date"], DATE_FORMAT)
     except ValueError:
@@ -221,18 +221,18 @@ def command_line(arguments: Sequence[str], count: int = 1, mpi: bool = False) ->
     """The command to repeat the run, over ranks that torchrun or mpirun started; folders of this machine
     are left out of it.
     """
-    words: list[str] = []
+    parts: list[str] = []
     for word in arguments:
         option, equals, value = word.partition("=")
         if os.path.isabs(word):
             word = os.path.basename(word.rstrip("/"))
         elif equals and os.path.isabs(value):
             word = f"{option}={os.path.basename(value.rstrip('/'))}"
-        words.append(word)
+        parts.append(word)
     program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     if mpi:
         program = f"mpirun -np {count} python"
-    return f"{program} -m benchmarks {shlex.join(words)}"
+    return f"{program} -m benchmarks {shlex.join(parts)}"
 
 
 def collect_meta(

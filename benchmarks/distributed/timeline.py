@@ -85,11 +85,11 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
 
 def spans(events: Sequence, on_gpu: bool) -> list[Span]:
     """The device's events after the last `_SLEEP`, or, on a CPU, those that no other contains."""
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
         (event.name, event.device_resource_id if on_gpu else event.thread, event.time_range)
         for event in events
-        if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
+        if event.device_type == device_type and (on_gpu or event.cpu_parent is None)
     ]
     woken = max((time.end for name, _, time in found if _SLEEP in name), default=-math.inf)
     if on_gpu and found and woken < 0:

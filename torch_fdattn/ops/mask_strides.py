@@ -29,10 +29,10 @@ def mask_strides(mask: Tensor, by_query: bool = False) -> tuple[int | None, ...]
     vectors = of_keys == 1 and not any(x % 16 for x in numbers)
     shown = int if vectors else opaque
     shared = of_queries == 0 and not by_query
-    side_by_side = of_keys == 1 and (vectors or not shared)
+    contiguous = of_keys == 1 and (vectors or not shared)
     return (
         shown(of_batch), shown(of_heads), None if shared else shown(of_queries),
-        None if side_by_side else opaque(of_keys), shown(columns), None if vectors else 0,
+        None if contiguous else opaque(of_keys), shown(columns), None if vectors else 0,
     )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ class VarlenCase:
         return torch.tensor([self.seed * 2**40 - 1, self.seed])
 
     def oracle(
-        self, q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], way: str
+        self, q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], formulation: str
     ) -> tuple[Tensor, Tensor]:
         """(out (H, T, DV), lse (H, T)) at the inputs' own dtype, differentiable: a call a sequence."""
         tokens = q.shape[0]
@@ -194,7 +194,7 @@ class VarlenCase:
                 kv_stride=self.kv_stride, softcap=self.softcap,
                 alibi_slopes=slopes[b : b + 1] if self.alibi == "sequence" else slopes,
                 sinks=parameters.get("sinks"), attn_mask=self._entries(b, parameters.get("attn_mask")),
-                kept=self._kept(b), way=way,
+                kept=self._kept(b), formulation=formulation,
             )  # fmt: skip
             outs.append(own[0][0])
             lses.append(own[1][0])

@@ -184,8 +184,8 @@ class _AllGatherMatmul(torch.autograd.Function):
             dx = torch.ops.fdattn.tp_matmul_reduce_scatter(
                 dy, weight.t(), group_name, strategy, rows, rank
             )
-        wanted = ctx.needs_input_grad[5:]
-        dws = (dy.t() @ gathered[0] if want else None for dy, want in zip(dys, wanted, strict=True))
+        needed = ctx.needs_input_grad[5:]
+        dws = (dy.t() @ gathered[0] if want else None for dy, want in zip(dys, needed, strict=True))
         return None, None, None, None, dx, *dws
 
 

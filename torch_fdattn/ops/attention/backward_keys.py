@@ -86,7 +86,7 @@ def _dkdv_tiles(
         q_pos = (q_start + seeing)[None, :]
         scores, unit, cap_slope = score_tile(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
-            scale * LOG2E, BLOCK_CYCLIC, WIDE, LSE_KNOWN=True,
+            scale * LOG2E, BLOCK_CYCLIC, WIDE, HAS_LSE=True,
         )  # fmt: skip
         pt = probabilities(scores * unit - lse2[None, :], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -120,7 +120,7 @@ def _dkdv_tiles(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, beside,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, swizzle,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
@@ -134,7 +134,7 @@ def _dkdv_kernel(
     kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
     if cu_seqlens_q_ptr is not None:
         kv_blocks = tl.num_programs(0) // (heads // group)
-    block, kv_head, batch = block_coordinates(kv_blocks, heads // group, beside)
+    block, kv_head, batch = block_coordinates(kv_blocks, heads // group, swizzle)
     if cu_seqlens_q_ptr is not None:
         # All pointers to the sequence's first token, and the batch strides are 0: below, nothing differs.
         sequence, block, first_token, kv_capacity, first_query, q_len = packed_block(

@@ -58,10 +58,10 @@ class BackwardConfig:
     dq: TileConfig
 
 
-#: Sizes that all kernels can have: rows are padded to 128, sides must divide WHOLE_TILES.
+#: Sizes that all kernels can have: rows are padded to 128, sides must divide TILE_MULTIPLE.
 _LIMITS = {"block_m": (16, 128), "block_n": (16, 128), "num_warps": (1, 16), "num_stages": (1, 8)}
 #: Every tile's sides divide it: rows in whole blocks of it need no border for their end.
-WHOLE_TILES = 128
+TILE_MULTIPLE = 128
 
 #: Keys that a query sees at most in what counts as a short window.
 _SHORT_WINDOW = 2048
@@ -202,10 +202,10 @@ def is_short_window(mask: Mask, kv_capacity: int) -> bool:
 
 
 #: What programs that run side by side should find in the L2, of which an H100 has 50 MB.
-_BESIDE_BYTES = 8 << 20
+_SWIZZLE_BYTES = 8 << 20
 
 
-def heads_beside(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
+def heads_per_swizzle(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
     """How many of all heads, each of which reads head_bytes again and again, run side by side
     (`tiles.block_coordinates`, whose int32 has no room for more than there are).
 
@@ -214,7 +214,7 @@ def heads_beside(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
     """
     if packed or mask.window_right < 0 or mask.window_left >= 0:
         return 1
-    return max(1, min(heads, _BESIDE_BYTES // max(1, head_bytes)))
+    return max(1, min(heads, _SWIZZLE_BYTES // max(1, head_bytes)))
 
 
 @functools.cache

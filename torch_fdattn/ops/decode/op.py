@@ -86,7 +86,7 @@ class PreparedDecode:
     ):  # fmt: skip
         """(out, lse), and with leave_parts what is left to be merged.
 
-        others: `DecodeCall.tensors`; written: as in `decode_eagerly`; leave_parts: does not merge where all items are cut
+        others: `DecodeCall.tensors`; written: as in `decode_eagerly`; leave_parts: does not merge where all work tiles are cut
         alike.
         """
         library.launches["decode_forward/triton"] += 1
