@@ -20,7 +20,19 @@ from ..results import Results
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {
     "copy": ("memcpy", "copy_", "aten::copy", "dma"),
-    "communication": ("nccl", "gloo", "c10d", "symm", "shot", "_words", "send", "barrier"),
+    "communication": (
+        "nccl",
+        "gloo",
+        "c10d",
+        "symm",
+        "shot",
+        "lamport",
+        "all_reduce",
+        "_gather_",
+        "push",
+        "send",
+        "barrier",
+    ),
     "wait": ("_start_kernel", "_await_kernel", "_finish_kernel"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "matmul", "linear"),
 }
