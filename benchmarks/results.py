@@ -30,6 +30,8 @@ META_KEYS = ("gpu", "count", "torch", "triton", "commit", "command", "date")
 ROW_KEYS = ("case", "impl", "metric", "value", "unit")
 NO_GPU = "none"  # meta.gpu of what was compiled only
 STOPPED = "the run was stopped before this case's end"
+#: What implementations were called when older files were measured, by what they are called now.
+RENAMED = {"fdattn/gemm_epilogue": "fdattn/gemm_all_reduce"}
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -60,7 +62,8 @@ class Results:
     def from_json(cls, text: str) -> Results:
         document = json.loads(text)
         validate(document)
-        return cls(document["meta"], [Row(**row) for row in document["rows"]])
+        rows = (row | {"impl": RENAMED.get(row["impl"], row["impl"])} for row in document["rows"])
+        return cls(document["meta"], [Row(**row) for row in rows])
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
