@@ -59,7 +59,7 @@ class Chat:
         self._seeds = random.Random(self._sampling.seed)
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's answer to `text`, in pieces as they are made; all ranks must iterate to the end.
+        """The model's answer to `text`, in parts as they are made; all ranks must iterate to the end.
 
         Raises:
             PromptError: the turn does not fit even alone; it is not part of the history then.

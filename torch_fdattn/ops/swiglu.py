@@ -57,7 +57,7 @@ def is_better_by_tiles(chunks: Sequence[int], inner: int, features: int) -> bool
 
 
 def fills_waves(chunks: Sequence[int], inner: int) -> bool:
-    """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
+    """Whether hardly an SM is idle while the last tiles are multiplied, by launches of at least a wave on average."""
     across = -(-inner // SWIGLU_TILE)
     tiles = across * sum(-(-rows // SWIGLU_TILE) for rows in chunks)
     waves = -(-tiles // NUM_SMS)

@@ -33,7 +33,7 @@ def program_coordinates(inner, middle):
 def block_coordinates(blocks, heads, swizzle):
     """(block, head, batch) of this program: of `swizzle` heads all first blocks begin, then all second ones, and so on.
 
-    Where first blocks are the longest, processors end together: with one head after the other, the last head's
+    Where first blocks are the longest, SMs end together: with one head after the other, the last head's
     longest block begins when the work is nearly done.
     """
     program = tl.program_id(0)
@@ -184,7 +184,7 @@ def query_range(
         begin = tl.maximum(first - window_right - q_start, 0)
         full_begin = tl.maximum(last - window_right - q_start, 0)
     if HAS_LEFT:
-        # Up to the last query before the window is added: a far key's distance has no room for both.
+        # Up to the last query before the window is added: a far key's distance and the window would overflow int32.
         seeing_last = tl.minimum(last - q_start, q_len) + window_left + 1
         seeing_first = tl.minimum(first - q_start, q_len) + window_left + 1
         end = tl.maximum(tl.minimum(end, seeing_last), 0)

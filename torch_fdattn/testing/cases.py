@@ -145,7 +145,7 @@ class AttentionCase:
             and (min(lens) < 0 or max(lens) > self.kv_len),
             "q_start": self.q_start is not None,
             "kv_start": self.kv_start is not None,
-            "striped positions": self.kv_block > 0,
+            "block-cyclic positions": self.kv_block > 0,
             "own scale": self.scale is not None,
         }
         return found + [name for name, holds in tests.items() if holds]

@@ -85,7 +85,7 @@ def replay(node: Node, of: dict[Node, Node], build: Builder) -> Node:
 
 
 def _cut_and_joined(node: Node) -> Node | None:
-    """What the pieces of a cat were split from, where their rows end up in the order that they had."""
+    """What the parts of a cat were split from, where their rows end up in the order that they had."""
     if node.target is not _ATEN.cat.default:
         return None
     parts = node.args[0]

@@ -58,7 +58,7 @@ from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
-#: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
+#: The lse of a row that lacks a rank's part, its low bits that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
 #: Packets that a program zeroes at a time.
 _CLEARED = tl.constexpr(256)

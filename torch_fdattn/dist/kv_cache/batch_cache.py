@@ -153,7 +153,7 @@ class BatchKVCache:
         return self.scales is not None  # dequantised up to there
 
     def shortage(self, lengths: Sequence[int]) -> str | None:
-        """What is missing, beside capacity, for sequences of these lengths; None: nothing."""
+        """What is missing, other than capacity, for sequences of these lengths; None: nothing."""
         return None
 
     @property

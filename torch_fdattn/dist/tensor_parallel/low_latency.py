@@ -1,4 +1,4 @@
-"""Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
+"""Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, before or after BLAS.
 
 A Lamport exchange (`lamport_exchange.py`) gathers and scatters, and sums up to `lamport_bytes`; beyond, two ranks send
 parts one after another, and more ranks tiles with flags (`tiled_all_reduce.py`). Sums are in fp32, in an order that is

@@ -42,7 +42,7 @@ def _dkdv_tiles(
     A loop that might have no step makes ptxas serialise its wgmma (C7515): the way around it sets the accumulators.
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
-    # dP before the exponentials, so that dV and dK stand side by side: 8 to 14 % of this sweep at hd128; nothing
+    # dP before the exponentials, so that the products of dV and dK follow each other: 8 to 14 % of this sweep at hd128; nothing
     # at hd64, and 8 % lost at hd256, whose registers are full; as fp32's are.
     EARLY_DP: tl.constexpr = BLOCK_D == 128 and k.dtype != tl.float32
     m = tl.arange(0, BLOCK_M)

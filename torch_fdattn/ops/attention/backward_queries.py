@@ -118,7 +118,7 @@ def _dq_kernel(
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
-    # Programs fill the processors that dK and dV leave idle at their end, of which they need nothing; the last one
+    # Programs fill the SMs that dK and dV leave idle at their end, of which they need nothing; the last one
     # waits, so that who waits for this kernel waits for both.
     if tl.program_id(0) == tl.num_programs(0) - 1:
         await_previous(PDL)

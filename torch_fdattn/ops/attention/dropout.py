@@ -77,6 +77,6 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(high, low) 32 bits of a product of two words; int64 has no room for it whole."""
+    """(high, low) 32 bits of a product of two words; int64 cannot hold it."""
     below, above = a * (b & 0xFFFF), a * (b >> 16)
     return (above + (below >> 16)) >> 16, (below + ((above & 0xFFFF) << 16)) & _LOW

@@ -12,7 +12,7 @@ from torch_fdattn.ops.launch import padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 
 MAX_ROWS = 64
-#: Items an SM from which on they fill the device, and from which on they do not fit side by side.
+#: Work tiles an SM from which on they fill the device, and from which on they do not fit at once.
 MANY, CROWDED = 1.5, 3.0
 #: Keys of a sequence from which on fast memory wants wide tiles.
 LONG = 65536
@@ -40,7 +40,7 @@ def decode_config(
         return _largest_dims_config(dtype, block_m, narrow, capability)
     if dtype == torch.float32:
         # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread, and where bytes
-        # are converted on their way so do these beside a second stage.
+        # are converted when they are loaded, so do these with a second stage.
         if narrow and head_dim > 64:
             return TileConfig(
                 min(block_m, 32), 16, 8, 2 if block_m == 16 and head_dim <= 128 else 1

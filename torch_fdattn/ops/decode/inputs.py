@@ -47,7 +47,7 @@ class Cache(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """A checked call: its scales expanded to the cache's shape, and beside it in `cache`."""
+    """A checked call; its scales stand in `cache`, expanded to the cache's shape."""
 
     q: Tensor
     cache: Cache

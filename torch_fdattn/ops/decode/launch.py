@@ -135,7 +135,7 @@ class DecodeLaunchPlan:
             window = *window[:2], global_lens.block, global_lens.stride
             cut_by = global_lens.start, global_lens.max_len
         block_b = 1 if splits.even else scan_width(splits.group_size)
-        # Heads that lie next to each other are read side by side.
+        # Heads that lie next to each other are read at the same time.
         heads_first = splits.per_work_tile < MAX_GRID and (
             k.stride(1) < k.stride(2) or work_tiles >= MAX_GRID
         )
@@ -273,7 +273,7 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
 
 
 def _launch_sizes(q: Tensor, cache: Cache) -> set[int]:
-    """Sequences of each launch of a call. Room does not grow with them: fewer may be cut into more splits."""
+    """Sequences of each launch of a call. The scratch memory does not grow with them: fewer may be cut into more splits."""
     sizes, found = {q.shape[0]}, set()
     while sizes:
         long = {batch for batch in sizes if _too_long(batch, q, cache)}

@@ -90,8 +90,8 @@ def ragged_target_splits(target: int, num_sms: int) -> int:
 def max_ctas_per_sm(work_tiles: int, target: int, twice: bool, num_sms: int) -> int:
     """How many programs an SM may run at once: what the splits of so many equal work tiles need.
 
-    The hardware deals a grid out to groups of SMs, which are of different sizes. Where the grid has room for a ragged
-    batch, or does not fit, only this limit gives each SM its share of an even batch.
+    The hardware deals a grid out to groups of SMs, which are of different sizes. Where the grid is large enough for a
+    ragged batch, or does not fit, only this limit gives each SM its share of an even batch.
     Where work tiles are split, there is a second one, which starts while the first one ends.
     """
     splits = (1 + twice) * splits_per_work_tile(work_tiles, target)
