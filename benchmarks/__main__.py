@@ -13,19 +13,19 @@ from .registry import BENCHMARKS, ELSEWHERE
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for a wrong command; 1 where a check, `compare` or `readme` says so."""
-    words = normalised(sys.argv[1:] if arguments is None else arguments)
+    argv = normalised(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     try:
-        return options.run(options, words)
+        return options.run(options, argv)
     except (ValueError, OSError) as failure:
         parser.error(str(failure))
 
 
-def normalised(words: Sequence[str]) -> list[str]:
+def normalised(argv: Sequence[str]) -> list[str]:
     """`--use_allreduce` as `--use-allreduce`; values stay as they are."""
     found = []
-    for word in words:
+    for word in argv:
         option, equals, value = word.partition("=")
         found.append(option.replace("_", "-") + equals + value if word.startswith("--") else word)
     return found
@@ -45,14 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.benchmark.over_ranks:
         from .distributed import mpi
 
         mpi.adopt()  # before torch is imported, since it sets how many threads torch takes
     from . import runner
 
-    return runner.run(options, words)
+    return runner.run(options, argv)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .floors import record_matmul
 from .peers import Attention, Implementation
 from .peers.tiled import swept
 from .ranks import Ranks
-from .registry import FEATURE_PEERS, PEERS, TILE_SIZES, words
+from .registry import FEATURE_PEERS, PEERS, TILE_SIZES, comma_separated
 from .results import Recorder
 from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import AttentionCase
@@ -36,7 +36,7 @@ PASSES = ("forward", "backward")
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     from torch_fdattn.environment import interpreting
 
-    passes = words(options.passes)
+    passes = comma_separated(options.passes)
     if not set(passes) <= set(PASSES):
         raise ValueError(f"--passes must be of {', '.join(PASSES)}, got {options.passes!r}")
     sizes, unasked = _tile_sizes(options), options.vs == PEERS["attention"]

@@ -161,34 +161,34 @@ GENERATE_CASES: tuple[GenerateCase, ...] = (
 
 def swept(axes: str) -> tuple[DecodeCase, ...]:
     """The cases of the comma-separated axes, or of `all`; one that several axes hold comes once."""
-    wanted = [axis.strip() for axis in axes.split(",") if axis.strip()]
-    unknown = [axis for axis in wanted if axis not in (*SWEEPS, "all")]
-    if unknown or not wanted:
+    named = [axis.strip() for axis in axes.split(",") if axis.strip()]
+    unknown = [axis for axis in named if axis not in (*SWEEPS, "all")]
+    if unknown or not named:
         raise ValueError(f"--sweep must name axes of {', '.join(SWEEPS)} or all, got {axes!r}")
-    chosen = SWEEPS if "all" in wanted else wanted
+    chosen = SWEEPS if "all" in named else named
     return tuple(dict.fromkeys(case for axis in chosen for case in SWEEPS[axis]))
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def select(cases: Sequence[AnyCase], wanted: str | None, *, tiny_only: bool) -> list[AnyCase]:
-    """The cases whose name or label contains one of `wanted`'s comma-separated substrings.
+def select(cases: Sequence[AnyCase], text: str | None, *, tiny_only: bool) -> list[AnyCase]:
+    """The cases whose name or label contains one of `text`'s comma-separated substrings.
 
     `not TEXT` leaves out those that contain TEXT. Tiny cases are chosen only when a substring says
     `tiny`; with `tiny_only` (no GPU) no others are, because a full case would take minutes on a CPU
     and prove nothing.
     """
-    words = [part.strip() for part in (wanted or "").split(",") if part.strip()]
-    unwanted = [word.removeprefix("not ") for word in words if word.startswith("not ")]
-    parts = [word for word in words if not word.startswith("not ")]
+    named = [part.strip() for part in (text or "").split(",") if part.strip()]
+    unwanted = [word.removeprefix("not ") for word in named if word.startswith("not ")]
+    parts = [word for word in named if not word.startswith("not ")]
     if tiny_only and not parts:
         parts = ["tiny"]
     tiny = any("tiny" in part for part in parts)
 
     def is_chosen(case: AnyCase) -> bool:
         def has(parts: Sequence[str]) -> bool:
-            return any(part in text for part in parts for text in (case.name, case.label))
+            return any(part in label for part in parts for label in (case.name, case.label))
 
         if case.tiny:
             return tiny and has(parts) and not has(unwanted)
@@ -197,5 +197,5 @@ def select(cases: Sequence[AnyCase], wanted: str | None, *, tiny_only: bool) -> 
     chosen = [case for case in cases if is_chosen(case)]
     if not chosen:
         labels = ", ".join(case.label for case in cases if case.tiny or not tiny_only)
-        raise ValueError(f"--cases must match one of [{labels}], got {wanted!r}")
+        raise ValueError(f"--cases must match one of [{labels}], got {text!r}")
     return chosen

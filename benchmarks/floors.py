@@ -61,14 +61,14 @@ READ_CONFIGS = (
 
 
 @triton.jit
-def _pure_read_kernel(k_ptr, v_ptr, out_ptr, words, BLOCK: tl.constexpr):
+def _pure_read_kernel(k_ptr, v_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """Adds up K and V as int32 words, one sum a program: the cheapest use that keeps the loads."""
     program = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     total = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(program * BLOCK, words, step):
+    for start in tl.range(program * BLOCK, size, step):
         offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < words
+        inside = offsets < size
         k = tl.load(k_ptr + offsets, mask=inside, other=0)
         v = tl.load(v_ptr + offsets, mask=inside, other=0)
         total += k + v
@@ -82,9 +82,9 @@ def pure_read(k: Tensor, v: Tensor, config: ReadConfig) -> Callable[[], Tensor]:
             f"k and v must be contiguous and of one size, got shape {tuple(k.shape)} strides "
             f"{k.stride()} and shape {tuple(v.shape)} strides {v.stride()}"
         )
-    k_words, v_words = k.view(-1).view(torch.int32), v.view(-1).view(torch.int32)
-    words = k_words.numel()
-    programs = triton.cdiv(words, config.block)
+    k_int32, v_int32 = k.view(-1).view(torch.int32), v.view(-1).view(torch.int32)
+    size = k_int32.numel()
+    programs = triton.cdiv(size, config.block)
     if config.programs_per_sm:
         sms = torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 1
         programs = min(programs, sms * config.programs_per_sm)
@@ -92,7 +92,7 @@ def pure_read(k: Tensor, v: Tensor, config: ReadConfig) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         _pure_read_kernel[(programs,)](
-            k_words, v_words, out, words, BLOCK=config.block, num_warps=config.num_warps
+            k_int32, v_int32, out, size, BLOCK=config.block, num_warps=config.num_warps
         )
         return out
 

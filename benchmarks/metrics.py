@@ -58,7 +58,7 @@ _OTHERS = (
     Metric("registers", "registers", "Registers a thread", None),
     Metric("spill_bytes", "bytes", "Stack and spills a thread, bytes", None),
     Metric("shared_KiB", "KiB", "Shared memory a block, KiB", None),
-    Metric("occupancy", "percent", "Occupancy, % of a processor's warps", None),
+    Metric("occupancy", "percent", "Occupancy, % of an SM's warps", None),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_SPEEDS, *_OTHERS)}
 SPREAD_SUFFIX = "_spread"  # (max − min) / median over the repeats, in percent

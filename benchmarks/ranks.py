@@ -80,7 +80,7 @@ def _number(name: str) -> int:
     return value
 
 
-def start_ranks(count: int, words: Sequence[str]) -> int:
+def start_ranks(count: int, argv: Sequence[str]) -> int:
     """Runs this command again on `count` ranks of this machine; its exit status."""
     environment = dict(os.environ)
     if torch.cuda.device_count() < count:
@@ -92,7 +92,7 @@ def start_ranks(count: int, words: Sequence[str]) -> int:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
-        "-m", "benchmarks", *words,
+        "-m", "benchmarks", *argv,
     ]  # fmt: skip
     return subprocess.run(command, env=environment, check=False).returncode
 

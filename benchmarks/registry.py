@@ -71,7 +71,7 @@ def count(flag: str, help: str, default: int | None = None) -> Option:
     return option(flag, help + said, type=int, default=default, metavar="N")
 
 
-def words(text: str) -> list[str]:
+def comma_separated(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -79,11 +79,11 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def words_of(names: Sequence[str], none: bool = False) -> Callable[[str], list[str]]:
+def choices_of(names: Sequence[str], none: bool = False) -> Callable[[str], list[str]]:
     """A type of option: comma-separated words of `names`, each once; `none`: that word is none of them."""
 
     def parsed(text: str) -> list[str]:
-        found = [] if none and text == "none" else words(text)
+        found = [] if none and text == "none" else comma_separated(text)
         if wrong := [word for word in found if word not in names]:
             last = " or none" if none else ""
             raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}{last}, got {wrong[0]!r}")  # fmt: skip
@@ -145,7 +145,7 @@ _RING = (
     option("--shards", "default: zigzag", choices=("contiguous", "zigzag"), default="zigzag"),
     option(
         "--strategy", f"of {', '.join(RING_STRATEGIES)} (default: ring)",
-        type=words_of(RING_STRATEGIES), default=["ring"], metavar="A,B",
+        type=choices_of(RING_STRATEGIES), default=["ring"], metavar="A,B",
     ),
     flag("--backward", "also forward and backward together"),
     option("--no-single", "no single device", dest="single", action="store_false"),
@@ -156,11 +156,11 @@ _MODEL = (
     option("--model", "a built-in shape (default: %(default)s)", default="Qwen/Qwen3-32B"),
     option(
         "--allreduce-method", f"of {', '.join(METHODS[:-1])} (default: nccl)",
-        type=words_of(METHODS), default=["nccl"], metavar="A,B",
+        type=choices_of(METHODS), default=["nccl"], metavar="A,B",
     ),
     option(
         "--strategy", f"of all-gather and reduce-scatter: of {', '.join(STRATEGIES)} (default: auto)",
-        type=words_of(STRATEGIES), default=["auto"], metavar="A,B",
+        type=choices_of(STRATEGIES), default=["auto"], metavar="A,B",
     ),
     # A layer alone takes and ignores it, so that one line serves all runs of a model.
     count("--layers", "of the model"),
@@ -178,7 +178,7 @@ _MODE = ("prefill", "decode")
 _CROSSOVER = (
     option(
         "--models", "built-in shapes (default: Qwen/Qwen3-32B,meta-llama/Meta-Llama-3-70B; on a CPU tiny-qwen3)",
-        type=words, metavar="A,B",
+        type=comma_separated, metavar="A,B",
     ),
     option(
         "--rows", "numbers of rows M (default: powers of two from 1 to 16384; on a CPU 1,4)",
@@ -203,11 +203,11 @@ _DIST_DECODE = (
     ),
     option(
         "--strategies", "default: all, in compare without hierarchical; in scaling auto",
-        type=words, metavar="A,B",
+        type=comma_separated, metavar="A,B",
     ),
     option(
         "--vs", "peers of nccl (gloo on a CPU), mpi; or none (default: nccl,mpi)",
-        type=words_of(("nccl", "mpi"), none=True), default=["nccl", "mpi"], metavar="A,B",
+        type=choices_of(("nccl", "mpi"), none=True), default=["nccl", "mpi"], metavar="A,B",
     ),
     flag("--nccl-symmetric", "also NCCL's symmetric kernels (nccl_symm)"),
 )  # fmt: skip

@@ -30,6 +30,8 @@ META_KEYS = ("gpu", "count", "torch", "triton", "commit", "command", "date")
 ROW_KEYS = ("case", "impl", "metric", "value", "unit")
 NO_GPU = "none"  # meta.gpu of what was compiled only
 STOPPED = "the run was stopped before this case's end"
+#: What implementations were called when older files were measured, by what they are called now.
+RENAMED = {"fdattn/gemm_epilogue": "fdattn/gemm_all_reduce"}
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -60,7 +62,8 @@ class Results:
     def from_json(cls, text: str) -> Results:
         document = json.loads(text)
         validate(document)
-        return cls(document["meta"], [Row(**row) for row in document["rows"]])
+        rows = (row | {"impl": RENAMED.get(row["impl"], row["impl"])} for row in document["rows"])
+        return cls(document["meta"], [Row(**row) for row in rows])
 
     @classmethod
     def load(cls, path: str | Path) -> Results:
@@ -83,9 +86,9 @@ def validate(document: object) -> None:
     if not isinstance(meta, dict) or sorted(meta) != sorted(META_KEYS):
         raise ValueError(f"meta must have the keys {list(META_KEYS)}, got {_keys(meta)}")
     for key, value in meta.items():
-        wanted = int if key == "count" else str
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"meta.{key} must be {wanted.__name__}, got {value!r}")
+        expected = int if key == "count" else str
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ValueError(f"meta.{key} must be {expected.__name__}, got {value!r}")
     try:
         datetime.datetime.strptime(meta["date"], DATE_FORMAT)
     except ValueError:
@@ -221,18 +224,18 @@ def command_line(arguments: Sequence[str], count: int = 1, mpi: bool = False) ->
     """The command to repeat the run, over ranks that torchrun or mpirun started; folders of this machine
     are left out of it.
     """
-    words: list[str] = []
+    parts: list[str] = []
     for word in arguments:
         option, equals, value = word.partition("=")
         if os.path.isabs(word):
             word = os.path.basename(word.rstrip("/"))
         elif equals and os.path.isabs(value):
             word = f"{option}={os.path.basename(value.rstrip('/'))}"
-        words.append(word)
+        parts.append(word)
     program = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     if mpi:
         program = f"mpirun -np {count} python"
-    return f"{program} -m benchmarks {shlex.join(words)}"
+    return f"{program} -m benchmarks {shlex.join(parts)}"
 
 
 def collect_meta(

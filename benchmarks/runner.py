@@ -41,7 +41,7 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed)
 
 
-def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """The exit status: 1 where a check fails."""
     benchmark: Benchmark = options.benchmark
     for flag in benchmark.positive():
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     if benchmark.over_ranks or (benchmark.may_be_over_ranks and under_torchrun()):
-        return _over_ranks(options, words)
+        return _over_ranks(options, argv)
     chosen_cases(options)  # a typo is said at once
     if getattr(options, "peers_dir", None) is not None:
         import site
 
         site.addsitedir(options.peers_dir)
-    return measure(options, words, alone(_device(options.device)))
+    return measure(options, argv, alone(_device(options.device)))
 
 
 def chosen_cases(options: argparse.Namespace) -> list:
@@ -74,7 +74,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _over_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _over_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """On the ranks that torchrun or mpirun started, or that --gpus asks for."""
     gpus = getattr(options, "gpus", None)
     here = os.environ.get("LOCAL_WORLD_SIZE") or gpus or 1
@@ -89,10 +89,10 @@ def _over_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         count = gpus or (2 if options.benchmark.name == "ring" else 1)
         if count > 1:
-            return start_ranks(count, words)
+            return start_ranks(count, argv)
     ranks = join(options.device)
     try:
-        status = measure(options, words, ranks)
+        status = measure(options, argv, ranks)
         torch.distributed.barrier()  # none leaves while another still talks to it
     finally:
         torch.distributed.destroy_process_group()
@@ -106,7 +106,7 @@ def _over_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
     return status
 
 
-def measure(options: argparse.Namespace, words: Sequence[str], ranks: Ranks) -> int:
+def measure(options: argparse.Namespace, argv: Sequence[str], ranks: Ranks) -> int:
     """On ranks that are there; rank 0 writes and shows the results."""
     benchmark: Benchmark = options.benchmark
     if hasattr(options, "dtype"):
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, words: Sequence[str], ranks: Ranks) -> 
     function = getattr(module, benchmark.name, None) or module.run
     named = getattr(module, "file_name", lambda _: benchmark.name.replace("_", "-"))
     default = getattr(module, "default_path", lambda _: None)
-    meta = collect_meta(words, ranks.device, ranks.size, mpi.under_mpirun())
+    meta = collect_meta(argv, ranks.device, ranks.size, mpi.under_mpirun())
     path = None
     if ranks.rank == 0:
         path = output_path(options.json or default(options), meta, named(options))

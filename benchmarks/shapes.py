@@ -123,13 +123,13 @@ class DecodeCase(Case):
 
     @property
     def label(self) -> str:
-        words = [f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.kv_len}"]
+        parts = [f"B{self.batch} H{self.heads}/{self.kv_heads} N{self.kv_len}"]
         if self.tiny:
-            words.insert(0, "tiny")
+            parts.insert(0, "tiny")
         else:
-            words += [f"D{self.head_dim}"] if self.head_dim != 128 else []
-            words += [self.dtype] if self.dtype != "bf16" else []
-        return " ".join((*words, *self.tags[1:]))
+            parts += [f"D{self.head_dim}"] if self.head_dim != 128 else []
+            parts += [self.dtype] if self.dtype != "bf16" else []
+        return " ".join((*parts, *self.tags[1:]))
 
     @property
     def kv_lens(self) -> tuple[int, ...]:

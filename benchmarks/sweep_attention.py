@@ -27,7 +27,7 @@ from torch_fdattn.ops.attention.configs import TileConfig
 from torch_fdattn.ops.attention.trials import difference
 
 from .ranks import Ranks
-from .registry import words
+from .registry import comma_separated
 from .report.tables import failures, heading, join, markdown_table, values_of
 from .results import Recorder, Results
 from .runner import DTYPES, Run, chosen_cases, generator
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
-    kernels = words(options.kernels)
+    kernels = comma_separated(options.kernels)
     if unknown := set(kernels) - set(KERNELS):
         raise ValueError(
             f"--kernels must be of {', '.join(KERNELS)}, got {', '.join(sorted(unknown))}"

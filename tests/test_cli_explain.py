@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,26 @@ def wrong():
 
 def wronger():
     return fn, 3
+
+def raising(q, k, v):
+    if q.sum() > 1e9:
+        return q
+    raise KeyError("no such key")
+
+def misshaped(q, k, v):
+    return attend(q, k[..., :3], v)
+
+def raises():
+    return raising, qkv()
+
+def raises_in_a_trace():
+    return misshaped, qkv()
+
+def raises_itself():
+    raise OSError("no weights\\nhere")
+
+def too_few():
+    return raising, qkv()[:2]
 
 number = 3
 model = torch.nn.Linear(2, 2)
@@ -160,10 +181,30 @@ def test_what_the_user_can_mend_is_one_line(folder, target, message):
     refused(message, "explain", target)
 
 
-def test_what_the_users_module_lacks_is_the_users_traceback(folder):
-    result = invoke("explain", "broken:make")
-    assert isinstance(result.exception, ModuleNotFoundError)
-    assert result.exception.name == "no_such_package"
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("case.py:raises", "case.py:{raise KeyError}, in raising: KeyError: 'no such key'"),
+        ("case.py:raises_itself", "case.py:{raise OSError}, in raises_itself: OSError: no weights here"),
+        (
+            "case.py:raises_in_a_trace",
+            "helper.py:6, in attend: RuntimeError: Expected size for first two dimensions of batch2 tensor to be: "
+            "[2, 16] but got: [2, 3].",
+        ),
+        ("case.py:too_few", "TypeError: raising() missing 1 required positional argument: 'v'"),
+        ("broken.py:make", "broken.py:1, in <module>: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("broken:make", "broken.py:1, in <module>: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("syntax.py:make", "syntax.py:2: SyntaxError: '(' was never closed"),
+    ],
+)  # fmt: skip
+def test_what_the_users_function_raises_is_one_line(folder, target, line):
+    (folder / "syntax.py").write_text("x = 1\ny = (\n")
+    for marked in re.findall("{(.*?)}", line):
+        number = next(i for i, text in enumerate(CASE.splitlines(), 1) if marked in text)
+        line = line.replace(f"{{{marked}}}", str(number))
+    result = invoke("explain", target)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.replace(f"{folder}/", "") == f"fdattn: {target}: {line}\n"
 
 
 @pytest.mark.slow

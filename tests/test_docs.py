@@ -91,6 +91,23 @@ def test_every_page_is_in_the_navigation() -> None:
         assert re.search(rf"[ :]{re.escape(str(page.relative_to(DOCS)))}$", config, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    "readme", sorted((ROOT / "torch_fdattn").rglob("README.md")), ids=lambda x: x.parent.name
+)
+def test_a_readme_names_every_file(readme: Path) -> None:
+    """And every folder."""
+    text, here = readme.read_text("utf-8"), readme.parent
+    files = {x.name for x in here.glob("*.py")} - {"__init__.py", "__main__.py"}
+    folders = {f"{x.parent.name}/" for x in here.glob("*/__init__.py")}
+    assert not {x for x in files | folders if f"`{x}`" not in text}
+
+
+def test_every_package_has_a_readme() -> None:
+    """Its own, or that of the package around it; the repository's is that of torch_fdattn."""
+    packages = {x.parent for x in (ROOT / "torch_fdattn").rglob("__init__.py")}
+    assert not {x for x in packages if not any((y / "README.md").exists() for y in (x, x.parent))}
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     import torch_fdattn
     from torch_fdattn import dist, engine, models

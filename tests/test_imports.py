@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,9 +86,44 @@ def test_testing_is_for_tests_alone() -> None:
 
 def test_nothing_looks_at_hooks() -> None:
     """A fast form is an object that somebody makes, not what a module finds where it has no hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    seen = [x for x in IMPORTS if any(hook in (PACKAGE / x).read_text("utf-8") for hook in hooks)]
-    assert not seen
+    hooks = re.compile(r"_(forward|backward|state_dict)_(pre_)?hooks\b|_has_hooks\b|\bhas_hooks\b")
+    assert not [x for x in IMPORTS if hooks.search((PACKAGE / x).read_text("utf-8"))]
+
+
+#: What tells of Triton's launches and compilations, and of what torch calls.
+OBSERVERS = re.compile(
+    r"\b(launch_(enter|exit)_hook|jit_post_compile_hook|jit_cache_hook|add_stages_inspection_hook|"
+    r"compilation_listener|JITFunction|JITCallable|InterpretedFunction|profile_hook|"
+    r"_push_mode|set_dispatch_mode|sys\.setprofile|sys\.settrace)\b"
+)
+#: Where one of them may stand.
+MAY_NAME = {
+    "launch/driver_launch.py": "where a profiler has hooked into Triton's launches, Triton launches",
+}
+
+
+def test_nothing_observes_launches() -> None:
+    """A launcher returns its launches; no hook, patch or mode finds out what a call has launched."""
+    seen = {x.as_posix() for x in IMPORTS if OBSERVERS.search((PACKAGE / x).read_text("utf-8"))}
+    assert seen == set(MAY_NAME)
+
+
+def patches(node: ast.AST) -> bool:
+    """Whether it replaces a kernel's `run`, or sets or adds to a hook of Triton's runtime."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr == "run" or node.attr.endswith("_hook")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("add", "append") and ast.unparse(node.func.value).endswith("_hook")  # fmt: skip
+    return False
+
+
+def test_nothing_patches_launches() -> None:
+    assert not [
+        f"{path}:{node.lineno}"
+        for path in IMPORTS
+        for node in ast.walk(ast.parse((PACKAGE / path).read_text("utf-8")))
+        if patches(node)
+    ]
 
 
 def run(code: str) -> str:

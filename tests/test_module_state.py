@@ -56,7 +56,7 @@ ALLOWED = {
     "dist/symm/channel.py": {"_channels": "symmetric memory, which only a collective makes"},
     "dist/symm/availability.py": {"_available": "whether a group's ranks share symmetric memory: a collective finds out"},
     "dist/symm/faults.py": {
-        "_kept": "pinned words that kernels may still write to", "_words": "what waits in vain left behind, for `check`",
+        "_kept": "pinned words that kernels may still write to", "_registry": "what waits in vain left behind, for `check`",
     },
     "dist/tensor_parallel/fused_inference.py": {"_row_norm": "a module that imports triton"},
     "dist/groups.py": {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
 #: Head dims of caches that are appended to or sharded, and of attention and decode.
-MOST_DIMS, MOST_ATTENTION_DIMS = 256, 512
+MAX_HEAD_DIM, MAX_ATTENTION_HEAD_DIM = 256, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 
@@ -28,8 +28,8 @@ def check_qkv(
     q_name, k_name, v_name = names
     expect_float(q_name, q)
     batch, heads, _, head_dim = q.shape
-    expect_head_dim(q_name, head_dim, MOST_ATTENTION_DIMS)
-    expect_head_dim(v_name, v.shape[3], MOST_ATTENTION_DIMS)
+    expect_head_dim(q_name, head_dim, MAX_ATTENTION_HEAD_DIM)
+    expect_head_dim(v_name, v.shape[3], MAX_ATTENTION_HEAD_DIM)
     kv_heads, kv_len = k.shape[1], k.shape[2]
     expect_shape(k_name, k, (batch, kv_heads, kv_len, head_dim), q_name)
     expect_shape(v_name, v, (batch, kv_heads, kv_len, v.shape[3]), k_name)
@@ -348,10 +348,10 @@ def expect_float(name: str, tensor: Tensor) -> None:
         )
 
 
-def expect_head_dim(name: str, head_dim: int, most: int = MOST_DIMS) -> None:
-    if head_dim % 8 or not 16 <= head_dim <= most:
+def expect_head_dim(name: str, head_dim: int, max_head_dim: int = MAX_HEAD_DIM) -> None:
+    if head_dim % 8 or not 16 <= head_dim <= max_head_dim:
         raise ValueError(
-            f"{name}'s head_dim must be a multiple of 8 from 16 to {most}, got {head_dim}"
+            f"{name}'s head_dim must be a multiple of 8 from 16 to {max_head_dim}, got {head_dim}"
         )
 
 

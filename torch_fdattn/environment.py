@@ -15,7 +15,7 @@ def interpreting(env: Mapping[str, str]) -> bool:
 INTERPRET = interpreting(os.environ)
 
 
-def whole_number(text: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """An integer of up to nine digits, written in ASCII; None for anything else.
 
     int() and \\d take digits of every script, and int() underscores too.

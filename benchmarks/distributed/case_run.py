@@ -16,7 +16,7 @@ from ..results import Recorder
 from ..shapes import PURE_READ, DecodeCase
 from ..timing import GRAPH, Rounds, copies_needed
 from . import variants
-from .shards import Answer, check_same_bits, make_shards, shard_bytes
+from .shards import Answer, check_equal_bits, make_shards, shard_bytes
 
 CALLS = 2  # of one that is checked and not timed: both must give the same bits
 _FIRST_CALL_S, _LATER_CALL_S = 30.0, 1.0  # that ranks wait for each other, on GPUs
@@ -93,7 +93,7 @@ class CaseRun:
 
         together(self._ranks, step, right)
         if variant.ours:
-            together(self._ranks, step, lambda: check_same_bits(self._ranks, *results[-1]))
+            together(self._ranks, step, lambda: check_equal_bits(self._ranks, *results[-1]))
 
     def take_floor(self) -> None:
         if self._ranks.device.type != "cuda":

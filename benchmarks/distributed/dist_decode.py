@@ -63,12 +63,12 @@ def chosen_cases(options: argparse.Namespace, device: torch.device) -> list[Deco
         raise ValueError(
             f"--heads must be a multiple of --kv-heads {cases[0].kv_heads}, got {cases[0].heads}"
         )
-    words = (options.lengths or _DEFAULT_LENGTHS.get(options.case, "full")).split(",")
-    if wrong := [word for word in words if word not in LENGTHS]:
+    lengths = (options.lengths or _DEFAULT_LENGTHS.get(options.case, "full")).split(",")
+    if wrong := [word for word in lengths if word not in LENGTHS]:
         raise ValueError(f"--lengths must be of {', '.join(LENGTHS)}, got {wrong[0]!r}")
     return [
         dataclasses.replace(case, dtype=options.dtype, ragged=LENGTHS[word])
-        for word in words
+        for word in lengths
         for case in cases
     ]
 
@@ -101,8 +101,8 @@ def _measure(
     chosen = _chosen_variants(options, ranks)
     on_cpu = ranks.device.type == "cpu"
     named = {f"{case.name} cpu" if on_cpu else case.name: case for case in cases}
-    beside = [variants.LOCAL, *([] if on_cpu else [PURE_READ])] if options.case == "compare" else []
-    recorder.expect(named, [*(variant.name for variant in chosen), *beside])
+    floors = [variants.LOCAL, *([] if on_cpu else [PURE_READ])] if options.case == "compare" else []
+    recorder.expect(named, [*(variant.name for variant in chosen), *floors])
     recorder.save()
     for name, case in named.items():
         holds &= _measure_case(options, name, case, chosen, ranks, recorder)

@@ -103,10 +103,10 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     made = _Model(options, ranks, options.bsz, capacity, strategy)
     prompts = made.prompts(options.bsz, options.seq_len)
     holds = not options.check or _check(made, prompts, options, recorder)
-    words = f"bsz{options.bsz}", f"N{options.seq_len}", options.model, f"L{made.config.num_layers}"
+    sizes = f"bsz{options.bsz}", f"N{options.seq_len}", options.model, f"L{made.config.num_layers}"
     for mode in [options.mode] if options.mode else ["prefill", "decode"]:
         decode = mode == "decode"
-        case = " ".join(("e2e", *words, options.dtype, f"x{ranks.size}", mode))
+        case = " ".join(("e2e", *sizes, options.dtype, f"x{ranks.size}", mode))
         case = marked(case, ranks.device)
         others, ours, back = _calls(made, prompts, decode)
         calls = {**_that_run(made, case, others, recorder, decode), made.ours: ours}
@@ -211,14 +211,14 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
     return True
 
 
-def _progress(items: Iterable[Item], total: int, text: str, rank: int) -> Iterable[Item]:
+def _progress(steps: Iterable[Item], total: int, text: str, rank: int) -> Iterable[Item]:
     """The items, with a bar on rank 0's terminal where rich is installed."""
     if rank or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        return items
+        return steps
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, text, total=total, console=Console(stderr=True), transient=True)
+    return track(steps, text, total=total, console=Console(stderr=True), transient=True)
 
 
 def _our_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:

@@ -56,8 +56,8 @@ class LayerRun:
         require_memory(what, needed, self.ranks.device, self.ranks.size)
 
     def case(self, *parameters: object) -> str:
-        words = (*parameters, self.options.model, self.options.dtype, f"x{self.ranks.size}")
-        return marked(" ".join(map(str, (self.options.name, *words))), self.ranks.device)
+        parts = (*parameters, self.options.model, self.options.dtype, f"x{self.ranks.size}")
+        return marked(" ".join(map(str, (self.options.name, *parts))), self.ranks.device)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._made, device=self.ranks.device, dtype=self.dtype)
@@ -86,8 +86,8 @@ class LayerRun:
         """
         exact = right().double() if self.options.check else None
 
-        def right_here(name: str, found: Tensor) -> bool:
-            return exact is None or name not in ours or self._check(case, name, found, exact)
+        def right_here(name: str, actual: Tensor) -> bool:
+            return exact is None or name not in ours or self._check(case, name, actual, exact)
 
         calls, holds = checked(case, self.ranks, self.recorder, {**others, **ours}, right_here)
         compare(
@@ -106,8 +106,8 @@ class LayerRun:
                 timeline.draw(self.options.timeline, case, self.recorder.results, watched)
         return holds
 
-    def _check(self, case: str, name: str, found: Tensor, exact: Tensor) -> bool:
-        error, bound = error_and_bound(found, exact)
+    def _check(self, case: str, name: str, actual: Tensor, exact: Tensor) -> bool:
+        error, bound = error_and_bound(actual, exact)
         holds = error <= bound < math.inf
         self.recorder.add(case, name, "max_abs_err", error)
         if self.ranks.rank == 0:
@@ -127,8 +127,8 @@ def checked(
     calls, holds = {}, True
     for name, variant in variants.items():
         try:
-            found = together(ranks, "first call", variant[0])
-            holds &= right(name, found)
+            actual = together(ranks, "first call", variant[0])
+            holds &= right(name, actual)
             calls[name] = variant
         except StepFailed as failure:
             recorder.error(case, name, str(failure))
@@ -147,11 +147,11 @@ def marked(case: str, device: torch.device) -> str:
     return f"{case} cpu" if device.type == "cpu" else case
 
 
-def error_and_bound(found: Tensor, exact: Tensor) -> tuple[float, float]:
+def error_and_bound(actual: Tensor, exact: Tensor) -> tuple[float, float]:
     """(the largest error over all ranks, what it may be): relative to the typical value, since a few large ones must
     not excuse errors everywhere else."""
-    error = largest((found.double() - exact).abs())
-    return error, (2e-5 if found.dtype == torch.float32 else 0.1) * _rms(exact)
+    error = largest((actual.double() - exact).abs())
+    return error, (2e-5 if actual.dtype == torch.float32 else 0.1) * _rms(exact)
 
 
 def _rms(x: Tensor) -> float:

@@ -90,9 +90,9 @@ class Answer:
         ):  # the first one's answer stays
             out, lse = _attend(shard, torch.float64, _ORACLES[0])
             self._out, self._lse = _merged(out, lse, ranks)
-            for way in _FP32_ORACLES if fp32 else _ORACLES:
+            for formulation in _FP32_ORACLES if fp32 else _ORACLES:
                 # Merged with the exact lse: one at half precision would be off by whole percents.
-                out, _ = _attend(shard, self._dtype, way)
+                out, _ = _attend(shard, self._dtype, formulation)
                 whole, _ = _merged(out.float(), lse, ranks)
                 self._torch_errors.append(whole.to(self._dtype).double() - self._out)
 
@@ -106,10 +106,10 @@ class Answer:
             check_lse(lse, self._lse, self._dtype)
 
 
-def _attend(shard: Shard, dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
+def _attend(shard: Shard, dtype: torch.dtype, formulation: str) -> tuple[Tensor, Tensor]:
     """(out, lse) over this rank's keys, at `dtype`."""
     q, k, v = (x.to(dtype) for x in (shard.q, shard.k, shard.v))
-    return attention_oracle(q, k, v, shard.local_lens.tolist(), way=way)
+    return attention_oracle(q, k, v, shard.local_lens.tolist(), formulation=formulation)
 
 
 def _merged(out: Tensor, lse: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def gathered(own: Tensor, ranks: Ranks) -> Tensor:
     return parts
 
 
-def check_same_bits(ranks: Ranks, *results: Tensor) -> None:
+def check_equal_bits(ranks: Ranks, *results: Tensor) -> None:
     """Raises AssertionError on every rank unless all of them hold the same bits."""
     for name, result in zip(("out", "lse"), results, strict=True):
         parts = gathered(result.contiguous().view(-1).view(torch.uint8), ranks)

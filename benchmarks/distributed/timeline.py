@@ -20,7 +20,19 @@ from ..results import Results
 #: Parts of kernels' names, in the order of looking; what has none is "other".
 KINDS = {
     "copy": ("memcpy", "copy_", "aten::copy", "dma"),
-    "communication": ("nccl", "gloo", "c10d", "symm", "shot", "_words", "send", "barrier"),
+    "communication": (
+        "nccl",
+        "gloo",
+        "c10d",
+        "symm",
+        "shot",
+        "lamport",
+        "all_reduce",
+        "_gather_",
+        "push",
+        "send",
+        "barrier",
+    ),
     "wait": ("_start_kernel", "_await_kernel", "_finish_kernel"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma", "aten::mm", "aten::addmm", "matmul", "linear"),
 }
@@ -85,11 +97,11 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
 
 def spans(events: Sequence, on_gpu: bool) -> list[Span]:
     """The device's events after the last `_SLEEP`, or, on a CPU, those that no other contains."""
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
         (event.name, event.device_resource_id if on_gpu else event.thread, event.time_range)
         for event in events
-        if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
+        if event.device_type == device_type and (on_gpu or event.cpu_parent is None)
     ]
     woken = max((time.end for name, _, time in found if _SLEEP in name), default=-math.inf)
     if on_gpu and found and woken < 0:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from torch.nn.attention import SDPBackend
 
-from ..registry import words
+from ..registry import comma_separated
 from .base import Attention, DecodeCall, Implementation, first
 from .eager import Eager
 from .fdattn import BatchInvariant, Fdattn, FullCache
@@ -54,9 +54,9 @@ def chosen(
     names: str, peers: Mapping[str, Implementation] = MappingProxyType(PEERS)
 ) -> tuple[Implementation, ...]:
     """Ours and the comma-separated ones of `peers`; `all` and `none` are understood."""
-    wanted = words(names)
-    wanted = {"all": list(peers), "none": []}.get(names.strip(), wanted)
-    unknown = [name for name in wanted if name not in peers]
+    chosen = comma_separated(names)
+    chosen = {"all": list(peers), "none": []}.get(names.strip(), chosen)
+    unknown = [name for name in chosen if name not in peers]
     if unknown:
         raise ValueError(f"--vs must name peers of {sorted(peers)}, got {', '.join(unknown)}")
-    return (OURS, *(peers[name] for name in dict.fromkeys(wanted)))
+    return (OURS, *(peers[name] for name in dict.fromkeys(chosen)))

@@ -51,7 +51,7 @@ class Sdpa(Implementation):
         if case.feature in NO_MASK and not self._masks:
             return functools.partial(sdpa, is_causal=case.causal)
         if extras.sinks is not None:
-            return _beside_a_sink(case, extras, sdpa)
+            return _with_a_sink_key(case, extras, sdpa)
         if not extras.trained:
             return functools.partial(sdpa, attn_mask=added(case, extras, DTYPES[case.dtype]))
         # Written out in each call, where a bias is trained.
@@ -64,7 +64,7 @@ class Sdpa(Implementation):
         return [functools.partial(sdpa, x.q, x.k, x.v, enable_gqa=gqa) for x in copies]
 
 
-def _beside_a_sink(case: AttentionCase, extras: Extras, sdpa: Attention) -> Attention:
+def _with_a_sink_key(case: AttentionCase, extras: Extras, sdpa: Attention) -> Attention:
     """A key of zeros, whose score is the sink and whose value adds nothing."""
     sink = torch.full((case.heads, case.seq_len, SINK_KEYS), float("-inf"), device=extras.device)
     sink[..., 0] = extras.sinks[:, None]

@@ -21,8 +21,8 @@ class Tiled(Implementation):
 
     def __init__(self, impl: Implementation, sizes: Mapping[str, int]) -> None:
         self._impl, self._sizes = impl, sizes
-        words = "".join(f"{SIZES[name]}{size}" for name, size in sizes.items())
-        self.name, self.forward_with_grad = f"{impl.name}/{words}", impl.forward_with_grad
+        tile = "".join(f"{SIZES[name]}{size}" for name, size in sizes.items())
+        self.name, self.forward_with_grad = f"{impl.name}/{tile}", impl.forward_with_grad
 
     def available(self, device: torch.device) -> str | None:
         return self._impl.available(device)

@@ -83,14 +83,14 @@ def compare(before: Results, after: Results, metrics: Collection[str] | None = N
     unknown = [name for name in metrics or () if name not in METRICS]
     if unknown:
         raise ValueError(f"--metrics must be of {', '.join(METRICS)}, got {', '.join(unknown)}")
-    wanted = [
+    chosen = [
         metric
         for metric in METRICS.values()
         if metric.higher is not None and (metrics is None or metric.name in metrics)
     ]
     changes: list[Change] = []
     lost: list[tuple[str, str, str, str]] = []
-    for metric in wanted:
+    for metric in chosen:
         old, new = values_of(before, metric.name), values_of(after, metric.name)
         for case, by_impl in old.items():
             found = new.get(case, {})

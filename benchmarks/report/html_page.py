@@ -116,8 +116,8 @@ def _source(results: Results) -> str:
 def _text(text: str) -> str:
     """Paragraphs of Markdown, and lists; of its marks those that `tables.py` uses."""
     if text.startswith("- "):
-        items = (f"<li>{escape(line[2:])}</li>" for line in text.splitlines())
-        return f"<h2>Spread over repeats</h2>\n<ul>{''.join(items)}</ul>"
+        entries = (f"<li>{escape(line[2:])}</li>" for line in text.splitlines())
+        return f"<h2>Spread over repeats</h2>\n<ul>{''.join(entries)}</ul>"
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", f"<p>{escape(text)}</p>") if text else ""
 
 

@@ -79,9 +79,9 @@ def longest_series(cases: Sequence[str]) -> Series:
     def family(shape: Shape) -> tuple[object, ...]:
         return (shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.tags)
 
-    wanted, _ = Counter(family(shape) for _, shape in shapes).most_common(1)[0]
+    commonest, _ = Counter(family(shape) for _, shape in shapes).most_common(1)[0]
     return sorted(
-        ((case, shape) for case, shape in shapes if family(shape) == wanted),
+        ((case, shape) for case, shape in shapes if family(shape) == commonest),
         key=lambda pair: pair[1].kv_len,
     )
 

@@ -37,9 +37,9 @@ def values_of(results: Results, metric: str) -> Values:
 def ours(implementations: Iterable[str]) -> str | None:
     """What ratios are formed for: `fdattn`, else its strategy `auto`, else its first."""
     own = [name for name in implementations if is_ours(name) and name != FULL]
-    for wanted in ("fdattn", "fdattn/auto"):
-        if wanted in own:
-            return wanted
+    for name in ("fdattn", "fdattn/auto"):
+        if name in own:
+            return name
     return own[0] if own else None
 
 

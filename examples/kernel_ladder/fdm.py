@@ -8,7 +8,7 @@ Adds     1. Split keys (Flash-Decoding): a share's output and its log-sum-exp ar
             is exactly that sum, in whatever order the shares were done.
          2. Packed heads: K and V are read once for the whole group instead of once a query head.
          3. The double buffer of v2, by the compiler: num_stages.
-Gains    One new token gives splits · H_kv programs instead of H, as many as the GPU has room for, each with
+Gains    One new token gives splits · H_kv programs instead of H, as many as fit on the GPU, each with
          a short piece of the cache: decode is then bound by what memory can deliver and not by how fast one
          program walks. A long prompt has programs enough; there splits is 1, and the output is written at
          once, with no second kernel.
@@ -148,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
     block_m, block_n = 16 if q_len * group <= 16 or fp32 else 64, 16 if fp32 else 64
     tiles = triton.cdiv(q_len * group, block_m)
 
-    # Two programs for each multiprocessor, none without a tile of its own.
+    # Two programs for each SM, none without a tile of its own.
     splits = 2 * _processors(q.device) // (tiles * batch * kv_heads)
     splits = max(1, min(splits, triton.cdiv(kv_len, block_n), MAX_SPLITS))
     parts = dict(dtype=torch.float32, device=q.device)
@@ -169,7 +169,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 
 
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter, so that it splits too."""
+    """SMs of a GPU; a few for the interpreter, so that it splits too."""
     if device.type == "cpu":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

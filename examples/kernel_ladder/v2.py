@@ -4,7 +4,7 @@ Mapping  As minimal-v2: one program for BLOCK_M query tokens of one head, grid (
 Adds     A double buffer: the loads of the next K and V tile are issued before this tile is computed, and
          waited for only when the loop comes round.
 Gains    The latency of memory hides behind the matmuls and exponentials instead of
-         standing between them. That is most where few programs share a multiprocessor, as in decode: there
+         standing between them. That is most where few programs share an SM, as in decode: there
          nobody else computes in the meantime.
 Leaves   The second buffer takes registers, hence fewer programs fit. A new token still gives H programs.
 

@@ -104,6 +104,11 @@ def test_schema_refuses(text: str, message: str) -> None:
         Results.from_json(text)
 
 
+def test_an_older_file_s_implementations_have_their_names_of_today() -> None:
+    old = Results.from_json(document(row(impl="fdattn/gemm_epilogue")))
+    assert [x.impl for x in old.rows] == ["fdattn/gemm_all_reduce"]
+
+
 def test_a_value_that_is_no_number_becomes_an_error_row() -> None:
     recorder = Recorder(Results(dict(META)), None)
     recorder.add(CASE, "fdattn", "max_abs_err", float("nan"))

@@ -60,7 +60,7 @@ def add_command(names) -> None:
     command.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from torch_fdattn.environment import interpreting
 
     if interpreting(os.environ):
@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     import torch
 
     cases = list(_cases(options))
-    recorder = Recorder(Results(collect_meta(words, torch.device("cpu")) | {"gpu": NO_GPU}), None)
+    recorder = Recorder(Results(collect_meta(argv, torch.device("cpu")) | {"gpu": NO_GPU}), None)
     if options.json is not None:
         path = Path(options.json)
         recorder.path = path / file_name(recorder.results.meta, "resources") if path.is_dir() else path  # fmt: skip
@@ -146,12 +146,12 @@ def report(cases: Sequence[Case], recorder: Recorder) -> str:
 
 def inputs_of(case: Case) -> str:
     """What a kernel is compiled for, but for the target."""
-    words = [case.dtype, f"hd{case.head_dim}"]
-    words += [case.mask] if case.op not in ("append", "merge") else []
-    words += [f"{case.rows} rows", case.cache] if case.op in ("decode", "append") else []
-    words += ["paged"] if case.op == "varlen_forward" and case.cache != "same" else []
-    words += [case.scores] * bool(case.scores) + ["dropout"] * bool(case.dropout_p)
-    return " ".join(words)
+    parts = [case.dtype, f"hd{case.head_dim}"]
+    parts += [case.mask] if case.op not in ("append", "merge") else []
+    parts += [f"{case.rows} rows", case.cache] if case.op in ("decode", "append") else []
+    parts += ["paged"] if case.op == "varlen_forward" and case.cache != "same" else []
+    parts += [case.scores] * bool(case.scores) + ["dropout"] * bool(case.dropout_p)
+    return " ".join(parts)
 
 
 def _config(found: Resources) -> str:

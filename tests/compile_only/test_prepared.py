@@ -471,7 +471,7 @@ def test_known_calls_of_attention(
             op._backward(*state, draw(of_lse, dtype=torch.float32), *where, *rest)
 
     monkeypatch.setitem(CALLS, "attention", call)
-    monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
+    monkeypatch.setattr(row_ranges, "MIN_KEYS", 1)
     pool, launched = Pool(), {"forward": 1, "backward": 3}[way] + row
     for _ in range(4):  # the first is checked, the first two go through Triton
         call_with(pool, "attention")

@@ -16,7 +16,7 @@ from tests.compile_only.targets import ARCHS
 from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import backward_config, forward_config
 from torch_fdattn.ops.attention.forward import launch_forward
-from torch_fdattn.ops.decode.configs import known_row
+from torch_fdattn.ops.decode.configs import static_row_stride
 from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.launch import launch_decode
 from torch_fdattn.ops.mask_strides import mask_strides, of_vectors
@@ -98,7 +98,7 @@ def test_known_rows_are_the_compilers():
         (meta(2, 3, 64, 2, 128)[1].transpose(1, 2), 256), (meta(3, 2, 99, 128)[:, :, 3:64], 128),
         (meta(64, 3, 2, 128).permute(1, 2, 0, 3), 0), (meta(3, 2, 64, 136)[..., :128], 0),
     ):  # fmt: skip
-        assert known_row(cache) == row
+        assert static_row_stride(cache) == row
 
 
 def attention_launches(q, k, scores=NO_SCORES, score_grads=NO_SCORES):

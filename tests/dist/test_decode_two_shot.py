@@ -62,7 +62,7 @@ def test_sizes_in_turn_and_ranks_that_come_late(group, rank_device) -> None:
     check_buffers(rank_device)
 
 
-@pytest.mark.parametrize("late", ["send_parts", "clear_all", "receive_words_and_lses"])
+@pytest.mark.parametrize("late", ["send_parts", "clear_all", "receive_lamport_with_lses"])
 def test_ranks_that_take_their_time_in_a_call(group, rank_device, monkeypatch, late: str) -> None:
     """In the interpreter; a GPU does as it pleases. No collective between the calls, which would bring ranks together."""
     rank, calls = dist.get_rank(), list(enumerate(shapes()))

@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "the last heads' programs counted as if they were as many as the others'", f"{_KERNELS}/tiles.py",
-        "beside = tl.minimum(beside, tl.num_programs(0) // blocks - first)", "beside = beside + 0 * first", ORDER,
+        "swizzle = tl.minimum(swizzle, tl.num_programs(0) // blocks - first)", "swizzle = swizzle + 0 * first", ORDER,
     ),
     Fault(
         "a prepared call's launches given all tensors in order", "torch_fdattn/launch/prepared.py",
@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault(
         "dropout by tile", f"{_KERNELS}/attention/dropout_tiles.py",
-        "w3 = _words(head, q_pos, (first >> 5) * 4 +", "w3 = _words(head, q_pos, 0 * first +", ATTENTION,
+        "w3 = _random_bits(head, q_pos, (first >> 5) * 4 +", "w3 = _random_bits(head, q_pos, 0 * first +", ATTENTION,
     ),
     Fault(
         "lanes of words swapped", f"{_KERNELS}/attention/dropout_tiles.py",
@@ -262,8 +262,8 @@ FAULTS = (
         "inside = (part < splits)[:, None]", "inside = (part < tl.maximum(splits - 1, 2))[:, None]", DECODE,
     ),
     Fault(
-        "another item's parts", f"{_KERNELS}/decode/merge.py",
-        "first += item * splits", "first += tl.maximum(item - 1, 0) * splits", DECODE,
+        "another work tile's parts", f"{_KERNELS}/decode/merge.py",
+        "first += work_tile * splits", "first += tl.maximum(work_tile - 1, 0) * splits", DECODE,
     ),
     Fault(
         "pages that do not exist are read", f"{_KERNELS}/decode/kernel.py",
@@ -459,8 +459,8 @@ FAULTS = (
         "tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes", "tl.load(addresses_ptr + rank)", ONE_SIDED,
     ),
     Fault(
-        "words of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
-        "(inside & (((words >> 32) & 0xFFFFFFFF) != epoch))", "(inside & (((words >> 32) & 0xFFFFFFFF) == 0))", ONE_SIDED,
+        "packets of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
+        "(inside & (((packets >> 32) & 0xFFFFFFFF) != epoch))", "(inside & (((packets >> 32) & 0xFFFFFFFF) == 0))", ONE_SIDED,
     ),
     Fault(
         "flags of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
@@ -517,16 +517,16 @@ FAULTS = (
         "tl.where(other, absent - 1, owner)", "owner", SURVIVORS,
     ),
     Fault(
-        "an earlier call's words are left in memory", "torch_fdattn/dist/decode/two_shot.py",
+        "an earlier call's packets are left in memory", "torch_fdattn/dist/decode/two_shot.py",
         "    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), buffer_bytes, _CLEARED)\n", "", DECODE_TWO_SHOT,
     ),
     Fault(
-        "a broken channel takes an earlier call's words", "torch_fdattn/dist/decode/two_shot.py",
+        "a broken channel takes an earlier call's packets", "torch_fdattn/dist/decode/two_shot.py",
         "    travels = row_in & whole\n", "    travels, whole = row_in & whole, row_in.shape[0] > 0\n", DECODE_TWO_SHOT,
     ),
     Fault(
         "an lse of zero looks as if it had not come", "torch_fdattn/dist/decode/two_shot.py",
-        "nonzero_words(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
+        "nonzero_packets(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
     ),
     Fault(
         "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",
@@ -534,6 +534,6 @@ FAULTS = (
     ),
     Fault(
         "faults outlive their group", "torch_fdattn/dist/symm/faults.py",
-        "(word for word in _words if not word.is_left())", "_words", SURVIVORS,
+        "(word for word in _registry if not word.is_left())", "_registry", SURVIVORS,
     ),
 )  # fmt: skip

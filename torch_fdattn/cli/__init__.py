@@ -221,10 +221,12 @@ def explain(
     """Say what torch.compile(backend="fdattn") makes of each attention of a function, which is called once."""
     from torch_fdattn import explain as explain_function
     from torch_fdattn.cli.explain import load_case, table
+    from torch_fdattn.cli.user_errors import one_line_of
 
     with one_line_errors():
-        fn, args, kwargs = load_case(target)
-        report = explain_function(fn)(*args, **kwargs)
+        with one_line_of(target):
+            fn, args, kwargs = load_case(target)
+            report = explain_function(fn)(*args, **kwargs)
         any_text()
         stdout.write(table(report) + "\n")
     if require_all and report.left:

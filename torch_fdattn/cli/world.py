@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fdattn.cli.errors import UsageError
-from torch_fdattn.environment import whole_number
+from torch_fdattn.environment import parse_integer
 
 TIMEOUT = timedelta(seconds=120)  # of every wait for another rank
 
@@ -63,7 +63,7 @@ def join(device_name: str | None) -> Iterator[World]:
 def _from_environment(name: str, default: int | None, minimum: int) -> int:
     """One of torchrun's variables; one that is empty is not set."""
     text = os.environ.get(name)
-    value = whole_number(text) if text else default
+    value = parse_integer(text) if text else default
     if value is None or value < minimum:
         raise UsageError(
             f"the environment variable {name} must be an integer of at least {minimum}, got "

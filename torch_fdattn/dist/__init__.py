@@ -4,7 +4,7 @@ The docstrings' examples run on any number of processes, one included, after `to
 the group None is all of them.
 """
 
-# The rooms first: they register the ops, and their names are then taken by the functions of that name.
+# The packages first: they register the ops, and their names are then taken by the functions of that name.
 from torch_fdattn.dist.decode import op as _decode_op  # noqa: F401  # isort: skip
 from torch_fdattn.dist.ring_attention import op as _ring_op  # noqa: F401  # isort: skip
 from torch_fdattn.dist.tensor_parallel import op as _tensor_parallel_op  # noqa: F401  # isort: skip

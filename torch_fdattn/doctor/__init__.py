@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_fdattn.environment import whole_number
+from torch_fdattn.environment import parse_integer
 
 from . import gpus, host, ranks, software, torchrun, trial
 from .findings import Finding, as_json, failures, lines, screen
@@ -129,4 +129,4 @@ def show(findings: list[Finding], rank: int, json: bool) -> None:
 
 def _rank(env: Mapping[str, str]) -> int:
     """The rank that speaks when the launch as a whole is not usable: 0 if in doubt."""
-    return max(0, whole_number(env.get("RANK", "")) or 0)
+    return max(0, parse_integer(env.get("RANK", "")) or 0)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from itertools import groupby
 
-from torch_fdattn.environment import whole_number
+from torch_fdattn.environment import parse_integer
 
 from .findings import Finding
 from .machine import Gpu, Machine
@@ -113,7 +113,7 @@ def _visibility(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
     if value.strip() in ("", "-1"):
         return []
     entries = [entry.strip() for entry in value.split(",")]
-    beyond = [entry for entry in entries if (whole_number(entry) or 0) >= present]
+    beyond = [entry for entry in entries if (parse_integer(entry) or 0) >= present]
     if present and beyond:
         text = (
             f"CUDA_VISIBLE_DEVICES={value!r} names {', '.join(beyond)}, but this machine has GPUs "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch_fdattn.environment import whole_number
+from torch_fdattn.environment import parse_integer
 
 from .findings import Finding
 
@@ -79,7 +79,7 @@ def real_network() -> Network:
 
 def _alone(env: Mapping[str, str], present: list[str]) -> Finding:
     for name, launcher in _FOREIGN.items():
-        if (whole_number(env.get(name, "")) or 1) > 1:
+        if (parse_integer(env.get(name, "")) or 1) > 1:
             text = f"{launcher} started {env[name]} processes, but RANK and WORLD_SIZE are not set"
             text += ": each works alone"
             remedy = "use torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
@@ -100,7 +100,7 @@ def _read(env: Mapping[str, str]) -> tuple[TorchrunLaunch | None, list[tuple[str
         wrong.append((text, _START))
     numbers = {}
     for name in _NUMBERS:
-        if (number := whole_number(env.get(name, ""))) is not None:
+        if (number := parse_integer(env.get(name, ""))) is not None:
             numbers[name] = number
         elif env.get(name):
             wrong.append((f"{name} must be a whole number, got {env[name]!r}", _START))

@@ -59,7 +59,7 @@ class Chat:
         self._seeds = random.Random(self._sampling.seed)
 
     def reply(self, text: str) -> Iterator[str]:
-        """The model's answer to `text`, in pieces as they are made; all ranks must iterate to the end.
+        """The model's answer to `text`, in parts as they are made; all ranks must iterate to the end.
 
         Raises:
             PromptError: the turn does not fit even alone; it is not part of the history then.
@@ -75,16 +75,16 @@ class Chat:
         tokens = self._engine.stream(
             prompt[kept:], self._max_new_tokens, sampling=sampling, eos_ids=self._tokenizer.eos_ids
         )
-        decoder, answer, pieces = self._tokenizer.stream(prompt), [], []
+        decoder, answer, texts = self._tokenizer.stream(prompt), [], []
         for token in tokens:
             # Of the answer all is stored but the token just drawn.
             self._stored = [*prompt, *answer]
             answer.append(token)
-            pieces.append(decoder.push(token))
-            yield pieces[-1]
-        pieces.append(decoder.flush())
-        yield pieces[-1]
-        self.messages += [turn, {"role": "assistant", "content": "".join(pieces)}]
+            texts.append(decoder.push(token))
+            yield texts[-1]
+        texts.append(decoder.flush())
+        yield texts[-1]
+        self.messages += [turn, {"role": "assistant", "content": "".join(texts)}]
 
     def _fitting_prompt(self, turn: Message) -> list[int]:
         """Token ids of the history and the new turn, without the oldest turns where they do not fit."""

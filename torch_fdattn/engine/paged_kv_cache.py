@@ -101,7 +101,7 @@ class PagedKVCache(SharedKVCache):
     def shortage(self, lengths: Sequence[int]) -> str | None:
         return self.table.shortage([self._fullest.local_capacity(length) for length in lengths])
 
-    def _make_room(self, lengths: Sequence[int]) -> None:
+    def _grow_to(self, lengths: Sequence[int]) -> None:
         if shortage := self.shortage(lengths):
             raise ValueError(shortage)
         self.table.grow(self._local(lengths))

@@ -160,7 +160,7 @@ def driver_launch(
     """The kernel's launch, or None where only Triton knows how: another driver, clusters, scratch memory, parameters.
 
     max_ctas_per_sm: how many programs an SM may run at a time. The hardware knows no such limit, so each
-    program takes as much shared memory as leaves no room for more.
+    program takes so much shared memory that no more fit.
     """
     metadata = compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid

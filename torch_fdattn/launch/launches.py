@@ -7,9 +7,7 @@ code with the same numbers (`prepared.py`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.environment import INTERPRET
 from torch_fdattn.launch import prepared
+from torch_fdattn.launch.device import on_device
 from torch_fdattn.launch.driver_launch import (
     DriverLaunch,
     aligned,
@@ -28,7 +27,6 @@ from torch_fdattn.launch.driver_launch import (
 
 _NOTHING: dict[str, object] = {}
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
-_HERE = contextlib.nullcontext()  # has no state
 
 
 class Launch:
@@ -126,14 +124,6 @@ def run(launches: Iterable[Launch]) -> None:
 
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRET
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' own."""
-    # Not torch.cuda.current_device, which first looks whether CUDA was initialised: it was, there is a tensor.
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(device)
-    return _HERE
 
 
 def _base(value) -> Tensor:

@@ -1,7 +1,7 @@
 """Kernels that start before the one ahead of them in the stream has ended (programmatic dependent launch, from sm_90 on).
 
 The earlier kernel calls `pdl_trigger`; once all its programs have, or have ended, the dependent one (launched with
-launch_pdl=True) begins wherever a processor has room. What it needs of the earlier one it reads behind
+launch_pdl=True) begins wherever an SM has free resources. What it needs of the earlier one it reads behind
 `await_previous`. The next kernel of the stream waits for the dependent one alone, so at least one of its programs
 must have waited, even where it needs nothing.
 """

@@ -256,7 +256,7 @@ def check_hf_keys(raw: Mapping[str, Any]) -> None:
         )
     for key in _unknown(raw, HF_USED, HF_HARMLESS, HF_ONLY):
         # Not to be causal is no default.
-        defaults = (None,) if "causal" in _words(key) else _EMPTY
+        defaults = (None,) if "causal" in _parts(key) else _EMPTY
         if _means_computation(key) and not _is_one_of(raw[key], defaults):
             raise ModelError(
                 f"{key} must be absent, since no {kind} model has it and its name says that it changes "
@@ -334,11 +334,11 @@ def _unknown(raw: Iterable[str], *tables: Iterable[str]) -> list[str]:
     return [key for key in raw if key not in known]
 
 
-def _words(key: str) -> set[str]:
+def _parts(key: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", key.lower()))
 
 
 def _means_computation(key: str) -> bool:
-    words = _words(key)
-    found = words & _COMPUTATION - (_ATTENTION if words & _OF_A_KERNEL else frozenset())
-    return bool(found) and not words & _OF_TRAINING
+    parts = _parts(key)
+    found = parts & _COMPUTATION - (_ATTENTION if parts & _OF_A_KERNEL else frozenset())
+    return bool(found) and not parts & _OF_TRAINING

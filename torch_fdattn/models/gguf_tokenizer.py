@@ -211,7 +211,7 @@ def _sentencepiece_proto(file: GGUFFile, tokens: Sequence[str], types: Sequence[
             f"{file.path}: tokenizer.ggml.scores must have {len(tokens)} entries like tokens, "
             f"got {len(scores)}"
         )
-    pieces = b"".join(
+    vocabulary = b"".join(
         _message(1, _message(1, text.encode()) + b"\x15" + struct.pack("<f", s) + _number(3, kind))
         for text, s, kind in zip(
             tokens, scores, (_UNUSED if k == _USER_DEFINED else k for k in types), strict=True
@@ -228,7 +228,7 @@ def _sentencepiece_proto(file: GGUFFile, tokens: Sequence[str], types: Sequence[
     normalizer = _number(3, _flag(file, "add_space_prefix") is not False)
     normalizer += _number(4, _flag(file, "remove_extra_whitespaces") is True)
     normalizer += _number(5, True)  # spaces are written as U+2581
-    return pieces + _message(2, trainer) + _message(3, normalizer)
+    return vocabulary + _message(2, trainer) + _message(3, normalizer)
 
 
 def _message(number: int, payload: bytes) -> bytes:

@@ -23,7 +23,7 @@ def attend_range(
     acc, row_max, row_sum, q, q_pos, k_ptr, v_ptr, k_strides, v_strides, bounds, queries, keys, options,
     head, scale_log2, head_dim, v_dim, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
     BORDERS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0, whole=None,
+    EVEN_D: tl.constexpr, PRECISION: tl.constexpr, pages=None, PAGE: tl.constexpr = 0, unmasked=None,
 ):  # fmt: skip
     """The running state after the key range `bounds` of `ops/tiles.py`: its borders, then its interior.
 
@@ -33,10 +33,10 @@ def attend_range(
     which cost 20 % of the rate on Hopper. A range known to have no BORDERS is compiled without them:
     their loop costs registers even where it has no step.
     """
-    for interior in tl.static_range(0 if BORDERS else 1, 2 if whole is None else 3):
+    for interior in tl.static_range(0 if BORDERS else 1, 2 if unmasked is None else 3):
         within, given = bounds, options
-        if whole is not None and interior > 0:
-            read_from = tl.where(whole != 0, bounds[2], bounds[1])
+        if unmasked is not None and interior > 0:
+            read_from = tl.where(unmasked != 0, bounds[2], bounds[1])
             if interior == 1:
                 within = (bounds[0], bounds[1], read_from, bounds[3])
                 given = (  # in place: triton 3.6 has no function return None within a tuple

@@ -62,18 +62,18 @@ def _dims(name: str, tensor, of: _Dims) -> tuple[int | None, int | None]:
         by_sequence = by_sequence and (name == "attn_mask" or of["k_cache"][0] is not None)
         has = (x >= 0 and tensor.shape[x] > 1 for x in (first, first + 1))
         there = zip((first, first + 1), has, (by_sequence, True), strict=True)
-        return tuple(x if held and wanted else None for x, held, wanted in there)
+        return tuple(x if held and split else None for x, held, split in there)
     return of.get(name, (None, None))
 
 
-def _placed(dims: tuple[int | None, int | None], way: str) -> Replicate | Shard:
+def _placed(dims: tuple[int | None, int | None], sharding: str) -> Replicate | Shard:
     """Where a tensor with such dims is, where a mesh dimension splits nothing, sequences or heads."""
-    dim = {"whole": None, "sequences": dims[0], "heads": dims[1]}[way]
+    dim = {"whole": None, "sequences": dims[0], "heads": dims[1]}[sharding]
     return Replicate() if dim is None else Shard(dim)
 
 
-def _ways(k, tensors: dict[str, object], of: _Dims) -> list[str]:
-    """The acceptable ways to split a call.
+def _shardings(k, tensors: dict[str, object], of: _Dims) -> list[str]:
+    """The acceptable shardings of a call.
 
     Dropout counts the sequences and heads of its call, so that a part of them would drop other weights.
     """
@@ -123,20 +123,20 @@ def _split_rule(op, of: _Dims, results: tuple[str, ...], gradients: tuple[str, .
         tensors = {name: x for name, x in given.items() if hasattr(x, "placements")}
         dims = {name: _dims(name, x, of) for name, x in tensors.items()}
 
-        def of_gradient(name: str, way: str) -> object:
-            placed = _placed(dims.get(name, (None, None)), way)
-            return Partial() if way != "whole" and placed == Replicate() else placed
+        def of_gradient(name: str, sharding: str) -> object:
+            placed = _placed(dims.get(name, (None, None)), sharding)
+            return Partial() if sharding != "whole" and placed == Replicate() else placed
 
         k = given["k_cache" if "k_cache" in given else "k"]
         return [
             (
                 [
-                    *(_placed(of[x], way) for x in results),
-                    *(of_gradient(x, way) for x in gradients),
+                    *(_placed(of[x], sharding) for x in results),
+                    *(of_gradient(x, sharding) for x in gradients),
                 ],
-                [_placed(dims[x], way) if x in dims else None for x in given],
+                [_placed(dims[x], sharding) if x in dims else None for x in given],
             )
-            for way in _ways(k, tensors, of)
+            for sharding in _shardings(k, tensors, of)
         ]
 
 

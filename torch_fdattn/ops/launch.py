@@ -1,11 +1,7 @@
-"""What every kernel launch needs: the tensors' device made current, and mask arguments in order."""
+"""What every kernel launch needs: mask arguments in order, and sizes."""
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-
-import torch
 from torch import Tensor
 
 from torch_fdattn.ops.attention.dropout import Dropout
@@ -16,15 +12,6 @@ from torch_fdattn.ops.scores import Scores
 
 #: SMs of an H100 and an H200; a number of its own of each device would not be equal on all ranks.
 NUM_SMS = 132
-_HERE = contextlib.nullcontext()  # has no state
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' own."""
-    # Not torch.cuda.current_device, which first looks whether CUDA was initialised: it was, there is a tensor.
-    if tensor.is_cuda and tensor.device.index != torch._C._cuda_getDevice():
-        return torch.cuda.device(tensor.device)
-    return _HERE
 
 
 def contiguous_mask(mask: Mask) -> Mask:

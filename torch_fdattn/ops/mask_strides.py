@@ -2,7 +2,7 @@
 
 Triton compiles a kernel anew where a number is 1 or a multiple of 16, within tuples whatever `do_not_specialize` says.
 A mask has six such numbers, which made hundreds of kernels of it, though the code gains by two things alone: loads of
-whole vectors, 5 times as fast, which need every number to be a multiple of 16, and keys known to lie side by side. So
+whole vectors, 5 times as fast, which need every number to be a multiple of 16, and keys known to be contiguous. So
 numbers come as they are where all are multiples, and else as what never is one (`opaque`). Imports no triton.
 """
 
@@ -19,7 +19,7 @@ def opaque(number: int) -> int:
 def mask_strides(mask: Tensor, by_query: bool = False) -> tuple[int | None, ...]:
     """(batch, heads, queries, keys, columns, form) of a mask (B, H, S, S_kv), for `score_tiles.mask_stride`.
 
-    Queries that share one row have None, unless by_query; so have keys that lie side by side, where that is of use: in
+    Queries that share one row have None, unless by_query; so have contiguous keys, where that is of use: in
     vectors, or between rows. The form is None where numbers are as they are.
     """
     of_batch, of_heads, of_queries, of_keys = mask.stride()
@@ -29,10 +29,10 @@ def mask_strides(mask: Tensor, by_query: bool = False) -> tuple[int | None, ...]
     vectors = of_keys == 1 and not any(x % 16 for x in numbers)
     shown = int if vectors else opaque
     shared = of_queries == 0 and not by_query
-    side_by_side = of_keys == 1 and (vectors or not shared)
+    contiguous = of_keys == 1 and (vectors or not shared)
     return (
         shown(of_batch), shown(of_heads), None if shared else shown(of_queries),
-        None if side_by_side else opaque(of_keys), shown(columns), None if vectors else 0,
+        None if contiguous else opaque(of_keys), shown(columns), None if vectors else 0,
     )  # fmt: skip
 
 

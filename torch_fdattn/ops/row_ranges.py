@@ -10,12 +10,12 @@ from torch import Tensor
 from torch_fdattn.ops.library import INTERPRET
 
 #: Keys from which on a launch more is worth it (docs/notes/attention.md): at 256 it loses up to a fifth.
-LEAST_KEYS = 1 if INTERPRET else 512
+MIN_KEYS = 1 if INTERPRET else 512
 
 
 def has_ranges(mask: Tensor | None, q: Tensor, k: Tensor) -> bool:
     """Whether the kernels look for them: a boolean mask with one row a sequence, over keys enough."""
-    if mask is None or mask.dtype != torch.bool or k.shape[2] < LEAST_KEYS or not q.numel():
+    if mask is None or mask.dtype != torch.bool or k.shape[2] < MIN_KEYS or not q.numel():
         return False
     of_heads_and_queries = zip(mask.shape[-3:-1], mask.stride()[-3:-1], strict=True)
     return not any(size > 1 and step for size, step in of_heads_and_queries)

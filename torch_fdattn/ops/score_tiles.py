@@ -36,14 +36,14 @@ def modify_scores(scores, distance, softcap, slopes, SOFTCAP: tl.constexpr, ALIB
 @triton.jit
 def score_tile(
     products, q_pos, index, first_key, queries, keys, options, head, scale_log2,
-    BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr, LSE_KNOWN: tl.constexpr = False,
+    BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr, HAS_LSE: tl.constexpr = False,
 ):  # fmt: skip
     """(scores, their unit in log2, the cap's slope) of a tile of one head's q·k products.
 
     q_pos and index are shaped to broadcast, in either order; first_key is the tile's, queries = (the tile's
     first query, q_len, q_start), keys as in `ops/attend.py`, options by `launch.kernel_options`, head by
     `head_options`. Where nothing changes them, the products stay as they are and the scale is left to the
-    softmax; keys that the explicit mask hides get -inf. With LSE_KNOWN only `probabilities` may follow, whose bounds
+    softmax; keys that the explicit mask hides get -inf. With HAS_LSE only `probabilities` may follow, whose bounds
     make those of an added mask's entries needless.
     """
     scale, slope, mask_ptr = head[0], head[1], head[2]
@@ -84,12 +84,12 @@ def score_tile(
             row = tl.minimum(q_pos - q_start, q_len - 1) - first_row
             offsets = tile_offsets(row, column, (of_rows, of_keys), WIDE)
             entries = tl.load(mask_ptr + offsets, mask=inside, other=0)
-        products, unit = mask_scores(products, entries, unit, LSE_KNOWN)
+        products, unit = mask_scores(products, entries, unit, HAS_LSE)
     return products, unit, cap_slope
 
 
 @triton.jit
-def mask_scores(scores, entries, unit, LSE_KNOWN: tl.constexpr = False):
+def mask_scores(scores, entries, unit, HAS_LSE: tl.constexpr = False):
     """(scores, their unit in log2) under an explicit mask's entries, boolean or added."""
     if entries.dtype == tl.int1:
         scores = tl.where(entries, scores, float("-inf"))
@@ -98,7 +98,7 @@ def mask_scores(scores, entries, unit, LSE_KNOWN: tl.constexpr = False):
         scores = scores * unit + entries * LOG2E
         # The maximum is subtracted from what it was taken of: left to the softmax, the factor would become
         # part of an FMA, and the rounding of 1e38 in the maximum alone is 1e30. The minimum keeps it out.
-        if not LSE_KNOWN:
+        if not HAS_LSE:
             scores = tl.minimum(scores, MASK_LIMIT * LOG2E, propagate_nan=tl.PropagateNan.ALL)
             scores = tl.where(entries < -MASK_LIMIT, float("-inf"), scores)
         unit = 1.0

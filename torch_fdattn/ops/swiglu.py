@@ -21,7 +21,7 @@ IN_PRODUCT = ((1, 64, 3072, 1024), (113, 128, 5120, 4096))
 #: (rows, inner features, features) from which on products by tiles take less, where `fills_waves` (`gemm/persistent_swiglu_gemm.py`).
 BY_TILES = (512, 3072, 1024)
 #: Rows of such a tile, and columns of each of its products.
-GATED_TILE = 128
+SWIGLU_TILE = 128
 #: How much of all waves of tiles must be tiles.
 _FULL = 0.95
 
@@ -57,12 +57,12 @@ def is_better_by_tiles(chunks: Sequence[int], inner: int, features: int) -> bool
 
 
 def fills_waves(chunks: Sequence[int], inner: int) -> bool:
-    """Whether hardly a processor is idle while the last tiles are multiplied, by launches of at least a wave on average."""
-    across = -(-inner // GATED_TILE)
-    tiles = across * sum(-(-rows // GATED_TILE) for rows in chunks)
+    """Whether hardly an SM is idle while the last tiles are multiplied, by launches of at least a wave on average."""
+    across = -(-inner // SWIGLU_TILE)
+    tiles = across * sum(-(-rows // SWIGLU_TILE) for rows in chunks)
     waves = -(-tiles // NUM_SMS)
     # What chunks fill up to whole tiles is work for nothing.
-    needed = across * sum(chunks) / GATED_TILE
+    needed = across * sum(chunks) / SWIGLU_TILE
     full = tiles >= _FULL * waves * NUM_SMS and needed >= _FULL * tiles
     return full and waves > 1 and tiles >= len(chunks) * NUM_SMS
 

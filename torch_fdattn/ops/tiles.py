@@ -30,18 +30,18 @@ def program_coordinates(inner, middle):
 
 
 @triton.jit
-def block_coordinates(blocks, heads, beside):
-    """(block, head, batch) of this program: of `beside` heads all first blocks begin, then all second ones, and so on.
+def block_coordinates(blocks, heads, swizzle):
+    """(block, head, batch) of this program: of `swizzle` heads all first blocks begin, then all second ones, and so on.
 
-    Where first blocks are the longest, processors end together: with one head after the other, the last head's
+    Where first blocks are the longest, SMs end together: with one head after the other, the last head's
     longest block begins when the work is nearly done.
     """
     program = tl.program_id(0)
-    first = program // (blocks * beside) * beside
-    beside = tl.minimum(beside, tl.num_programs(0) // blocks - first)
+    first = program // (blocks * swizzle) * swizzle
+    swizzle = tl.minimum(swizzle, tl.num_programs(0) // blocks - first)
     program -= first * blocks
-    line = first + program % beside
-    return program // beside, line % heads, line // heads
+    line = first + program % swizzle
+    return program // swizzle, line % heads, line // heads
 
 
 @triton.jit
@@ -101,12 +101,12 @@ def shard_bounds(
     q_len,
     kv_capacity,
     start,
-    most,
+    max_len,
     kv_block,
     kv_stride,
 ):
-    """`sequence_bounds` of a shard, where kv_lens counts whole sequences of `most` keys at most."""
-    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), most).to(tl.int32)
+    """`sequence_bounds` of a shard, where kv_lens counts whole sequences of `max_len` keys at most."""
+    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), max_len).to(tl.int32)
     kv_start = start
     if kv_start_ptr is not None:
         kv_start = _position(tl.load(kv_start_ptr + batch))
@@ -169,12 +169,12 @@ def shown_range(bounds, first, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def query_range(
-    first, last, whole, q_start, q_len, window_left, window_right,
+    first, last, even_n, q_start, q_len, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """(begin, full_begin, full_end, end) of the queries that see keys at positions first..last.
 
-    `whole` is false where the key tile itself is ragged, so that every query tile needs a mask.
+    `even_n` is false where the key tile itself is ragged, so that every query tile needs a mask.
     """
     begin = 0
     full_begin = 0
@@ -184,14 +184,14 @@ def query_range(
         begin = tl.maximum(first - window_right - q_start, 0)
         full_begin = tl.maximum(last - window_right - q_start, 0)
     if HAS_LEFT:
-        # Up to the last query before the window is added: a far key's distance has no room for both.
+        # Up to the last query before the window is added: a far key's distance and the window would overflow int32.
         seeing_last = tl.minimum(last - q_start, q_len) + window_left + 1
         seeing_first = tl.minimum(first - q_start, q_len) + window_left + 1
         end = tl.maximum(tl.minimum(end, seeing_last), 0)
         full_end = tl.maximum(tl.minimum(end, seeing_first), 0)
     begin = tl.minimum(begin // BLOCK_M * BLOCK_M, end)
     full_begin = tl.cdiv(tl.minimum(full_begin, end), BLOCK_M) * BLOCK_M
-    full_begin = tl.where(whole, tl.minimum(full_begin, end), end)
+    full_begin = tl.where(even_n, tl.minimum(full_begin, end), end)
     full_end = tl.maximum(full_end // BLOCK_M * BLOCK_M, full_begin)
     return begin, full_begin, full_end, end
 

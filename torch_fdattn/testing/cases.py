@@ -145,7 +145,7 @@ class AttentionCase:
             and (min(lens) < 0 or max(lens) > self.kv_len),
             "q_start": self.q_start is not None,
             "kv_start": self.kv_start is not None,
-            "striped positions": self.kv_block > 0,
+            "block-cyclic positions": self.kv_block > 0,
             "own scale": self.scale is not None,
         }
         return found + [name for name, holds in tests.items() if holds]
@@ -279,16 +279,16 @@ def draw_mask(
         )
     if rng.random() < 0.2:
         options["scale"] = rng.choice((0.3, 0.8, 1.2, PEAKY)) * head_dim**-0.5
-    striped = rng.random() < 0.3
-    if striped:
+    block_cyclic = rng.random() < 0.3
+    if block_cyclic:
         options["kv_block"] = rng.choice((1, 3, tile // 2, tile))
         options["kv_stride"] = options["kv_block"] * rng.randint(1, 3)
     if rng.random() < 0.4:
         options["kv_start"] = tuple(rng.randint(-tile, 2 * tile) for _ in range(batch))
-    if striped or rng.random() < 0.3:
+    if block_cyclic or rng.random() < 0.3:
         # Near the end of the shard's span, so that causal queries see most of it.
         start = options.get("kv_start", (0,) * batch)
-        span = kv_len * (options["kv_stride"] // options["kv_block"] if striped else 1)
+        span = kv_len * (options["kv_stride"] // options["kv_block"] if block_cyclic else 1)
         options["q_start"] = tuple(
             s + rng.randint(span // 2, span + tile) - q_len // 2 for s in start
         )

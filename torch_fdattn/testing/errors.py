@@ -10,7 +10,7 @@ also, for each head,
 
 In fp16 and bf16 rounding the result outweighs all else, and one sample of torch's error is a fair measure.
 In fp32, which FlashAttention's tests do not cover, both sides are the noise of summation orders: there
-torch's error is the largest of several samples, in three ways (`oracle.py`), over redrawn inputs
+torch's error is the largest of several samples, in three formulations (`oracle.py`), over redrawn inputs
 (`expected.py`). The inequality stays.
 """
 

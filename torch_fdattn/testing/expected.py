@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_fdattn.testing.cases import AttentionCase, MergeCase
 from torch_fdattn.testing.errors import check_close, check_lse
-from torch_fdattn.testing.oracle import WAYS, attention_oracle, gradients, merge_oracle
+from torch_fdattn.testing.oracle import FORMULATIONS, attention_oracle, gradients, merge_oracle
 from torch_fdattn.testing.varlen_cases import VarlenCase
 
 #: In fp32 torch's error is sampled on this many inputs of the case's shape (`errors.py` says why); so is that of
@@ -47,7 +47,9 @@ class Expected:
 def expected_attention(case: AttentionCase, device: str, *, backward: bool = True) -> Expected:
     """The answers out, lse and, with backward, dq, dk, dv and d<parameter> of an attention or decode case."""
 
-    def run(case: AttentionCase, dtype: torch.dtype, way: str | torch.dtype) -> dict[str, Tensor]:
+    def run(
+        case: AttentionCase, dtype: torch.dtype, formulation: str | torch.dtype
+    ) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
         given = case.parameters(device)
         parameters = {
@@ -56,19 +58,21 @@ def expected_attention(case: AttentionCase, device: str, *, backward: bool = Tru
             if x.is_floating_point()
         }
         options = case.oracle_options() | given | parameters
-        outputs = attention_oracle(*inputs, **options, way=way)
+        outputs = attention_oracle(*inputs, **options, formulation=formulation)
         leaves = [*inputs, *parameters.values()]
         found = gradients(outputs, leaves, case.output_gradients(device)) if backward else ()
         names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))
         return dict(zip(names, (*outputs, *found), strict=False))
 
-    return _expected(case, run, WAYS if case.dtype == torch.float32 else WAYS[:1])
+    return _expected(case, run, FORMULATIONS if case.dtype == torch.float32 else FORMULATIONS[:1])
 
 
 def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> Expected:
     """The answers out, lse and gradients of a varlen_attention case, all (H, T, …) but the parameters'."""
 
-    def run(case: VarlenCase, dtype: torch.dtype, way: str | torch.dtype) -> dict[str, Tensor]:
+    def run(
+        case: VarlenCase, dtype: torch.dtype, formulation: str | torch.dtype
+    ) -> dict[str, Tensor]:
         inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
         given = case.parameters(device)
         parameters = {
@@ -76,7 +80,7 @@ def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> 
             for name, x in given.items()
             if x.is_floating_point()
         }
-        outputs = case.oracle(*inputs, given | parameters, way)
+        outputs = case.oracle(*inputs, given | parameters, formulation)
         found = ()
         if backward:
             dout, dlse = case.output_gradients(device)
@@ -86,13 +90,15 @@ def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> 
         names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in parameters))
         return dict(zip(names, (*outputs, *found), strict=False))
 
-    return _expected(case, run, WAYS if case.dtype == torch.float32 else WAYS[:1])
+    return _expected(case, run, FORMULATIONS if case.dtype == torch.float32 else FORMULATIONS[:1])
 
 
 def expected_merge(case: MergeCase, device: str) -> Expected:
     """The answers out, lse, douts and dlses of a merge case."""
 
-    def run(case: MergeCase, dtype: torch.dtype, way: str | torch.dtype) -> dict[str, Tensor]:
+    def run(
+        case: MergeCase, dtype: torch.dtype, formulation: str | torch.dtype
+    ) -> dict[str, Tensor]:
         outs, lses = case.inputs(device)
         lse_dtype = torch.promote_types(dtype, lses.dtype)
         inputs = [outs.to(dtype).requires_grad_(), lses.to(lse_dtype).requires_grad_()]
@@ -102,10 +108,12 @@ def expected_merge(case: MergeCase, device: str) -> Expected:
             out = out.to(case.out_dtype)
         return {"out": out, "lse": lse, "douts": douts, "dlses": dlses.permute(1, 2, 3, 0)}
 
-    return _expected(case, run, WAYS[:1])
+    return _expected(case, run, FORMULATIONS[:1])
 
 
-def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]) -> Expected:
+def _expected(
+    case, run: Callable[..., dict[str, Tensor]], formulations: tuple[str, ...]
+) -> Expected:
     errors: dict[str, list[Tensor]] = {}
     sums = {f"d{name}" for name in getattr(case, "parameters", lambda device: ())("cpu")}
     everything = case.dtype == torch.float32
@@ -119,13 +127,13 @@ def _expected(case, run: Callable[..., dict[str, Tensor]], ways: tuple[str, ...]
 
     for sample in range(SAMPLES):
         drawn = replace(case, seed=case.seed + 1_000_000 * sample)
-        exact = {name: x.detach() for name, x in run(drawn, torch.float64, WAYS[0]).items()}
+        exact = {name: x.detach() for name, x in run(drawn, torch.float64, FORMULATIONS[0]).items()}
         found = found or exact
-        runs = [(case.dtype, way) for way in ways]
+        runs = [(case.dtype, formulation) for formulation in formulations]
         if sample == 0 and is_few(found["out"]) and not everything:
             runs.append((torch.float64, case.dtype))
-        for dtype, way in runs:
-            for name, x in run(drawn, dtype, way).items():
+        for dtype, formulation in runs:
+            for name, x in run(drawn, dtype, formulation).items():
                 if sample == 0 or takes_samples(name, found[name]):
                     errors.setdefault(name, []).append(x.detach().double() - exact[name])
         if not any(takes_samples(name, x) for name, x in found.items()):

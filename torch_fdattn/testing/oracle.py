@@ -2,10 +2,10 @@
 
 Independent of `ops/*/reference.py` on purpose: no shared mask code, one sequence at a time, invalid keys
 cut off instead of masked, no hand-written derivative. In fp64 it is the truth that errors are measured
-against; at a lower dtype it is "torch at the dtype" of the error rule, in one of four WAYS: by formula
+against; at a lower dtype it is "torch at the dtype" of the error rule, in one of four FORMULATIONS: by formula
 head by head, by formula with the heads of a group in one matmul, by torch's scaled_dot_product_attention, and,
 since that one takes no features, by formula with the derivative that it has: weights from the lse, and their
-mean gradient from the output. A dtype in place of a way is that derivative with the output rounded at this dtype
+mean gradient from the output. A dtype in place of a formulation is that derivative with the output rounded at this dtype
 and nothing else: in fp64, what saving the output costs.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WAYS = ("textbook", "grouped", "fused", "streamed")
+FORMULATIONS = ("textbook", "grouped", "fused", "streamed")
 
 
 def visible_keys(
@@ -50,7 +50,7 @@ def attention_oracle(
     q_start: Sequence[int] | None = None, kv_start: Sequence[int] | None = None,
     kv_block: int = 0, kv_stride: int = 0, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, attn_mask: Tensor | None = None, kept: Tensor | None = None,
-    way: str | torch.dtype = "textbook",
+    formulation: str | torch.dtype = "textbook",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) at the inputs' own dtype, differentiable; lengths and positions as Python ints.
 
@@ -72,7 +72,7 @@ def attention_oracle(
 
     def matmul(x: Tensor, y: Tensor) -> Tensor:
         """x (H, M, C) by y (H_kv, C, N)."""
-        if way != "grouped":
+        if formulation != "grouped":
             return x @ y.repeat_interleave(group, 0)
         return (
             (x.unflatten(0, (kv_heads, group)).flatten(1, 2) @ y)
@@ -121,7 +121,7 @@ def attention_oracle(
                 scores = torch.cat([scores, sink], -1)
                 values = torch.cat([values, values.new_zeros(kv_heads, 1, v_dim)], 1)
             lse = torch.logsumexp(scores, -1)
-            if way == "fused" and plain:
+            if formulation == "fused" and plain:
                 out = F.scaled_dot_product_attention(
                     queries[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
                 )[0]
@@ -131,9 +131,9 @@ def attention_oracle(
                     factors = kept[b].to(rows.device)[:, rows, :kv_len].to(q)
                     if sinks is not None:  # which has no value to drop
                         factors = F.pad(factors, (0, 1))
-                if way == "streamed" or isinstance(way, torch.dtype):
+                if formulation == "streamed" or isinstance(formulation, torch.dtype):
                     each = values.repeat_interleave(group, 0)
-                    saved = scores.dtype if way == "streamed" else way
+                    saved = scores.dtype if formulation == "streamed" else formulation
                     out, lse = _Streamed.apply(scores, each, factors, saved)
                 else:
                     weights = torch.softmax(scores, -1)

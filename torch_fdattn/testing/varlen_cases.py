@@ -23,7 +23,7 @@ _NAN = float("nan")
 class VarlenCase:
     """A call of varlen_attention; lengths and positions as Python ints.
 
-    kv_sizes are the keys that each sequence has room for, kv_lens how many are valid (None: all), and rest the
+    kv_sizes are each sequence's capacity of keys, kv_lens how many are valid (None: all), and rest the
     tokens of q and of k behind the last sequence, which hold NaN, as all does that nobody may read.
     """
 
@@ -175,7 +175,7 @@ class VarlenCase:
         return torch.tensor([self.seed * 2**40 - 1, self.seed])
 
     def oracle(
-        self, q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], way: str
+        self, q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], formulation: str
     ) -> tuple[Tensor, Tensor]:
         """(out (H, T, DV), lse (H, T)) at the inputs' own dtype, differentiable: a call a sequence."""
         tokens = q.shape[0]
@@ -194,7 +194,7 @@ class VarlenCase:
                 kv_stride=self.kv_stride, softcap=self.softcap,
                 alibi_slopes=slopes[b : b + 1] if self.alibi == "sequence" else slopes,
                 sinks=parameters.get("sinks"), attn_mask=self._entries(b, parameters.get("attn_mask")),
-                kept=self._kept(b), way=way,
+                kept=self._kept(b), formulation=formulation,
             )  # fmt: skip
             outs.append(own[0][0])
             lses.append(own[1][0])
@@ -239,7 +239,7 @@ class VarlenCase:
             "window": self.window is not None,
             "kv_lens": self.kv_lens is not None,
             "positions": self.q_start is not None or self.kv_start is not None,
-            "striped positions": self.kv_block > 0,
+            "block-cyclic positions": self.kv_block > 0,
             "softcap": self.softcap > 0,
             "ALiBi": bool(self.alibi),
             "ALiBi by sequence": self.alibi == "sequence",
@@ -288,7 +288,7 @@ def draw_varlen(seed: int, device: torch.device | str = "cpu") -> VarlenCase:
     longest = max(q_lens, default=0), max(kv_sizes, default=0)
     sizes = max(1, longest[0]), max(2, longest[1])
     mask = draw_mask(rng, batch, *sizes, head_dim, tile) if batch else {}
-    if page:  # every sequence has the whole table's room
+    if page:  # every sequence has the table's full capacity
         kv_lens = mask.get("kv_lens", (2**20,) * batch)
         mask["kv_lens"] = tuple(min(a, b) for a, b in zip(kv_lens, kv_sizes, strict=True))
         width = -(-longest[1] // page) * page

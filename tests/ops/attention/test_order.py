@@ -15,49 +15,49 @@ from torch_fdattn.testing import make_tensor
 
 
 @triton.jit
-def _coordinates_kernel(out_ptr, blocks, heads, beside):
-    block, head, batch = block_coordinates(blocks, heads, beside)
+def _coordinates_kernel(out_ptr, blocks, heads, swizzle):
+    block, head, batch = block_coordinates(blocks, heads, swizzle)
     out_ptr += 3 * tl.program_id(0)
     tl.store(out_ptr, block)
     tl.store(out_ptr + 1, head)
     tl.store(out_ptr + 2, batch)
 
 
-def coordinates(device, blocks, heads, batch, beside):
+def coordinates(device, blocks, heads, batch, swizzle):
     out = torch.full((blocks * heads * batch, 3), -1, dtype=torch.int32, device=device)
-    _coordinates_kernel[(len(out),)](out, blocks, heads, beside)
+    _coordinates_kernel[(len(out),)](out, blocks, heads, swizzle)
     return [tuple(x) for x in out.tolist()]
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("beside", [1, 2, 3, 6, 100])
-def test_every_block_of_every_head_once(kernel_device, beside):
+@pytest.mark.parametrize("swizzle", [1, 2, 3, 6, 100])
+def test_every_block_of_every_head_once(kernel_device, swizzle):
     blocks, heads, batch = 5, 3, 2
-    found = coordinates(kernel_device, blocks, heads, batch, beside)
+    found = coordinates(kernel_device, blocks, heads, batch, swizzle)
     assert len(set(found)) == len(found)
     assert set(found) == {(i, h, b) for i in range(blocks) for h in range(heads) for b in range(batch)}  # fmt: skip
-    in_order = [(line // beside, block, line) for block, head, b in found for line in [b * heads + head]]  # fmt: skip
+    in_order = [(line // swizzle, block, line) for block, head, b in found for line in [b * heads + head]]  # fmt: skip
     assert in_order == sorted(in_order)
 
 
-def test_heads_beside():
+def test_heads_per_swizzle():
     causal, mib = Mask(window_right=0), 1 << 20
-    assert [configs.heads_beside(causal, 6, n, False) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [6, 4, 1, 1]  # fmt: skip
-    assert configs.heads_beside(causal, 0, 0, False) == 1
-    assert configs.heads_beside(Mask(), 6, mib, False) == configs.heads_beside(causal, 6, mib, True) == 1  # fmt: skip
-    assert configs.heads_beside(Mask(window_left=9, window_right=0), 6, mib, False) == 1
+    assert [configs.heads_per_swizzle(causal, 6, n, False) for n in (0, 2 * mib, 5 * mib, 90 * mib)] == [6, 4, 1, 1]  # fmt: skip
+    assert configs.heads_per_swizzle(causal, 0, 0, False) == 1
+    assert configs.heads_per_swizzle(Mask(), 6, mib, False) == configs.heads_per_swizzle(causal, 6, mib, True) == 1  # fmt: skip
+    assert configs.heads_per_swizzle(Mask(window_left=9, window_right=0), 6, mib, False) == 1
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("queries", [0, 1])
-def test_no_more_heads_beside_each_other_than_there_are(queries, kernel_device, monkeypatch):
+def test_no_more_heads_per_swizzle_than_there_are(queries, kernel_device, monkeypatch):
     """Else blocks times heads passes int32: of 512 blocks it was 0, by which a program divided its number."""
     asked, through_triton = [], Launch.through_triton
 
     def noted(launch):
         names = launch.kernel.arg_names
-        if "beside" in names:
-            asked.append((launch.arguments[names.index("beside")], launch.grid[0]))
+        if "swizzle" in names:
+            asked.append((launch.arguments[names.index("swizzle")], launch.grid[0]))
         return through_triton(launch)
 
     prepared.forget()
@@ -69,7 +69,7 @@ def test_no_more_heads_beside_each_other_than_there_are(queries, kernel_device, 
     out, _ = torch_fdattn.attention(q, k, v, causal=True)
     torch.autograd.grad(out.sum(), (q, k, v))
     assert asked
-    assert all(beside <= programs for beside, programs in asked)
+    assert all(swizzle <= programs for swizzle, programs in asked)
 
 
 @pytest.mark.interpreter
@@ -83,10 +83,10 @@ def test_the_order_changes_no_bit(kernel_device, monkeypatch):
         out, lse = torch_fdattn.attention(q, k, v, causal=True)
         return out, lse, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    monkeypatch.setattr(configs, "_BESIDE_BYTES", 0)
+    monkeypatch.setattr(configs, "_SWIZZLE_BYTES", 0)
     one_by_one = run()
     monkeypatch.setattr(
-        configs, "_BESIDE_BYTES", 2 * 50 * 32 * 2
+        configs, "_SWIZZLE_BYTES", 2 * 50 * 32 * 2
     )  # two heads of KV, in sections of four and two
     for a, b in zip(run(), one_by_one, strict=True):
         assert torch.equal(a, b)

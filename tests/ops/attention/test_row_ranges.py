@@ -46,7 +46,7 @@ def test_ranges(layout: str, device, monkeypatch) -> None:
         "expanded": rows[:, None, None].expand(-1, 4, 5, -1),
         "every other column": rows.repeat_interleave(2, -1)[:, None, None, ::2],
     }[layout]
-    monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
+    monkeypatch.setattr(row_ranges, "MIN_KEYS", 1)
     scores = Scores(0.0, None, None, mask)
     ranges = row_ranges.empty_ranges(mask, q, k)
     run([row_ranges_kernel.ranges_launch(ranges, scores, q, k)])
@@ -77,7 +77,7 @@ def test_other_masks_have_none(device) -> None:
     ids=str,
 )
 def test_attention(options: dict, device, monkeypatch) -> None:
-    monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
+    monkeypatch.setattr(row_ranges, "MIN_KEYS", 1)
     rows = torch.stack(list(ROWS.values())).to(device)
     batch = len(rows)
     shapes = (batch, 2, QUERIES, 16), (batch, 1, KEYS, 16), (batch, 1, KEYS, 24)
@@ -97,7 +97,7 @@ def test_attention(options: dict, device, monkeypatch) -> None:
 
 @pytest.mark.interpreter
 def test_a_call_like_one_before_reads_its_own_mask(device, monkeypatch) -> None:
-    monkeypatch.setattr(row_ranges, "LEAST_KEYS", 1)
+    monkeypatch.setattr(row_ranges, "MIN_KEYS", 1)
     shapes = (1, 2, 9, 16), (1, 1, KEYS, 16), (1, 1, KEYS, 24)
     given = [
         torch.randn(shape, device=device) for shape in shapes

@@ -41,15 +41,15 @@ def test_drawn_gradients(seed, device, record_drawn):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("wanted", "group", "seed"),
+    ("target", "group", "seed"),
     [
         pytest.param(*pieces, 2000 + seed, marks=pytest.mark.slow if (i + seed) % 3 else ())
         for i, pieces in enumerate([(1, 128), (2, 1), (3, 2), (7, 128), (40, 1), (40, 2)])
         for seed in range(3)
     ],
 )
-def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
-    """Fewer than items, several an item, more than there are keys; by groups of sequences."""
+def test_any_number_of_splits(seed, target, group, kernel_device, monkeypatch):
+    """Fewer than work tiles, several a work tile, more than there are keys; by groups of sequences."""
     monkeypatch.setattr(schedule, "GROUP", group)
     monkeypatch.setattr(schedule, "SHORT", 0)
     from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
@@ -69,5 +69,5 @@ def test_any_number_of_pieces(seed, wanted, group, kernel_device, monkeypatch):
     scale = case.scale or case.head_dim**-0.5
     with assert_launched(f"{PATH}/triton"):
         call = DecodeCall(q, Cache(k, v), DecodeOptions(mask, scale))
-        launch_decode(call, out, lse, target_splits=wanted)
+        launch_decode(call, out, lse, target_splits=target)
     expected_attention(case, kernel_device, backward=False).check(lse, out=out)

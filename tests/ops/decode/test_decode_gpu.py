@@ -136,7 +136,7 @@ def test_later_calls_bypass_tritons_binder(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page", [0, 16])
 def test_batch_invariant_bits_where_tiles_follow_the_batch(page, dtype):
-    """512 items take other tiles than two; the last sequence has more parts than a step of the merge."""
+    """512 work tiles take other tiles than two; the last sequence has more parts than a step of the merge."""
     lens = (*[700] * 255, 40_000)
     (q, k, v, *table), kv_lens = caches(page=page, lens=lens, capacity=40_960 if page else 40_000)
     q = torch.randn(256, 16, 1, 128, device="cuda", dtype=torch.bfloat16)

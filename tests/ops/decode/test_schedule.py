@@ -16,19 +16,19 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 
-def pieces_on_device(units, items, wanted, ragged_wanted, low, even, twice, invariant):
-    """`schedule`'s Triton functions in Python: the pieces of an item of each sequence."""
+def splits_on_device(units, work_tiles, target, ragged_target, low, even, twice, invariant):
+    """`schedule`'s Triton functions in Python: the splits of a work tile of each sequence."""
     chunk, long = schedule.CHUNK.value, schedule.LONG_SHARE.value
     if invariant:
         return [-(-u // chunk) for u in units]
     if even:
-        most = schedule.splits_per_item(len(units) * items, wanted)
+        most = schedule.splits_per_work_tile(len(units) * work_tiles, target)
         if twice and units[0] >= most * long:
             return [2 * most] * len(units)
         return [min(-(-u // low), most) for u in units]
-    total = sum(units) * items
+    total = sum(units) * work_tiles
     ragged = 4 * max(units) * len(units) > 5 * sum(units)
-    share = -(-total // (ragged_wanted if ragged else wanted))
+    share = -(-total // (ragged_target if ragged else target))
     if twice and share >= long and not ragged:
         share = -(-share // 2)
     share = max(share, low)
@@ -40,10 +40,10 @@ def pieces_on_device(units, items, wanted, ragged_wanted, low, even, twice, inva
 def test_the_grid_holds_every_piece(seed):
     rng = random.Random(seed)
     for _ in range(500):
-        batch, items = rng.choice([1, 2, 3, 17, 200]), rng.choice([1, 2, 8, 40])
+        batch, work_tiles = rng.choice([1, 2, 3, 17, 200]), rng.choice([1, 2, 8, 40])
         capacity = int(2 ** rng.uniform(0, 21))
         num_sms = rng.choice([2, 132])
-        wanted = rng.choice([1, 7, schedule.target_splits(batch * items, num_sms)])
+        target = rng.choice([1, 7, schedule.target_splits(batch * work_tiles, num_sms)])
         low = rng.choice([schedule.MIN_SHARE, 8])
         even, twice, invariant = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.2
         power = rng.choice([0, 1, 6])  # all equal, uniform, few long ones
@@ -51,13 +51,13 @@ def test_the_grid_holds_every_piece(seed):
         if even:
             lens = [lens[0]] * batch
         units = [max(1, -(-length // schedule.UNIT.value)) for length in lens]
-        ragged = schedule.ragged_target_splits(wanted, num_sms)
+        ragged = schedule.ragged_target_splits(target, num_sms)
         programs, most = schedule.max_splits(
-            batch, items, capacity, wanted, ragged, low, even, twice, invariant
+            batch, work_tiles, capacity, target, ragged, low, even, twice, invariant
         )
-        pieces = pieces_on_device(units, items, wanted, ragged, low, even, twice, invariant)
-        assert max(pieces) <= most
-        assert sum(pieces) * items <= programs
+        splits = splits_on_device(units, work_tiles, target, ragged, low, even, twice, invariant)
+        assert max(splits) <= most
+        assert sum(splits) * work_tiles <= programs
 
 
 def plan(batch, capacity, *, paged=False, dtype=torch.bfloat16, invariant=False, capability=(9, 0)):
@@ -79,7 +79,7 @@ def plan(batch, capacity, *, paged=False, dtype=torch.bfloat16, invariant=False,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("paged", [False, True])
 def test_invariant_tiles_do_not_follow_the_batch(paged, dtype):
-    """On an H100, whose tiles else depend on how many items there are."""
+    """On an H100, whose tiles else depend on how many work tiles there are."""
     found = {
         plan(batch, capacity, paged=paged, dtype=dtype, invariant=True).tiles
         for batch in (1, 32, 64, 256)
@@ -163,11 +163,11 @@ def test_too_many_keys_are_refused(kernel_device):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("lens", "wanted"),  # 60: more than there are tiles
+    ("lens", "target"),  # 60: more than there are tiles
     [(None, 3), ((700, 700), 60), ((1000, 1, 0), 3), ((129, 640, 64), 3), ((129, 640, 64), 60)],
     ids=str,
 )
-def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):
+def test_tiles_of_a_gpu(lens, target, tile, kernel_device):
     """The interpreter's own tiles hold one unit; these hold more than the least that a piece has."""
     batch = 2 if lens is None else len(lens)
     q = make_tensor((batch, 6, 1, 32), device=kernel_device, dtype=torch.float32)
@@ -180,9 +180,9 @@ def test_tiles_of_a_gpu(lens, wanted, tile, kernel_device):
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     # Guards behind what the plan asks for: no program writes beyond its slots.
     call = DecodeCall(q, Cache(k, v), DecodeOptions(mask, 0.2))
-    plan = DecodeLaunchPlan(call, out, tile, wanted)
+    plan = DecodeLaunchPlan(call, out, tile, target)
     room = torch.full((plan.floats + 512,), 77.0, device=kernel_device)
-    launch_decode(call, out, lse, room.view(torch.int32), config=tile, target_splits=wanted)
+    launch_decode(call, out, lse, room.view(torch.int32), config=tile, target_splits=target)
     assert (room[plan.floats :] == 77).all()
     expected, expected_lse = attention_oracle(q, k, v, lens, scale=0.2)
     torch.testing.assert_close(out, expected.to(out), atol=2e-5, rtol=0)
@@ -214,8 +214,8 @@ def test_scales_of_an_empty_cache(shape, device):
 def test_many_items_take_bounded_room():
     """A large batch balances by itself: its ragged pieces are at most twice as many."""
     num_sms = 132
-    for items in (1, 40, 512, 1024, 32768):
-        wanted = schedule.target_splits(items, num_sms)
-        ragged = schedule.ragged_target_splits(wanted, num_sms)
-        assert 2 * wanted <= ragged <= max(2 * wanted, schedule.ENOUGH * num_sms)
+    for work_tiles in (1, 40, 512, 1024, 32768):
+        target = schedule.target_splits(work_tiles, num_sms)
+        ragged = schedule.ragged_target_splits(target, num_sms)
+        assert 2 * target <= ragged <= max(2 * target, schedule.ENOUGH * num_sms)
     assert schedule.ragged_target_splits(132, 132) == schedule.FINER * 132

@@ -92,12 +92,12 @@ class MaskNodes:
         )
 
     def lookup(self, x: Lookup) -> Node:
-        items, names = view_of(x, self.size)
+        indices, names = view_of(x, self.size)
         node = x.node
         if value(node).device != self.device:
             node = self.add("to", node, self.device)
-        if any(item != slice(None) for item in items):
-            node = self.add(operator.getitem, node, items)
+        if any(item != slice(None) for item in indices):
+            node = self.add(operator.getitem, node, indices)
         return self._spread(node, names)
 
     def _spread(self, node: Node, names: list[str]) -> Node:
@@ -105,8 +105,8 @@ class MaskNodes:
         order = sorted(range(len(names)), key=lambda i: self.axes.index(names[i]))
         if order != sorted(order):
             node = self.add("permute", node, *order)
-        items = tuple(slice(None) if axis in names else None for axis in self.axes)
-        return self.add(operator.getitem, node, items) if None in items else node
+        indices = tuple(slice(None) if axis in names else None for axis in self.axes)
+        return self.add(operator.getitem, node, indices) if None in indices else node
 
     def positions(self, x: Poly) -> Node:
         """An int32 number of each sequence, or one for all: a copy, that later writes do not reach."""

@@ -41,10 +41,10 @@ def _expressible(x: object, size: dict) -> bool:
 
 def view_of(lookup: Lookup, size: dict) -> tuple[tuple, list[str]] | None:
     """(how the tensor is to be indexed, the axes it then has); None where it is not so simple."""
-    items, names = [], []
+    indices, names = [], []
     for length, index in zip(value(lookup.node).shape, lookup.index, strict=True):
         if isinstance(index.constant, int):
-            items.append(index.constant)
+            indices.append(index.constant)
             continue
         axes = [atom for atom in index.atoms if isinstance(atom, Axis)]
         if len(axes) != 1 or len(index.atoms) != 1 or index.coefficient(axes[0]) != 1:
@@ -52,10 +52,10 @@ def view_of(lookup: Lookup, size: dict) -> tuple[tuple, list[str]] | None:
         (axis,) = axes
         start, count = index.without(axis).constant, size[axis.name]
         if start == 0 and statically_true(length == count):
-            items.append(slice(None))
+            indices.append(slice(None))
         elif isinstance(start, int) and isinstance(count, int) and start >= 0:
-            items.append(slice(start, start + count))
+            indices.append(slice(start, start + count))
         else:
             return None
         names.append(axis.name)
-    return (tuple(items), names) if len({*names}) == len(names) else None
+    return (tuple(indices), names) if len({*names}) == len(names) else None

@@ -202,5 +202,5 @@ def check(attention: MatchedAttention) -> None:
     dim = attention.q.size(D)
     if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
         raise Unsupported(
-            "mask-value", f"sums may hide a row, and a head dim of {dim} has no room for it"
+            "mask-value", f"sums may hide a row, and a head dim of {dim} leaves no column for it"
         )

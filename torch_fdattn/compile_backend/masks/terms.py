@@ -97,22 +97,22 @@ class RecoveredMask:
     @property
     def name(self) -> str:
         """As a report says it."""
-        structure, words = self.structure, []
+        structure, terms = self.structure, []
         if structure.right == 0:
-            words.append("causal" if structure.start is None else "causal from an offset")
+            terms.append("causal" if structure.start is None else "causal from an offset")
         if structure.left >= 0 or structure.right > 0:
             left, right = ("all" if n < 0 else n for n in (structure.left, structure.right))
-            words.append(f"window ({left}, {right})")
+            terms.append(f"window ({left}, {right})")
         if structure.chunk is not None:
-            words.append(f"chunks of {structure.chunk}")
+            terms.append(f"chunks of {structure.chunk}")
         if structure.lengths is not None:
-            words.append("lengths")
+            terms.append("lengths")
         if self.slopes is not None:
-            words.append("ALiBi")
+            terms.append("ALiBi")
         for kept in self.kept:
             what = "mask" if kept.condition is None else "padding"
-            words.append(f"explicit {what} ({self.reason})")
-        return " and ".join(words) or "full"
+            terms.append(f"explicit {what} ({self.reason})")
+        return " and ".join(terms) or "full"
 
 
 @dataclass(frozen=True)

@@ -90,20 +90,20 @@ def _permute(reader: Reader, node: Node, index: Index) -> Entry:
 
 
 def _getitem(reader: Reader, node: Node, index: Index) -> Entry:
-    source, items = node.args
+    source, indices = node.args
     if not is_tensor(source):
         raise Unknown
-    items = list(items) if isinstance(items, tuple) else [items]
+    indices = list(indices) if isinstance(indices, tuple) else [indices]
     shape = value(source).shape
-    taken = sum(x is not None and x is not Ellipsis for x in items)
-    dots = [i for i, x in enumerate(items) if x is Ellipsis]
-    at = dots[0] if dots else len(items)
-    items[at : at + 1] = [slice(None)] * (len(shape) - taken)
-    tensors = [i for i, x in enumerate(items) if is_tensor(x)]
+    taken = sum(x is not None and x is not Ellipsis for x in indices)
+    dots = [i for i, x in enumerate(indices) if x is Ellipsis]
+    at = dots[0] if dots else len(indices)
+    indices[at : at + 1] = [slice(None)] * (len(shape) - taken)
+    tensors = [i for i, x in enumerate(indices) if is_tensor(x)]
     if tensors:
-        return _gathered(reader, source, items, tensors, index)
+        return _gathered(reader, source, indices, tensors, index)
     remaining, found = iter(index), []
-    for item in items:
+    for item in indices:
         if item is None:
             next(remaining)
             continue
@@ -136,12 +136,14 @@ def _from_front(item: object, size: object):
     raise Unknown
 
 
-def _gathered(reader: Reader, source: Node, items: list, tensors: list[int], index: Index) -> Entry:
+def _gathered(
+    reader: Reader, source: Node, indices: list, tensors: list[int], index: Index
+) -> Entry:
     """x[batch_indices, key_indices]: an index in each dimension of the source."""
-    if len(tensors) != len(items) or any(value(x).dtype not in INTEGERS for x in items):
+    if len(tensors) != len(indices) or any(value(x).dtype not in INTEGERS for x in indices):
         raise Unknown
     found = []
-    for item in items:
+    for item in indices:
         at = reader.numeric(item, index)
         # A negative index counts from the end.
         if not at.is_made_of_indices or not all(c >= 0 for _, c in at.terms):

@@ -53,8 +53,8 @@ def _is_without_last(node: Node) -> bool:
     """x[..., :-1]"""
     if op_name(node) != "getitem":
         return False
-    items = node.args[1] if isinstance(node.args[1], tuple) else ()
-    *others, last = items or (None,)
+    indices = node.args[1] if isinstance(node.args[1], tuple) else ()
+    *others, last = indices or (None,)
     rank = tensor(node).dim()
     everything = [Ellipsis] if Ellipsis in others else [slice(None)] * (rank - 1)
     return last == slice(None, -1) and others == everything

@@ -190,7 +190,7 @@ def _terms(node: Node, chain: dict[Node, None]) -> frozenset[Node]:
             same = tuple(value(node.args[0]).shape) == tuple(value(node.args[1]).shape)
             found = left | right if left and right and same and not left & right else nothing
     elif node.target is not _ADD:
-        # What joins pieces of different sums, or of one with a bias and one without, is no sum of complete matmuls.
+        # What joins parts of different sums, or of one with a bias and one without, is no sum of complete matmuls.
         each = {_terms(x, chain) for x in sources(node) or ()}
         found = each.pop() if len(each) == 1 else nothing
     if found:

@@ -85,17 +85,17 @@ def replay(node: Node, of: dict[Node, Node], build: Builder) -> Node:
 
 
 def _cut_and_joined(node: Node) -> Node | None:
-    """What the pieces of a cat were split from, where their rows end up in the order that they had."""
+    """What the parts of a cat were split from, where their rows end up in the order that they had."""
     if node.target is not _ATEN.cat.default:
         return None
-    pieces = node.args[0]
-    cut = pieces[0].args[0] if pieces[0].target is operator.getitem else None
+    parts = node.args[0]
+    cut = parts[0].args[0] if parts[0].target is operator.getitem else None
     if cut is None or cut.target is not _ATEN.split.Tensor:
         return None
-    if [x.args for x in pieces] != [(cut, i) for i in range(len(value(cut)))]:
+    if [x.args for x in parts] != [(cut, i) for i in range(len(value(cut)))]:
         return None
     joined = cut.args[0]
-    before = [*value(joined).shape[: _dim(cut, 2)], *value(pieces[0]).shape[: _dim(node, 1)]]
+    before = [*value(joined).shape[: _dim(cut, 2)], *value(parts[0]).shape[: _dim(node, 1)]]
     return joined if statically_true(*(size == 1 for size in before)) else None
 
 

@@ -2,7 +2,7 @@
 
 A partial state is the triple of flash decoding, numerator, denominator and maximum, in the form (out, lse):
 out = numerator / denominator, lse = maximum + log denominator. It travels as rows of head dim + 1 numbers,
-out beside lse, in fp32 (fp64 for fp64 inputs).
+out and lse in one row, in fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations

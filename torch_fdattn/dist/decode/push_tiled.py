@@ -37,7 +37,7 @@ from torch_fdattn.ops.library import launches
 
 @triton.jit
 def numbers(address, source, row, rows, WORLD: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to a source's rows: values' first ones, and lses'. The flags before them have room for one a row."""
+    """Pointers to a source's rows: values' first ones, and lses'. The flags before them are one a row."""
     base = (address + rows.to(tl.int64) * (WORLD * 8)).to(tl.pointer_type(tl.float32))
     at = (source * rows + row).to(tl.int64)
     return base + at * BLOCK_D, base + (rows * BLOCK_D).to(tl.int64) * WORLD + at

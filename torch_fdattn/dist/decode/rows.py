@@ -23,8 +23,8 @@ from torch_fdattn.ops.launch import cdiv, padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.online_softmax import merge_finish, merge_update
 
-#: Words of all ranks' parts that a program, of one warp (`signals.py`), looks at together at most.
-TILE_WORDS = 512
+#: Packets of all ranks' parts that a program, of one warp (`signals.py`), looks at together at most.
+TILE_PACKETS = 512
 #: Programs that are as good as more of them.
 ENOUGH = 2 if INTERPRET else 2048
 
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     def tile(self, owners: int = 1) -> tuple[int, int]:
         """(rows a tile, tiles of each owner's rows)."""
         share, rows = cdiv(self.count, owners), 1
-        in_a_warp = max(1, TILE_WORDS // (self.sources * self.block_d))
+        in_a_warp = max(1, TILE_PACKETS // (self.sources * self.block_d))
         limit = share if INTERPRET else in_a_warp
         while rows < limit and owners * cdiv(share, rows) > ENOUGH:
             rows *= 2

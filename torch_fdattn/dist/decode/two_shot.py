@@ -1,8 +1,8 @@
 """Strategy `two_shot`: each rank merges its own share of the rows, and sends the result to all.
 
 First shot: every rank sends each row's fp32 partial result to the row's owner. The owner merges them and, second
-shot, sends the row in the output's dtype to all others, two 16-bit numbers a word. All in one launch. Both shots are
-a Lamport exchange (`lamport.py`): words of 4 bytes, which have come when they are not zero. Cost: (W - 1) / W · R ·
+shot, sends the row in the output's dtype to all others, two 16-bit numbers a packet. All in one launch. Both shots are
+a Lamport exchange (`lamport.py`): packets of 4 bytes, which have come when they are not zero. Cost: (W - 1) / W · R ·
 ((DV + 1) · 4 + DV · 2 + 4) bytes sent by every rank with a 16-bit output, 1 / W of what `fused` sends and less, but
 two trips over the wire: for many rows.
 
@@ -10,7 +10,7 @@ two trips over the wire: for many rows.
 zeroed it, has ended. It does: its own call n - 1 has ended, and in that it heard of all ranks. Of whose rows it owns,
 from each rank; for a row of another owner, from that owner, which sends it only once it has heard from each rank. So
 one row is enough, and there may be fewer rows than ranks. Nothing comes after the buffer was zeroed: a call waits for
-every word that is sent to it. An owner that waits in vain sends its row without having heard from all, and says so:
+every packet that is sent to it. An owner that waits in vain sends its row without having heard from all, and says so:
 that breaks the receiver's channel, which sends nothing in later calls.
 
 An owner that waits in vain says in the second shot for whom, or else the others would blame the owner. They wait
@@ -39,15 +39,15 @@ from torch_fdattn.dist.decode.rows import (
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    PREVIOUS_WORDS,
+    PREVIOUS_PACKETS,
     TURN,
     buffer,
     bytes_per_buffer,
     channel_of_bytes,
     clear_all,
     leave_turn,
-    nonzero_words,
-    receive_words_and_lses,
+    nonzero_packets,
+    receive_lamport_with_lses,
     restore_zeros,
     slot_of,
 )
@@ -58,19 +58,19 @@ from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
-#: The lse of a row that lacks a rank's part, beside that rank's number + 1: bits that no arithmetic gives.
+#: The lse of a row that lacks a rank's part, its low bits that rank's number + 1: bits that no arithmetic gives.
 ABSENT = tl.constexpr(0x7FA00000)
-#: Words that a program zeroes at a time.
+#: Packets that a program zeroes at a time.
 _CLEARED = tl.constexpr(256)
 
 
 class Layout(NamedTuple):
-    """A buffer's regions, in words: where the others begin behind the first, and where the last one ends.
+    """A buffer's regions, in packets: where the others begin behind the first, and where the last one ends.
 
-    Each begins at a multiple of four words, for wide loads and stores:
+    Each begins at a multiple of four packets, for wide loads and stores:
 
         parts      W - 1 slots, the next rank's first, of the values (S, D) that this rank merges; S: rows of an owner
-        outs       what the owners send of all R rows: (R, WORDS)
+        outs       what the owners send of all R rows: (R, PACKETS)
         part_lses  W - 1 slots of S
         out_lses   R
     """
@@ -83,9 +83,9 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, rows: Rows, dtype: torch.dtype) -> Layout:
         parts = (rows.world - 1) * cdiv(rows.count, rows.world)
-        words = rows.block_d // 2 if dtype.itemsize == 2 else rows.block_d
+        packets = rows.block_d // 2 if dtype.itemsize == 2 else rows.block_d
         outs = parts * rows.block_d
-        part_lses = outs + rows.count * words
+        part_lses = outs + rows.count * packets
         out_lses = part_lses + cdiv(parts, 4) * 4
         return cls(outs, part_lses, out_lses, out_lses + cdiv(rows.count, 4) * 4)
 
@@ -99,11 +99,11 @@ def region(base, first):
 @triton.jit
 def send_parts(values, lses, at, sends, d, base, part_lses, v_dim, BLOCK_D: tl.constexpr):
     """First shot: rows' dims d (M, D) and lses (M,) to rows `at` (M,) of all slots, in their owner's buffer at `base`."""
-    value_words = nonzero_words(values.to(tl.int32, bitcast=True), tl.float32)
-    lse_words = nonzero_words(lses.to(tl.int32, bitcast=True), tl.float32)
+    value_packets = nonzero_packets(values.to(tl.int32, bitcast=True), tl.float32)
+    lse_packets = nonzero_packets(lses.to(tl.int32, bitcast=True), tl.float32)
     inside = sends[:, None] & (d[None, :] < v_dim)
-    tl.store(base + at[:, None] * BLOCK_D + d[None, :], value_words, mask=inside)
-    tl.store(region(base, part_lses) + at, lse_words, mask=sends)
+    tl.store(base + at[:, None] * BLOCK_D + d[None, :], value_packets, mask=inside)
+    tl.store(region(base, part_lses) + at, lse_packets, mask=sends)
 
 
 @triton.jit
@@ -128,10 +128,10 @@ def _two_shot_kernel(
 ):  # fmt: skip
     await_previous(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    WORDS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
+    PACKETS: tl.constexpr = BLOCK_D // 2 if dtype.primitive_bitwidth == 16 else BLOCK_D
     shape = (batch, heads, q_len, v_dim)
     epoch = read_epoch(state_ptr)
-    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_PACKETS)
     whole = may_send(state_ptr, epoch)
     owner = tl.program_id(0) % WORLD
     within = tl.program_id(0) // WORLD * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -148,15 +148,15 @@ def _two_shot_kernel(
 
     here = buffer(addresses_ptr, rank, turn, buffer_bytes)
     target = (out_ptr, lse_ptr, 0, heads)
-    w = tl.arange(0, WORDS)
-    out_at = row.to(tl.int64)[:, None] * WORDS + w[None, :]
-    words_in = travels[:, None] & (w[None, :] < tl.cdiv(v_dim * WORDS, BLOCK_D))
+    w = tl.arange(0, PACKETS)
+    out_at = row.to(tl.int64)[:, None] * PACKETS + w[None, :]
+    packets_in = travels[:, None] & (w[None, :] < tl.cdiv(v_dim * PACKETS, BLOCK_D))
     if owner == rank:
         sources = tl.arange(0, SOURCES)
         others = (sources < WORLD) & (sources != rank)
         expected = others[:, None] & travels[None, :]
         at = (slot_of(sources, rank, WORLD)[:, None] * share + within[None, :]).to(tl.int64)
-        theirs, their_lses, came = receive_words_and_lses(
+        theirs, their_lses, came = receive_lamport_with_lses(
             here + at[:, :, None] * BLOCK_D + d[None, None, :], region(here, part_lses) + at,
             expected[:, :, None] & (d < v_dim)[None, None, :], expected, sources, epoch, state_ptr, fault_ptr, limit_ns,
         )  # fmt: skip
@@ -169,19 +169,22 @@ def _two_shot_kernel(
         if came == 0:
             fault = tl.load(fault_ptr, volatile=True).to(tl.int32)
             lse_bits = tl.zeros_like(lse_bits) + (ABSENT | fault)
-        value_words, lse_words = nonzero_words(bits, dtype), nonzero_words(lse_bits, tl.float32)
+        value_packets, lse_packets = (
+            nonzero_packets(bits, dtype),
+            nonzero_packets(lse_bits, tl.float32),
+        )
         for i in tl.static_range(1, WORLD):
             there = buffer(addresses_ptr, (rank + i) % WORLD, turn, buffer_bytes)
-            tl.store(region(there, outs) + out_at, value_words, mask=words_in)
-            tl.store(region(there, out_lses) + row, lse_words, mask=travels)
+            tl.store(region(there, outs) + out_at, value_packets, mask=packets_in)
+            tl.store(region(there, out_lses) + row, lse_packets, mask=travels)
         write_sent(bits, lse_bits, came & whole, row, row_in, d, target, shape)
     else:
         one = tl.arange(0, 1)
-        found, found_lses, came = receive_words_and_lses(
+        found, found_lses, came = receive_lamport_with_lses(
             (region(here, outs) + out_at)[None, :, :], (region(here, out_lses) + row)[None, :],
-            words_in[None, :, :], travels[None, :], one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
+            packets_in[None, :, :], travels[None, :], one + owner, epoch, state_ptr, fault_ptr, 2 * limit_ns,
         )  # fmt: skip
-        bits = tl.reshape(found, [BLOCK_R, WORDS])
+        bits = tl.reshape(found, [BLOCK_R, PACKETS])
         lse_bits = tl.reshape(found_lses, [BLOCK_R])
         absent = tl.max(
             tl.where(row_in & (lse_bits >> 16 == ABSENT >> 16), lse_bits & 0xFFFF, -1), 0

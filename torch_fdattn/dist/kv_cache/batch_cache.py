@@ -84,7 +84,7 @@ class BatchKVCache:
                 f"k must fit the cache's capacity of {self.capacity} tokens, "
                 f"got {tokens} new tokens after {max(self.held)}"
             )
-        self._make_room([held + tokens for held in self.held])
+        self._grow_to([held + tokens for held in self.held])
         columns = Columns(self.lengths, None, self._places(self.lengths, None, tokens))
         self._write(layer, k, v, columns, stores=True)
 
@@ -103,9 +103,9 @@ class BatchKVCache:
 
     def advance(self, tokens: int) -> None:
         """Ends a step: the tokens appended to every layer now count as stored."""
-        room = self.capacity - max(self.held)
-        if not 0 <= tokens <= room:
-            raise ValueError(f"tokens must be from 0 to {room}, got {tokens}")
+        free = self.capacity - max(self.held)
+        if not 0 <= tokens <= free:
+            raise ValueError(f"tokens must be from 0 to {free}, got {tokens}")
         self.lengths += tokens
         self.held = [held + tokens for held in self.held]
 
@@ -121,9 +121,9 @@ class BatchKVCache:
                     f"sequence {i} must fit the cache's capacity of {self.capacity} tokens, "
                     f"got {count} new tokens after {held}"
                 )
-        wanted = [held + count for held, count in zip(self.held, counts, strict=True)]
-        self._make_room(wanted)
-        self.held = wanted
+        lengths = [held + count for held, count in zip(self.held, counts, strict=True)]
+        self._grow_to(lengths)
+        self.held = lengths
 
     def ragged_step(
         self, counts: Tensor, tokens: int, longest: int | None = None, full: bool = False
@@ -153,7 +153,7 @@ class BatchKVCache:
         return self.scales is not None  # dequantised up to there
 
     def shortage(self, lengths: Sequence[int]) -> str | None:
-        """What is missing, beside capacity, for sequences of these lengths; None: nothing."""
+        """What is missing, other than capacity, for sequences of these lengths; None: nothing."""
         return None
 
     @property
@@ -218,7 +218,7 @@ class BatchKVCache:
         row = torch.arange(tokens, device=counts.device)
         return (row + (tokens - counts[:, None])).clamp(max=tokens - 1).long()[:, None, :, None]
 
-    def _make_room(self, lengths: Sequence[int]) -> None:
+    def _grow_to(self, lengths: Sequence[int]) -> None:
         """Before sequences grow to these lengths."""
 
     def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:

@@ -9,7 +9,7 @@ that every rank holds its share of the sequence at any length.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +17,22 @@ from torch import Tensor
 from torch_fdattn.ops.positions import keys_before
 
 
-class ShardMap(NamedTuple):
+class _Sizes(NamedTuple):
+    rank: int
+    world_size: int
+    kv_block: int
+
+
+class ShardMap(_Sizes):
     """The positions that one rank holds.
+
+    Args:
+        rank: from 0 to world_size - 1.
+        world_size: ranks that share each sequence.
+        kv_block: consecutive positions of a rank.
+
+    Raises:
+        ValueError: one of them is out of range; TypeError: no whole number.
 
     Examples:
         >>> shards = torch_fdattn.dist.ShardMap(rank=1, world_size=2, kv_block=4)
@@ -28,9 +42,21 @@ class ShardMap(NamedTuple):
         8
     """
 
-    rank: int
-    world_size: int
-    kv_block: int
+    __slots__ = ()
+
+    def __new__(cls, rank: int, world_size: int, kv_block: int) -> Self:
+        for name, value in (("rank", rank), ("world_size", world_size), ("kv_block", kv_block)):
+            if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank must be from 0 to {world_size - 1}, for a world_size of {world_size}, got {rank}"
+            )
+        if isinstance(kv_block, int) and kv_block < 1:  # not asked of symbolic sizes
+            raise ValueError(f"kv_block must be at least 1, got {kv_block}")
+        return super().__new__(cls, rank, world_size, kv_block)
 
     @property
     def kv_start(self) -> int:

@@ -121,7 +121,7 @@ def add_gradients(
         dq[:, :, rows] += found[0]
         dkv[0][:, :, keys] += found[1]
         dkv[1][:, :, keys] += found[2]
-        del found  # or the next call's would lie beside them
+        del found  # or the next call's would be allocated while they are kept
 
 
 def zero_gradients(q: Tensor, kv_shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.symm.faults import FaultWord, raise_faults
-from torch_fdattn.dist.symm.signals import STATE_WORDS
+from torch_fdattn.dist.symm.signals import STATE_SIZE
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory, allocate
 
 _MIN_BYTES = 1 << 16
@@ -50,7 +50,7 @@ class Channel:
         self.half_bytes = half_bytes
         self.memory: PeerMemory = allocate(group_name, 2 * half_bytes, device)
         with torch.inference_mode(False):  # or else it could be written in inference mode alone
-            self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+            self.state = torch.zeros(STATE_SIZE, dtype=torch.int64, device=device)
             self.state[0] = 1
         if device.type == "cuda":
             # Kernels may read it before the one that comes before them has ended.

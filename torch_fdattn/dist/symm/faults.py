@@ -79,7 +79,7 @@ class FaultWord:
         self._word = ctypes.c_int64.from_address(self.tensor.data_ptr())
         self.group_name, self._where = group_name, (rank, strategy)
         self._group = weakref.ref(distributed_c10d._resolve_process_group(group_name))
-        _words.add(self)
+        _registry.add(self)
         _kept.append(self.tensor)
 
     def is_left(self) -> bool:
@@ -94,15 +94,15 @@ class FaultWord:
             raise PeerTimeout(self.group_name, rank, peer, strategy, epoch)
 
 
-_words: weakref.WeakSet[FaultWord] = weakref.WeakSet()
+_registry: weakref.WeakSet[FaultWord] = weakref.WeakSet()
 #: A kernel or a captured graph may write there after the group and its channels have gone: 8 bytes a channel.
 _kept: list[torch.Tensor] = []
 
 
 def raise_faults(*group_names: str) -> None:
     """Raises what the kernels left behind in these groups, or in any where none is named, without waiting."""
-    words = sorted((word for word in _words if not word.is_left()), key=id)
-    for word in words:
+    live = sorted((word for word in _registry if not word.is_left()), key=id)
+    for word in live:
         if not group_names or word.group_name in group_names:
             word.raise_if_set()
 
@@ -124,6 +124,6 @@ def check(*groups: Group, synchronize: bool = True) -> None:
         >>> torch_fdattn.dist.check(torch.distributed.group.WORLD, synchronize=False)
     """
     if synchronize:
-        for device in {word.device for word in _words if word.device.type == "cuda"}:
+        for device in {word.device for word in _registry if word.device.type == "cuda"}:
             torch.cuda.synchronize(device)
     raise_faults(*(name_of(group, "groups") for group in groups))

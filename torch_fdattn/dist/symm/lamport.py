@@ -1,17 +1,17 @@
-"""The Lamport exchange: a 32-bit word in a rank's memory has arrived when it is not zero.
+"""The Lamport exchange: a packet of 32 bits in a rank's memory has arrived when it is not zero.
 
 Every rank writes what others need into their memory. No flag and no fence follow, which would cost a tile 2 µs: the
-receiving memory holds zeros, and a word that is zero travels as minus zero. Every word therefore shows for itself
+receiving memory holds zeros, and a packet that is zero travels as minus zero. Every packet therefore shows for itself
 whether it has arrived. (The Lamport protocol of FlashInfer's and TensorRT-LLM's all-reduces, which mark what has not
 arrived by minus zero.)
 
 The reader zeroes the memory afterwards. Calls take three buffers in turn: a call writes into the first, zeroes what the
 previous call used, and the third, which the next call uses, is already zero on every rank that has sent anything in this
-call: that rank zeroed it in the previous call. The turn, and how many words the previous call used, are on the device,
-so captured graphs may be replayed in any order with eager calls. A buffer has slots for the words of W - 1 ranks, the
+call: that rank zeroed it in the previous call. The turn, and how many packets the previous call used, are on the device,
+so captured graphs may be replayed in any order with eager calls. A buffer has slots for the packets of W - 1 ranks, the
 next rank's first.
 
-state, besides what `signals.py` keeps there: turn, words of the previous call.
+state, besides what `signals.py` keeps there: turn, packets of the previous call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch_fdattn.dist.symm.signals import LOOKS, TICKETS, keep_time, next_epoch
 from torch_fdattn.ops.launch import cdiv
 
 TURN = tl.constexpr(5)
-PREVIOUS_WORDS = tl.constexpr(6)
-#: A word of not-a-numbers of any dtype.
+PREVIOUS_PACKETS = tl.constexpr(6)
+#: A packet of not-a-numbers of any dtype.
 NANS = tl.constexpr(0x7FC07FC0)
 
 
@@ -38,44 +38,44 @@ def buffer(addresses_ptr, rank, turn, buffer_bytes):
 
 @triton.jit
 def as_int32(pointer):
-    """A pointer to numbers as one to 32-bit words."""
+    """A pointer to numbers as one to packets."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
-def words_per_slot(buffer_bytes, WORLD: tl.constexpr):
-    """How many words of each rank a buffer can hold."""
+def packets_per_slot(buffer_bytes, WORLD: tl.constexpr):
+    """How many packets of each rank a buffer can hold."""
     return tl.multiple_of(buffer_bytes // (16 * (WORLD - 1)) * 4, 4)
 
 
 @triton.jit
 def slot_of(source, rank, WORLD: tl.constexpr):
-    """Where a source's words lie in a rank's buffers."""
+    """Where a source's packets lie in a rank's buffers."""
     return (source + WORLD - rank - 1) % WORLD
 
 
 @triton.jit
-def nonzero_words(words, dtype: tl.constexpr):
-    """The words, with minus zero in place of zero."""
+def nonzero_packets(packets, dtype: tl.constexpr):
+    """The packets, with minus zero in place of zero."""
     ZERO: tl.constexpr = -0x7FFF8000 if dtype.primitive_bitwidth == 16 else -0x80000000
-    return tl.where(words == 0, ZERO, words)
+    return tl.where(packets == 0, ZERO, packets)
 
 
 @triton.jit
-def restore_zeros(words, dtype: tl.constexpr):
-    """Undoes `nonzero_words`; a word that was minus zero from the start becomes zero as well."""
-    return tl.where(words == nonzero_words(words - words, dtype), 0, words)
+def restore_zeros(packets, dtype: tl.constexpr):
+    """Undoes `nonzero_packets`; a packet that was minus zero from the start becomes zero as well."""
+    return tl.where(packets == nonzero_packets(packets - packets, dtype), 0, packets)
 
 
 @triton.jit
-def halves(words, dtype: tl.constexpr):
-    """The numbers of words, fp32: (the lower, the upper); for fp32 words the number twice."""
+def halves(packets, dtype: tl.constexpr):
+    """The numbers of packets, fp32: (the lower, the upper); for fp32 packets the number twice."""
     if dtype.primitive_bitwidth == 16:
-        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        low = (packets & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = ((packets >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         return low.to(tl.float32), high.to(tl.float32)
     else:
-        both = words.to(tl.float32, bitcast=True)
+        both = packets.to(tl.float32, bitcast=True)
         return both, both
 
 
@@ -90,30 +90,30 @@ def joined(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def receive_words(pointers, expected, sources, epoch, state_ptr, fault_ptr, limit_ns):
-    """Polls until all `expected` words have arrived: (words (S, B), whether they arrived in time). sources (S, B) or (S, 1):
+def receive_lamport(pointers, expected, sources, epoch, state_ptr, fault_ptr, limit_ns):
+    """Polls until all `expected` packets have arrived: (packets (S, B), whether they arrived in time). sources (S, B) or (S, 1):
     the ranks that send them."""
-    words = tl.load(pointers, mask=expected, other=1, volatile=True)
-    missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
+    packets = tl.load(pointers, mask=expected, other=1, volatile=True)
+    missing = tl.sum(tl.sum((packets == 0).to(tl.int32), 1), 0)
     looks = 0
     start, stop = epoch - epoch, epoch != epoch
     while (missing > 0) & (stop == 0):
-        words = tl.load(pointers, mask=expected, other=1, volatile=True)
-        missing = tl.sum(tl.sum((words == 0).to(tl.int32), 1), 0)
+        packets = tl.load(pointers, mask=expected, other=1, volatile=True)
+        missing = tl.sum(tl.sum((packets == 0).to(tl.int32), 1), 0)
         looks += 1
         if (looks % LOOKS == 0) & (missing > 0):
             start, stop, elsewhere = keep_time(start, state_ptr, limit_ns)
             if stop & (elsewhere == 0):
-                late = tl.max(tl.max(tl.where(words == 0, sources, -1), 1), 0)
+                late = tl.max(tl.max(tl.where(packets == 0, sources, -1), 1), 0)
                 report(late, epoch, state_ptr, fault_ptr)
-    return words, missing == 0
+    return packets, missing == 0
 
 
 @triton.jit
-def receive_words_and_lses(
+def receive_lamport_with_lses(
     values_ptr, lses_ptr, values_in, lses_in, sources, epoch, state_ptr, fault_ptr, limit_ns
 ):
-    """`receive_words` of words of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
+    """`receive_lamport` of packets of values (S, M, D) and lses (S, M) from sources (S,): (values, lses, whether they
     came)."""
     values = tl.load(values_ptr, mask=values_in, other=1, volatile=True)
     lses = tl.load(lses_ptr, mask=lses_in, other=1, volatile=True)
@@ -139,11 +139,11 @@ def receive_words_and_lses(
 def clear(
     addresses_ptr, rank, turn, before, each, buffer_bytes, WORLD: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Zeroes the `before` words of every other rank that the last call brought."""
+    """Zeroes the `before` packets of every other rank that the last call brought."""
     last = buffer(addresses_ptr, rank, (turn + 2) % 3, buffer_bytes)
     slots = tl.arange(0, SLOTS)
     for first in range(tl.program_id(0) * BLOCK, before, tl.num_programs(0) * BLOCK):
-        # Whole tiles, which wide stores write, inside a rank's words.
+        # Whole tiles, which wide stores write, inside a rank's packets.
         used = tl.multiple_of(tl.cast(first, tl.int64), 4) + tl.arange(0, BLOCK)
         old = last + slots[:, None] * each + used[None, :]
         zeros = tl.zeros([SLOTS, BLOCK], tl.int32)
@@ -152,7 +152,7 @@ def clear(
 
 @triton.jit
 def clear_all(addresses_ptr, rank, turn, before, buffer_bytes, BLOCK: tl.constexpr):
-    """`clear` of a buffer without slots of one size: zeroes its first words, as many as the last call used."""
+    """`clear` of a buffer without slots of one size: zeroes its first packets, as many as the last call used."""
     last = buffer(addresses_ptr, rank, (turn + 2) % 3, buffer_bytes)
     used = before // 4 * 4  # which it is: for wide stores
     for first in range(tl.program_id(0) * BLOCK, used, tl.num_programs(0) * BLOCK):
@@ -161,23 +161,23 @@ def clear_all(addresses_ptr, rank, turn, before, buffer_bytes, BLOCK: tl.constex
 
 
 @triton.jit
-def leave_turn(state_ptr, epoch, turn, words):
+def leave_turn(state_ptr, epoch, turn, packets):
     """`signals.leave_epoch`, and the next call's turn."""
     ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="relaxed", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
         tl.store(state_ptr + TICKETS, 0)
         tl.store(state_ptr + TURN, (turn + 1) % 3)
-        tl.store(state_ptr + PREVIOUS_WORDS, tl.cast(words, tl.int64))
+        tl.store(state_ptr + PREVIOUS_PACKETS, tl.cast(packets, tl.int64))
         tl.store(state_ptr, next_epoch(epoch))
 
 
 @triton.jit
 def push(
-    words, at, sends, addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD: tl.constexpr
+    packets, at, sends, addresses_ptr, rank, peer, turn, each, buffer_bytes, WORLD: tl.constexpr
 ):  # fmt: skip
-    """Writes this rank's words `at` into a peer's buffer, where it `sends`."""
+    """Writes this rank's packets `at` into a peer's buffer, where it `sends`."""
     there = buffer(addresses_ptr, peer, turn, buffer_bytes)
-    tl.store(there + slot_of(rank, peer, WORLD) * each + at, words, mask=sends)
+    tl.store(there + slot_of(rank, peer, WORLD) * each + at, packets, mask=sends)
 
 
 def channel_of_bytes(nbytes: int, group_name: str, purpose: str, device: torch.device) -> Channel:
@@ -187,9 +187,9 @@ def channel_of_bytes(nbytes: int, group_name: str, purpose: str, device: torch.d
     return where
 
 
-def channel_of_words(words: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
-    """The channel of calls of so many words a rank."""
-    return channel_of_bytes((world - 1) * cdiv(words, 4) * 16, group_name, purpose, device)
+def channel_of_packets(packets: int, group_name: str, purpose: str, device: torch.device, world: int) -> Channel:  # fmt: skip
+    """The channel of calls of so many packets a rank."""
+    return channel_of_bytes((world - 1) * cdiv(packets, 4) * 16, group_name, purpose, device)
 
 
 def bytes_per_buffer(where: Channel) -> int:

@@ -58,11 +58,11 @@ def _gather_packets_kernel(
     expected = others[:, None] & inside[None, :]
     pointers = base + sources[:, None] * count + at[None, :]
     none = tl.zeros_like(others)
-    words, _, came = receive_packets(
+    packets, _, came = receive_packets(
         pointers[:, :, None], base + sources[:, None], expected[:, :, None], none[:, None], sources, epoch,
         state_ptr, fault_ptr, limit_ns,
     )  # fmt: skip
-    found = tl.reshape(payload(words, tl.int32), [SOURCES, BLOCK])
+    found = tl.reshape(payload(packets, tl.int32), [SOURCES, BLOCK])
     found = tl.where((sources == rank)[:, None], x[None, :], found)
     found = tl.where(came, found, -1)  # NaN in any format
     inside_all = (sources < WORLD)[:, None] & inside[None, :]
@@ -123,13 +123,13 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
     count = flat.numel()
     sources = power_of_two(world)
     if by_packets:
-        kernel, block, words = _gather_packets_kernel, max(32, TILE_PACKETS // sources), count
+        kernel, block, packets = _gather_packets_kernel, max(32, TILE_PACKETS // sources), count
         if INTERPRET:
             block = min(power_of_two(count), 1 << 13)
     else:
         kernel, block = _gather_tiles_kernel, _TILE // 8
-        words = count + cdiv(count, block)
-    where = channel(group_name, f"symm_all_gather/{unit}", world * words * 8, x.device)
+        packets = count + cdiv(count, block)
+    where = channel(group_name, f"symm_all_gather/{unit}", world * packets * 8, x.device)
     where.enter()
     launches["one_sided_all_gather"] += 1
     launch(

@@ -48,7 +48,7 @@ TICKETS = tl.constexpr(1)
 BROKEN = tl.constexpr(2)
 ARRIVALS = tl.constexpr(3)
 CLOCK = tl.constexpr(4)
-STATE_WORDS = 8
+STATE_SIZE = 8
 #: What the clock shows for good once a wait has timed out.
 OVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 #: Looks at memory between two looks at the clock, which costs as much as several of them.
@@ -167,9 +167,9 @@ def unpacked(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _is_stale(words, inside, epoch):
+def _is_stale(packets, inside, epoch):
     """1 where a packet is still of another epoch."""
-    return (inside & (((words >> 32) & 0xFFFFFFFF) != epoch)).to(tl.int32)
+    return (inside & (((packets >> 32) & 0xFFFFFFFF) != epoch)).to(tl.int32)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Strategy `collective`: a matmul by the device's BLAS beside a functional collective, one after the other.
+"""Strategy `collective`: a matmul by the device's BLAS and a functional collective, one after the other.
 
 Runs wherever functional collectives do (NCCL, gloo) and torch.compile traces it. Nothing overlaps. The
 gradient is that of the parts (`dist/collectives.py`): autograd keeps the gathered x for the weights'

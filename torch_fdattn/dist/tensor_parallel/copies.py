@@ -133,7 +133,7 @@ def _finish_kernel(
 
 
 class _Lanes:
-    """Two streams beside the caller's, and events between the three, which are used again: to make one takes longer."""
+    """Two streams besides the caller's, and events between the three, which are used again: to make one takes longer."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))
@@ -213,7 +213,7 @@ class Copies:
         self.join(_PRODUCTS)
 
     def after_start(self) -> None:
-        """Lets the caller's stream wait for `start`, for which the other product's first programs make no room.
+        """Lets the caller's stream wait for `start`, which the other product's first programs would keep from starting.
 
         Of two products that are ready at once, a graph may begin with either.
         """

@@ -3,10 +3,10 @@
 The copies take no SM, and the products are the device's BLAS (with SwiGLU `persistent_swiglu_gemm.py`) on whole chunks (a
 rank's rows): what it costs is what is lost where a product is cut. Products alternate between two streams, so that one
 begins where the other leaves SMs idle. Own rows first when gathering, last when scattering: all copies then have
-a product beside them.
+a product to overlap with.
 What is sent comes first also in a graph, which has no order but what is waited for: gathering begins with the kernel
-that waits for free memory, for which a product would leave no room, and scattering lets the own rows wait for it. An
-eager gather begins with the product of the own rows, beside which the host has time for the rest.
+that waits for free memory, which would find every SM taken by a product, and scattering lets the own rows wait for it. An
+eager gather begins with the product of the own rows, during which the host prepares the rest.
 Rows may differ between ranks. For many rows; a few small kernels are launched around every chunk.
 
 Reduce-scatter: partial products are rounded to the dtype, travel, and are summed in fp32 in the order of ranks.

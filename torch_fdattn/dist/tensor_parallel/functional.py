@@ -64,9 +64,9 @@ def all_gather_matmul(
         rows: how many rows each rank has, the same list on every rank; zero is legal. None: as many as
             this rank on every rank, which only the caller knows to be true.
         strategy: "auto" is what was measured to be the fastest for these sizes on this GPU, and "collective" where
-            nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS beside the group's own
+            nothing was, on CPUs, in torch.compile and on one rank. "collective" is BLAS and the group's own
             collective and runs everywhere. For ranks that share symmetric memory (see `docs/tensor-parallelism.md`),
-            "copy_engine" and "fused" overlap the two, and "low_latency" is BLAS beside one launch, for few rows.
+            "copy_engine" and "fused" overlap the two, and "low_latency" is BLAS and one launch, for few rows.
             "fused" is "collective" where `rows` differ. With "auto" all ranks ask each other in the same calls,
             those whose sizes are new to them: where shards are unequal and from one call to the next change on some
             ranks alone, name a strategy.

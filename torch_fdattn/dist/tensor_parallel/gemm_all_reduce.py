@@ -18,21 +18,21 @@ from torch import Tensor
 from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.lamport import (
-    PREVIOUS_WORDS,
+    PREVIOUS_PACKETS,
     TURN,
     as_int32,
     buffer,
     bytes_per_buffer,
-    channel_of_words,
+    channel_of_packets,
     clear,
     halves,
     joined,
     leave_turn,
-    nonzero_words,
+    nonzero_packets,
+    packets_per_slot,
     push,
-    receive_words,
+    receive_lamport,
     slot_of,
-    words_per_slot,
 )
 from torch_fdattn.dist.symm.signals import may_send, packed, read_epoch
 from torch_fdattn.dist.tensor_parallel.lamport_two_shot import (
@@ -56,7 +56,7 @@ from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
-#: Words that a program zeroes at a time.
+#: Packets that a program zeroes at a time.
 _CLEARED = tl.constexpr(1024)
 
 
@@ -74,9 +74,9 @@ def _gemm_all_reduce_kernel(
         prefetch(w_ptr, first_column, n, k, w_strides[0], BLOCK_N, AHEAD)
     await_previous(PDL)
     epoch = read_epoch(state_ptr)
-    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_WORDS)
+    turn, before = tl.load(state_ptr + TURN), tl.load(state_ptr + PREVIOUS_PACKETS)
     SLOTS: tl.constexpr = WORLD + SHOTS - 1
-    each = words_per_slot(buffer_bytes, SLOTS)
+    each = packets_per_slot(buffer_bytes, SLOTS)
     clear(addresses_ptr, rank, turn, before, each, buffer_bytes, SLOTS, SOURCES, _CLEARED)
 
     acc = columns_product(
@@ -89,14 +89,14 @@ def _gemm_all_reduce_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[:, None]
 
-    PER_WORD: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
-    ACROSS: tl.constexpr = BLOCK_N // PER_WORD
+    PER_PACKET: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1
+    ACROSS: tl.constexpr = BLOCK_N // PER_PACKET
     own = tl.reshape(packed(tl.trans(acc.to(DTYPE)), DTYPE), [BLOCK_M * ACROSS])
-    own = nonzero_words(own, DTYPE)
-    row_words = n // PER_WORD
+    own = nonzero_packets(own, DTYPE)
+    row_packets = n // PER_PACKET
     within = tl.arange(0, BLOCK_M * ACROSS)
-    row, across = within // ACROSS, first_column // PER_WORD + within % ACROSS
-    at, inside = row * row_words + across, (row < m) & (across < row_words)
+    row, across = within // ACROSS, first_column // PER_PACKET + within % ACROSS
+    at, inside = row * row_packets + across, (row < m) & (across < row_packets)
     if SHOTS == 1:
         takes = inside
         sends = inside & may_send(state_ptr, epoch)
@@ -114,15 +114,15 @@ def _gemm_all_reduce_kernel(
     here = buffer(addresses_ptr, rank, turn, buffer_bytes)
     low, high = tl.zeros_like(own).to(tl.float32), tl.zeros_like(own).to(tl.float32)
     for source in range(WORLD):
-        words = own  # as the others have it
+        packets = own  # as the others have it
         came = epoch == epoch
         if source != rank:
-            found, came = receive_words(
+            found, came = receive_lamport(
                 (here + slot_of(source, rank, WORLD) * each + at)[None, :], takes[None, :],
                 tl.full([1, 1], 0, tl.int32) + source, epoch, state_ptr, fault_ptr, limit_ns,
             )  # fmt: skip
-            words = tl.reshape(found, [BLOCK_M * ACROSS])
-        lower, upper = halves(words, DTYPE)
+            packets = tl.reshape(found, [BLOCK_M * ACROSS])
+        lower, upper = halves(packets, DTYPE)
         none = tl.where(came, 0.0, float("nan"))  # makes plus zero of minus zeros
         low, high = low + lower + none, high + upper + none
         all_came &= came
@@ -134,7 +134,7 @@ def _gemm_all_reduce_kernel(
             limit_ns, rank, WORLD, DTYPE,
         )  # fmt: skip
     tl.store(as_int32(y_ptr) + at, sums, mask=inside)
-    leave_turn(state_ptr, epoch, turn, m * row_words)
+    leave_turn(state_ptr, epoch, turn, m * row_packets)
 
 
 def matmul_all_reduce(
@@ -151,7 +151,7 @@ def matmul_all_reduce(
     # A rank that owned no row would hear of the others through the owners alone, and name one of them for a late one.
     trips = shots(y.nbytes, world) if m >= world else 1
     purpose = "gemm_all_reduce" if trips == 1 else "gemm_all_reduce/two_shot"
-    where = channel_of_words(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
+    where = channel_of_packets(y.nbytes // 4, group_name, purpose, x.device, slots(trips, world))
     numbers = bytes_per_buffer(where), timeout_ns(), rank
     tile = tile_for(m, x)
     (w,), few, layout = operands((weight,), x, tile)

@@ -161,7 +161,7 @@ class TPMLP(TPLayer):
             the default one.
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
-        linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its kin.
+        linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its variants.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)

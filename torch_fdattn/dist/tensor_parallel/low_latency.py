@@ -1,4 +1,4 @@
-"""Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, beside BLAS.
+"""Method and strategy `low_latency`: few numbers in one launch and one trip over the wire, before or after BLAS.
 
 A Lamport exchange (`lamport_exchange.py`) gathers and scatters, and sums up to `lamport_bytes`; beyond, two ranks send
 parts one after another, and more ranks tiles with flags (`tiled_all_reduce.py`). Sums are in fp32, in an order that is
@@ -52,7 +52,7 @@ LAMPORT_BYTES = 48 << 20
 SECOND_TRIP_BYTES = 1_700_000
 
 #: Bytes of a rank's part up to which a Lamport exchange in two trips (`lamport_two_shot.py`) takes the place of tiles with flags. Four
-#: H100, µs of words and of tiles: 2 MiB 17.5 and 21.4, 4 MiB 30.6 and 30.6, 8 MiB 56.1 and 49.3.
+#: H100, µs of packets and of tiles: 2 MiB 17.5 and 21.4, 4 MiB 30.6 and 30.6, 8 MiB 56.1 and 49.3.
 TWO_SHOT_LAMPORT_BYTES = 4 << 20
 
 
@@ -64,13 +64,13 @@ def _ll_all_reduce_kernel(
     """x (count,) -> y (count,), the sum over ranks."""
     await_previous(PDL)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    PER_WORD: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
+    PER_PACKET: tl.constexpr = 2 if dtype.primitive_bitwidth == 16 else 1
     epoch = read_epoch(state_ptr)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
-    words = tl.cdiv(count, PER_WORD)
-    inside = at < words
-    numbers = first * PER_WORD + tl.arange(0, BLOCK * PER_WORD)
+    packets = tl.cdiv(count, PER_PACKET)
+    inside = at < packets
+    numbers = first * PER_PACKET + tl.arange(0, BLOCK * PER_PACKET)
     sources = tl.arange(0, SOURCES)
     x = tl.load(x_ptr + numbers, mask=numbers < count, other=0.0)
     own = tl.reshape(packed(x[None, :], dtype), [BLOCK])
@@ -78,10 +78,10 @@ def _ll_all_reduce_kernel(
     sends = inside & may_send(state_ptr, epoch)
     for i in tl.static_range(1, WORLD):
         base = as_int64(at_rank(addresses_ptr, (rank + i) % WORLD, epoch, half_bytes))
-        tl.store(base + rank * words + at, sent, mask=sends)
+        tl.store(base + rank * packets + at, sent, mask=sends)
     expected = (sources < WORLD) & (sources != rank)
     base = as_int64(at_rank(addresses_ptr, rank, epoch, half_bytes))
-    pointers = base + sources[:, None] * words + at[None, :]
+    pointers = base + sources[:, None] * packets + at[None, :]
     none = tl.zeros_like(expected)
     found, _, came = receive_packets(
         pointers[:, None, :], (base + sources)[:, None], (expected[:, None] & inside[None, :])[:, None, :],
@@ -147,13 +147,13 @@ def lamport_bytes(world: int) -> int:
 def ll_all_reduce(x: Tensor, y: Tensor, group_name: str, world: int) -> None:
     """Writes the sum of x over the ranks into y; both contiguous, of one dtype."""
     count, sources = x.numel(), power_of_two(world)
-    words = cdiv(x.nbytes, 4)
-    where = channel(group_name, "low_latency", world * words * 8, x.device)
+    packets = cdiv(x.nbytes, 4)
+    where = channel(group_name, "low_latency", world * packets * 8, x.device)
     where.enter()
-    block = min(power_of_two(words), 1 << 13) if INTERPRET else max(32, _TILE_PACKETS // sources)
+    block = min(power_of_two(packets), 1 << 13) if INTERPRET else max(32, _TILE_PACKETS // sources)
     pdl = uses_pdl(y)
     launch(
-        _ll_all_reduce_kernel, cdiv(words, block),
+        _ll_all_reduce_kernel, cdiv(packets, block),
         x, y, where.memory.addresses, where.state, where.fault.tensor, where.half_bytes, timeout_ns(), where.rank,
         count, world, sources, block, pdl, num_warps=1, **pdl_option(pdl),
     )  # fmt: skip
@@ -168,14 +168,14 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
     rank, world = rank_and_size(group_name)
     most = lamport_bytes(world)
     if (
-        lamport_exchange.fills_words(x)
+        lamport_exchange.fills_packets(x)
         and lamport_two_shot.shots(x.nbytes, world) == 2
         and x.nbytes <= TWO_SHOT_LAMPORT_BYTES
     ):
         lamport_two_shot.all_reduce(x, y, group_name, rank, world)
-    elif lamport_exchange.fills_words(x) and x.nbytes <= most:
+    elif lamport_exchange.fills_packets(x) and x.nbytes <= most:
         lamport_exchange.all_reduce(x, y, group_name, rank, world)
-    elif lamport_exchange.fills_words(x) and world == 2:
+    elif lamport_exchange.fills_packets(x) and world == 2:
         parts, sums = (z.reshape(-1).split(most // z.element_size()) for z in (x, y))
         for part, total in zip(parts, sums, strict=True):
             lamport_exchange.all_reduce(part, total, group_name, rank, world)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torch_fdattn.dist.groups import is_traced
 from torch_fdattn.dist.symm.availability import unsupported_reason
+from torch_fdattn.launch.device import on_device
 from torch_fdattn.ops import library, swiglu
 from torch_fdattn.ops.gemm import float8
-from torch_fdattn.ops.launch import on_device
 
 STRATEGIES = ("copy_engine", "fused", "low_latency")
 METHODS = ("low_latency", "gemm_all_reduce")
@@ -63,7 +63,7 @@ def _module(name: str):
 
 def gather(x, weights, group_name, strategy, rows, keep, **options):
     run = _module(f"{_HERE}.{_GATHERS[strategy]}").all_gather_matmul
-    with on_device(x):
+    with on_device(x.device):
         return run(x.contiguous(), weights, group_name, list(rows), keep, **options)
 
 
@@ -86,7 +86,7 @@ def _gather_swiglu_fake(x, weights, group_name, strategy, rows):
 def scatter(x, weight, group_name, strategy, rows, rank, bias=None):
     """bias (N,): this rank's own, which all ranks' are summed with."""
     run = _module(f"{_HERE}.{_SCATTERS[strategy]}").matmul_reduce_scatter
-    with on_device(x):
+    with on_device(x.device):
         return run(x.contiguous(), weight, group_name, list(rows), _contiguous(bias))
 
 
@@ -102,7 +102,7 @@ def all_reduce(x, weight, group_name, method, bias=None, scale=None):
         scaled = (float8.columns_of(scale, weight),)
     else:
         weight = float8.dequantised(weight, scale, x.dtype)
-    with on_device(x):
+    with on_device(x.device):
         return run(x.contiguous(), weight, group_name, _contiguous(bias), *scaled)
 
 
@@ -184,8 +184,8 @@ class _AllGatherMatmul(torch.autograd.Function):
             dx = torch.ops.fdattn.tp_matmul_reduce_scatter(
                 dy, weight.t(), group_name, strategy, rows, rank
             )
-        wanted = ctx.needs_input_grad[5:]
-        dws = (dy.t() @ gathered[0] if want else None for dy, want in zip(dys, wanted, strict=True))
+        needed = ctx.needs_input_grad[5:]
+        dws = (dy.t() @ gathered[0] if want else None for dy, want in zip(dys, needed, strict=True))
         return None, None, None, None, dx, *dws
 
 

@@ -1,6 +1,6 @@
 """Method `low_latency` of more numbers: tiles that go to other ranks as they are, each with a flag behind it.
 
-Half the bytes of words (`low_latency.py`), for a fence and a flag a tile. Two forms:
+Half the bytes of packets (`low_latency.py`), for a fence and a flag a tile. Two forms:
 
     one shot    every rank sends its part to all others and sums all parts: (W - 1) times the bytes, one trip
     two shots   tile t of every rank goes to its owner, who sums it and sends the sum to all: 2 (W - 1) / W times the

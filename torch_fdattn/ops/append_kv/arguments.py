@@ -91,8 +91,8 @@ def _check_new_tokens(call: Append) -> None:
     checks.expect_shape("k", k, (*rows, call.k_cache.shape[3]), like)
     checks.expect_shape("v", v, (*rows, call.v_cache.shape[3]), "k and v_cache")
     # Under TORCH_FDATTN_CHECK=1 what would be dropped is an error.
-    room = call.capacity - (k.shape[2] if call.new_lens is None else 0)
-    checks.check_lengths("kv_lens", call.kv_lens, k, bound=room, like="k")
+    free = call.capacity - (k.shape[2] if call.new_lens is None else 0)
+    checks.check_lengths("kv_lens", call.kv_lens, k, bound=free, like="k")
     checks.check_lengths("new_lens", call.new_lens, k, bound=k.shape[2], like="k")
 
 

@@ -34,12 +34,12 @@ from torch_fdattn.ops.attention.backward_rows import (
     _sum_by_sequence_kernel,
 )
 from torch_fdattn.ops.attention.configs import (
-    WHOLE_TILES,
+    TILE_MULTIPLE,
     BackwardConfig,
     backward_config,
     device_capability,
     dot_precision,
-    heads_beside,
+    heads_per_swizzle,
     is_short_window,
     mask_gradient_config,
 )
@@ -129,8 +129,8 @@ def backward_launches(
     in_dq = masks[1] if dmask is not None and dmask.numel() == masks[1].numel() else None
     # No kernels of their own for whole tiles where a mask's entries cost more than those would save.
     ragged = packed is not None or not of_vectors(score_options[6])
-    ragged_q = ragged or q_len % WHOLE_TILES != 0
-    ragged_kv = ragged or mask.kv_lens is not None or kv_capacity % WHOLE_TILES != 0
+    ragged_q = ragged or q_len % TILE_MULTIPLE != 0
+    ragged_kv = ragged or mask.kv_lens is not None or kv_capacity % TILE_MULTIPLE != 0
     borders = not mask.hides_nothing or ragged_q or ragged_kv
     ragged_kv |= in_dq is not None
     switches["WIDE"] = wide_rows(q, k, v, dout, dq, dk, dv, *masks)
@@ -156,7 +156,7 @@ def backward_launches(
             _dkdv_kernel, kv_blocks(tile.block_n) * kv_heads * batch,
             q, k, v, dout, lse2, delta, dk, dv, *mask[:3],
             q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(), score_options,
-            heads_beside(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
+            heads_per_swizzle(mask, kv_heads * batch, q_len * row_bytes * (heads // kv_heads), packed is not None),
             *sizes, **switches, BORDERS=borders, RAGGED=ragged_q, GROUPED=heads != kv_heads, PDL=pdl,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages, also=in_sweeps,
@@ -168,7 +168,7 @@ def backward_launches(
             q, k, v, dout, lse2, delta, dq, slope_rows, in_dq, *mask[:3],
             q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
             None if in_dq is None else mask_strides(in_dq), score_options,
-            heads_beside(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
+            heads_per_swizzle(mask, heads * batch, kv_capacity * row_bytes // (heads // kv_heads), packed is not None),
             *sizes, **switches, BORDERS=borders, RAGGED=ragged_kv, PDL=pdl, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if pdl else {}), also=in_sweeps,
         )  # fmt: skip

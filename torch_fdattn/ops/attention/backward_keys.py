@@ -42,7 +42,7 @@ def _dkdv_tiles(
     A loop that might have no step makes ptxas serialise its wgmma (C7515): the way around it sets the accumulators.
     One loop over all heads' tiles: a loop of loops spills 500 bytes a thread more. Padded rows count from first_row.
     """
-    # dP before the exponentials, so that dV and dK stand side by side: 8 to 14 % of this sweep at hd128; nothing
+    # dP before the exponentials, so that the products of dV and dK follow each other: 8 to 14 % of this sweep at hd128; nothing
     # at hd64, and 8 % lost at hd256, whose registers are full; as fp32's are.
     EARLY_DP: tl.constexpr = BLOCK_D == 128 and k.dtype != tl.float32
     m = tl.arange(0, BLOCK_M)
@@ -86,7 +86,7 @@ def _dkdv_tiles(
         q_pos = (q_start + seeing)[None, :]
         scores, unit, cap_slope = score_tile(
             products, q_pos, index[:, None], first_key, (start, q_len, q_start), keys, options, head,
-            scale * LOG2E, BLOCK_CYCLIC, WIDE, LSE_KNOWN=True,
+            scale * LOG2E, BLOCK_CYCLIC, WIDE, HAS_LSE=True,
         )  # fmt: skip
         pt = probabilities(scores * unit - lse2[None, :], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -120,7 +120,7 @@ def _dkdv_tiles(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, beside,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, score_options, swizzle,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
@@ -134,7 +134,7 @@ def _dkdv_kernel(
     kv_blocks = tl.cdiv(kv_capacity, BLOCK_N)
     if cu_seqlens_q_ptr is not None:
         kv_blocks = tl.num_programs(0) // (heads // group)
-    block, kv_head, batch = block_coordinates(kv_blocks, heads // group, beside)
+    block, kv_head, batch = block_coordinates(kv_blocks, heads // group, swizzle)
     if cu_seqlens_q_ptr is not None:
         # All pointers to the sequence's first token, and the batch strides are 0: below, nothing differs.
         sequence, block, first_token, kv_capacity, first_query, q_len = packed_block(

@@ -75,7 +75,7 @@ def _ds_tile(
     one_head = head_options(options, scale, batch64, head64)
     scores, unit, _cap_slope = score_tile(
         products, q_pos, index[None, :], start, (first_row, q_len, q_start), keys, options, one_head,
-        scale * LOG2E, BLOCK_CYCLIC, WIDE, LSE_KNOWN=True,
+        scale * LOG2E, BLOCK_CYCLIC, WIDE, HAS_LSE=True,
     )  # fmt: skip
     lse2 = tl.load(lse2_ptr + row_offset + rows)
     p = probabilities(scores * unit - lse2[:, None], options)

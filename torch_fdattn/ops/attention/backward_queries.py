@@ -73,7 +73,7 @@ def _dq_tiles(
         dp = tl.dot(dout, vt, input_precision=PRECISION)
         scores, unit, cap_slope = score_tile(
             products, q_pos[:, None], index[None, :], start, queries, keys, options, head, scale_log2, BLOCK_CYCLIC, WIDE,
-            LSE_KNOWN=True,
+            HAS_LSE=True,
         )  # fmt: skip
         p = probabilities(scores * unit - lse2[:, None], options)
         if BORDERS:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -109,7 +109,7 @@ def _dq_tiles(
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, dslopes_ptr, dmask_ptr,
     kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options, beside,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, dmask_strides, score_options, swizzle,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     padded_len, heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, WIDE: tl.constexpr,
@@ -118,14 +118,14 @@ def _dq_kernel(
     sequences=None, cu_seqlens_q_ptr=None, cu_seqlens_k_ptr=None, ranges_ptr=None,
 ):  # fmt: skip
     EVEN_D: tl.constexpr = head_dim == BLOCK_D
-    # Programs fill the processors that dK and dV leave idle at their end, of which they need nothing; the last one
+    # Programs fill the SMs that dK and dV leave idle at their end, of which they need nothing; the last one
     # waits, so that who waits for this kernel waits for both.
     if tl.program_id(0) == tl.num_programs(0) - 1:
         await_previous(PDL)
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     if cu_seqlens_q_ptr is not None:
         row_blocks = tl.num_programs(0) // heads
-    block, head, batch = block_coordinates(row_blocks, heads, beside)
+    block, head, batch = block_coordinates(row_blocks, heads, swizzle)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
     if cu_seqlens_q_ptr is not None:  # as in _dkdv_kernel

@@ -14,7 +14,7 @@ from torch_fdattn.ops.tiles import program_coordinates
 PADDING = tl.constexpr(128)
 #: Arguments of the sweeps that a kernel is not compiled anew for.
 LENGTHS = [
-    "beside",
+    "swizzle",
     "padded_len",
     "q_len",
     "kv_capacity",

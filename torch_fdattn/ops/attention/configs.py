@@ -1,4 +1,4 @@
-"""Tile sizes of the portable attention kernels, as data, with the reason beside each branch."""
+"""Tile sizes of the portable attention kernels, as data, with each branch's reason."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class BackwardConfig:
     dq: TileConfig
 
 
-#: Sizes that all kernels can have: rows are padded to 128, sides must divide WHOLE_TILES.
+#: Sizes that all kernels can have: rows are padded to 128, sides must divide TILE_MULTIPLE.
 _LIMITS = {"block_m": (16, 128), "block_n": (16, 128), "num_warps": (1, 16), "num_stages": (1, 8)}
 #: Every tile's sides divide it: rows in whole blocks of it need no border for their end.
-WHOLE_TILES = 128
+TILE_MULTIPLE = 128
 
 #: Keys that a query sees at most in what counts as a short window.
 _SHORT_WINDOW = 2048
@@ -194,27 +194,27 @@ def _fp32_tile(head_dim: int) -> TileConfig:
 def is_short_window(mask: Mask, kv_capacity: int) -> bool:
     """Whether a program has so few tiles, by a window that hides something, that its beginning and end count.
 
-    Such programs are made small enough for two to share a processor, of which one computes while the other loads its
+    Such programs are made small enough for two to share an SM, of which one computes while the other loads its
     first tiles or stores its results (docs/notes/attention.md). Sequences that are as short are not: plain causal ones lost by it.
     """
     sides = mask.window_left, mask.window_right
     return min(sides) >= 0 and sum(sides) < min(_SHORT_WINDOW, kv_capacity - 1)
 
 
-#: What programs that run side by side should find in the L2, of which an H100 has 50 MB.
-_BESIDE_BYTES = 8 << 20
+#: Bytes that the heads of one swizzle read: they should stay in the L2, of which an H100 has 50 MB.
+_SWIZZLE_BYTES = 8 << 20
 
 
-def heads_beside(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
-    """How many of all heads, each of which reads head_bytes again and again, run side by side
-    (`tiles.block_coordinates`, whose int32 has no room for more than there are).
+def heads_per_swizzle(mask: Mask, heads: int, head_bytes: int, packed: bool) -> int:
+    """How many of all heads, each of which reads head_bytes repeatedly, run at the same time
+    (`tiles.block_coordinates`; more than there are would overflow its int32).
 
     More than one pays where the first blocks are the longest, which those of packed sequences are not. Swept on one
     H100 (docs/notes/attention.md): 8 MiB won over 4 and 16, all heads at once lost up to a tenth.
     """
     if packed or mask.window_right < 0 or mask.window_left >= 0:
         return 1
-    return max(1, min(heads, _BESIDE_BYTES // max(1, head_bytes)))
+    return max(1, min(heads, _SWIZZLE_BYTES // max(1, head_bytes)))
 
 
 @functools.cache

@@ -57,8 +57,8 @@ def kept_weights(
         torch.arange(heads, device=q_pos.device)[:, None, None],
         first_sequence + torch.arange(batch, device=q_pos.device)[:, None, None, None],
     )  # fmt: skip
-    words = torch.stack(philox(seed + offset * GOLDEN, *torch.broadcast_tensors(*counters)), -1)
-    draws = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(-3)  # eight for each group
+    bits = torch.stack(philox(seed + offset * GOLDEN, *torch.broadcast_tensors(*counters)), -1)
+    draws = torch.stack([bits & 0xFFFF, bits >> 16], -1).flatten(-3)  # eight for each group
     index = place * 8 + (k_pos >> 3 & 3) * 2 + (k_pos & 1)
     index = index.expand(batch, -1)[:, None, None].expand(*draws.shape[:3], -1)
     return draws.gather(-1, index) >= dropout.threshold
@@ -77,6 +77,6 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(high, low) 32 bits of a product of two words; int64 has no room for it whole."""
+    """(high, low) 32 bits of a product of two words; int64 cannot hold it."""
     below, above = a * (b & 0xFFFF), a * (b >> 16)
     return (above + (below >> 16)) >> 16, (below + ((above & 0xFFFF) << 16)) & _LOW

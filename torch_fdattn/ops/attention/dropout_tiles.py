@@ -18,7 +18,7 @@ def dropout_key(seed_ptr):
 
 
 @triton.jit
-def least_kept(options):
+def keep_threshold(options):
     """The least draw that is kept; the drop of 1 in 2**16 is a number of the compiler's, as any 1 in a tuple."""
     return tl.cast(options[8], tl.uint32) << 16
 
@@ -38,7 +38,7 @@ def kept_tile(options, head, q_pos, index, first_key, keys, BLOCK_CYCLIC: tl.con
             draws = _draws_by_group(head, q_pos, keys[1] + first_key, index.shape[0])
         else:
             draws = _draws_by_key(head, q_pos, index, keys, BLOCK_CYCLIC)
-    return draws >= least_kept(options)  # of p = 1 all is kept, and its factor is 0
+    return draws >= keep_threshold(options)  # of p = 1 all is kept, and its factor is 0
 
 
 @triton.jit
@@ -59,12 +59,12 @@ def kept_tile_transposed(options, head, q_pos, index, first_key, keys, BLOCK_CYC
 @triton.jit
 def _kept_by_byte(options, head, q_pos, first, N: tl.constexpr):
     M: tl.constexpr = q_pos.shape[0]
-    least = least_kept(options)
-    words = _words(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
+    threshold = keep_threshold(options)
+    bits = _random_bits(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
     byte = tl.zeros([M, N // 8], tl.int32)
     for j in tl.static_range(4):
-        byte |= (words[j] << 16 >= least).to(tl.int32) << (2 * j)
-        byte |= (words[j] >= least).to(tl.int32) << (2 * j + 1)
+        byte |= (bits[j] << 16 >= threshold).to(tl.int32) << (2 * j)
+        byte |= (bits[j] >= threshold).to(tl.int32) << (2 * j + 1)
     # A sum of one term, which the compiler leaves where it is: all else it would do again for every key.
     byte = tl.sum(byte[:, :, None], 2)
     byte = tl.reshape(tl.trans(byte.to(tl.uint8)), (N // 32, 1, 4, 1, M))
@@ -78,26 +78,26 @@ def _kept_by_byte(options, head, q_pos, first, N: tl.constexpr):
 def _draws_by_group(head, q_pos, first, N: tl.constexpr):
     """In the upper half of a word; the lower half of odd keys' is not cleared."""
     M: tl.constexpr = q_pos.shape[0]
-    w0, w1, w2, w3 = _words(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
+    w0, w1, w2, w3 = _random_bits(head, q_pos, (first >> 5) * 4 + tl.arange(0, N // 8))
     # (M, N / 8 = 32 keys' group and pair, octet's low and high bit)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
-    words = tl.reshape(tl.join(words << 16, words), (M, N // 32, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(words, 0, 1, 4, 3, 2, 5), (M, N))
+    bits = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    bits = tl.reshape(tl.join(bits << 16, bits), (M, N // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(bits, 0, 1, 4, 3, 2, 5), (M, N))
 
 
 @triton.jit
 def _draws_by_key(head, q_pos, index, keys, BLOCK_CYCLIC: tl.constexpr):
     position = key_position(index, keys[1], keys[4], keys[5], BLOCK_CYCLIC)
-    w0, w1, w2, w3 = _words(head, q_pos, (position >> 5) * 4 + (position >> 1 & 3))
+    w0, w1, w2, w3 = _random_bits(head, q_pos, (position >> 5) * 4 + (position >> 1 & 3))
     position = position[None, :]
     below = tl.where((position & 8) == 0, w0, w1)
     above = tl.where((position & 8) == 0, w2, w3)
-    words = tl.where((position & 16) == 0, below, above)
-    return tl.where((position & 1) == 0, words << 16, words)
+    bits = tl.where((position & 16) == 0, below, above)
+    return tl.where((position & 1) == 0, bits << 16, bits)
 
 
 @triton.jit
-def _words(head, q_pos, groups):
+def _random_bits(head, q_pos, groups):
     """Philox4x32, whose products are 64 bits wide: half the instructions of tl.philox, which takes their halves."""
     k0 = head[3].to(tl.uint32)
     k1 = (head[3].to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)

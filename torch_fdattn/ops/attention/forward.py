@@ -23,12 +23,12 @@ from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
-    WHOLE_TILES,
+    TILE_MULTIPLE,
     TileConfig,
     device_capability,
     dot_precision,
     forward_config,
-    heads_beside,
+    heads_per_swizzle,
     is_short_window,
 )
 from torch_fdattn.ops.launch import (
@@ -60,7 +60,7 @@ from torch_fdattn.ops.tiles import (
 
 @triton.jit(
     do_not_specialize=[
-        "beside",
+        "swizzle",
         "q_len",
         "kv_capacity",
         "window_left",
@@ -76,7 +76,7 @@ from torch_fdattn.ops.tiles import (
 )
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr,
-    q_strides, k_strides, v_strides, out_strides, score_options, beside,
+    q_strides, k_strides, v_strides, out_strides, score_options, swizzle,
     q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, scale,
     heads, group, head_dim: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, BORDERS: tl.constexpr,
@@ -90,7 +90,7 @@ def _attention_forward_kernel(
     row_blocks = tl.cdiv(q_len, BLOCK_M)
     if PACKED:
         row_blocks = tl.num_programs(0) // heads
-    block, head, batch = block_coordinates(row_blocks, heads, beside)
+    block, head, batch = block_coordinates(row_blocks, heads, swizzle)
     if HAS_RIGHT:
         block = row_blocks - 1 - block
     if PACKED:
@@ -127,11 +127,11 @@ def _attention_forward_kernel(
     first = q_start + block * BLOCK_M
     last = q_start + tl.minimum((block + 1) * BLOCK_M, q_len) - 1
     bounds = key_range(first, last, keys, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BLOCK_N)
-    whole = None
+    unmasked = None
     if ranges_ptr is not None:
         ranges_ptr += batch * 3
         bounds = shown_range(bounds, tl.load(ranges_ptr), tl.load(ranges_ptr + 1), BLOCK_N)
-        whole = tl.load(ranges_ptr + 2)
+        unmasked = tl.load(ranges_ptr + 2)
     pages = None
     if PAGE > 0:
         oldest = 0
@@ -151,7 +151,7 @@ def _attention_forward_kernel(
         (block * BLOCK_M, q_len, q_start), keys,
         score_options, head_options(score_options, scale, batch64, head64), scale * LOG2E, head_dim, v_dim,
         HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, BORDERS, WIDE, BLOCK_N, BLOCK_D, EVEN_D, PRECISION,
-        pages, PAGE, whole,
+        pages, PAGE, unmasked,
     )  # fmt: skip
     out, lse = softmax_finish(acc, row_max, row_sum)
     if score_options[7] is not None:
@@ -175,7 +175,7 @@ def _attention_forward_kernel(
 
 def has_borders(mask: Mask, kv_len: int) -> bool:
     """Whether some tile needs a mask: the mask hides something, or the keys end within a tile."""
-    return not mask.hides_nothing or kv_len % WHOLE_TILES != 0
+    return not mask.hides_nothing or kv_len % TILE_MULTIPLE != 0
 
 
 def launch_forward(*args, **kwargs) -> None:
@@ -217,14 +217,14 @@ def forward_launches(
     block_d, block_dv = tile_dims(k, v)
     group = heads // k.shape[1]
     head_bytes = kv_capacity * (head_dim + v_dim) * k.element_size() // group
-    beside = heads_beside(mask, heads * batch, head_bytes, packed is not None)
+    swizzle = heads_per_swizzle(mask, heads * batch, head_bytes, packed is not None)
     if ranges is not None:
         yield ranges_launch(ranges, scores, q, k)
     yield Launch(
         _attention_forward_kernel, row_blocks * heads * batch,
         q, k, v, out, lse, *mask[:3],
         q.stride(), k.stride(), v.stride(), out.stride(),
-        kernel_options(scores, q, k, dropout, packed), beside,
+        kernel_options(scores, q, k, dropout, packed), swizzle,
         q_len, kv_capacity, *mask_numbers(mask), scale, heads, group, head_dim, v_dim,
         **mask_flags(mask), BORDERS=borders or ranges is not None, WIDE=wide_rows(q, k, v, out, *broadcast_mask(scores, q, k, packed)),
         PRECISION=dot_precision(q.dtype),

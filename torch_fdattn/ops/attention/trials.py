@@ -66,12 +66,14 @@ def search(
 
 def difference(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     """Other tiles add up in another order; more than that is a wrong kernel (or a wrong ptxas)."""
-    for output, wanted in zip(outputs, expected, strict=True):
+    for output, reference in zip(outputs, expected, strict=True):
         eps = torch.finfo(output.dtype).eps
-        output, wanted = output.float(), wanted.float()
-        same = (output == wanted) | (output.isnan() & wanted.isnan())
-        error = (output - wanted).abs().masked_fill(same, 0).max().item() if output.numel() else 0.0
-        finite = wanted.abs().masked_fill(~wanted.isfinite(), 0)
+        output, reference = output.float(), reference.float()
+        same = (output == reference) | (output.isnan() & reference.isnan())
+        error = (
+            (output - reference).abs().masked_fill(same, 0).max().item() if output.numel() else 0.0
+        )
+        finite = reference.abs().masked_fill(~reference.isfinite(), 0)
         limit = 4 * eps * max(1.0, finite.max().item() if finite.numel() else 0.0)
         if not error <= max(limit, 1e-5):
             return f"wrong result: differs from the default's by {error:.3g}, allowed {limit:.3g}"

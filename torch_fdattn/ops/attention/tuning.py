@@ -160,7 +160,7 @@ class TuningCase(NamedTuple):
         mask, scores, dropout = self.options.mask, self.options.scores, self.options.dropout
         precision = dot_precision(self.q.dtype) if self.q.dtype == torch.float32 else ""
         right = {-1: "", 0: "causal"}.get(mask.window_right, "right")
-        words = [
+        parts = [
             str(self.q.dtype).removeprefix("torch."), precision, f"D{self.q.shape[3]}/{self.v.shape[3]}", right,
             "left" * (mask.window_left >= 0), "short" * is_short_window(mask, key_capacity(self.k, self.packed)), "lens" * (mask.kv_lens is not None), "striped" * (mask.kv_block > 0),
             "softcap" * (scores.softcap > 0), "alibi" * (scores.alibi_slopes is not None),
@@ -169,7 +169,7 @@ class TuningCase(NamedTuple):
             "row" * (self.packed is None and has_ranges(scores.attn_mask, self.q, self.k)),
             *self._sizes(),
         ]  # fmt: skip
-        return " ".join(word for word in words if word)
+        return " ".join(word for word in parts if word)
 
     def _sizes(self) -> Iterator[str]:
         """Lengths, in powers of two; of packed sequences all tokens, beside how many sequences they are."""

@@ -12,7 +12,7 @@ from torch_fdattn.ops.launch import padded, power_of_two
 from torch_fdattn.ops.library import INTERPRET
 
 MAX_ROWS = 64
-#: Items an SM from which on they fill the device, and from which on they do not fit side by side.
+#: Work tiles an SM from which on they fill the device, and from which on they do not fit at once.
 MANY, CROWDED = 1.5, 3.0
 #: Keys of a sequence from which on fast memory wants wide tiles.
 LONG = 65536
@@ -31,7 +31,7 @@ def decode_config(
     """Tiles of the kernel, measured on an H100, those for fast memory on an H200 (docs/notes/decode.md).
 
     rows is the number of packed query rows of one KV head; narrow: the cache has one byte an element; load is
-    the number of items a processor; capacity: keys of a sequence.
+    the number of work tiles an SM; capacity: keys of a sequence.
     """
     block_m = padded(min(rows, MAX_ROWS))
     if INTERPRET:
@@ -40,7 +40,7 @@ def decode_config(
         return _largest_dims_config(dtype, block_m, narrow, capability)
     if dtype == torch.float32:
         # FMA dots keep whole operand rows in registers: wider tiles spill kilobytes a thread, and where bytes
-        # are converted on their way so do these beside a second stage.
+        # are converted when they are loaded, so do these with a second stage.
         if narrow and head_dim > 64:
             return TileConfig(
                 min(block_m, 32), 16, 8, 2 if block_m == 16 and head_dim <= 128 else 1
@@ -84,7 +84,7 @@ def loads_keys_first(
     return fits and config.num_warps > 1 and load < MANY and capability >= (8, 0)
 
 
-def known_row(cache: Tensor) -> int:
+def static_row_stride(cache: Tensor) -> int:
     """The stride of keys where it follows from the shape, for the compiler; 0 where only the launch knows it.
 
     Other strides, of sequences first or of slices, follow from batches and buffers: a kernel for each is too many.
@@ -107,7 +107,7 @@ INVARIANT_MERGE = MergeConfig(rows=1, parts=32, dims=128, warps=4)
 
 
 def merge_config(all_rows: int, rows: int, splits: int, block_dv: int, wide: int) -> MergeConfig:
-    """all_rows of all items, rows of one; `wide` programs are enough to fill the device."""
+    """all_rows of all work tiles, rows of one; `wide` programs are enough to fill the device."""
     dims = block_dv if all_rows * block_dv >= 32 * wide else min(32, block_dv)
     tile_rows = 1
     while tile_rows < rows and all_rows * block_dv > 16 * wide * tile_rows * dims:

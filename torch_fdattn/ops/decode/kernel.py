@@ -1,8 +1,8 @@
 """Split-KV decode in portable Triton: contiguous and paged caches, any lengths.
 
-Flash-Decoding: each program walks along one split of one item's keys (`schedule.py`). Where an item has
+Flash-Decoding: each program walks along one split of one work tile's keys (`schedule.py`). Where a work tile has
 more than one split, its programs leave (out, lse) in fp32 for the merge kernel (`merge.py`), in slots in the
-order of items, then splits. The query heads of one KV head and the T query tokens are packed into the rows
+order of work tiles, then splits. The query heads of one KV head and the T query tokens are packed into the rows
 of one tile (row = head_in_group · T + token): K and V are read once a group.
 
 Shapes: q (B, H, T, D), out (B, H, T, DV); k (B, H_kv, N, D), v (B, H_kv, N, DV), or pages (P, H_kv, PAGE, D)
@@ -42,7 +42,7 @@ PROBABILITY_SCALE = tl.constexpr(16384.0)
 @triton.jit(
     do_not_specialize=[
         "batch", "kv_capacity", "page_count", "table_stride", "window_left", "window_right", "kv_block",
-        "kv_stride", "wanted", "wanted_ragged", "group_size",
+        "kv_stride", "target_splits", "ragged_target_splits", "group_size",
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -52,11 +52,11 @@ def _decode_kernel(
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, slope_strides, mask_strides,
     sink_stride,
     batch, q_len, kv_capacity, page_count, table_stride, table_step, window_left, window_right, kv_block, kv_stride,
-    whole, scale, softcap, wanted, wanted_ragged, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
+    global_lens, scale, softcap, target_splits, ragged_target_splits, group_size, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, v_dim: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, LEAST: tl.constexpr,
+    V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, MIN_UNITS: tl.constexpr,
     TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -66,11 +66,11 @@ def _decode_kernel(
     k_row = K_ROW if K_ROW > 0 else k_strides[2]
     v_row = V_ROW if V_ROW > 0 else v_strides[2]
     pdl_trigger(PDL and SPLIT)
-    items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
-    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole)
+    work_tiles = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens)
     window = (window_left, window_right, kv_block, kv_stride)
     if BLOCK_B == 1:
-        place, item = tl.program_id(HEADS_FIRST), tl.program_id(not HEADS_FIRST)
+        place, work_tile = tl.program_id(HEADS_FIRST), tl.program_id(not HEADS_FIRST)
         sequence = tl.program_id(2)
     else:
         program = tl.program_id(0)
@@ -79,10 +79,10 @@ def _decode_kernel(
             first, first_slot = tl.program_id(1) * group_size, tl.program_id(1) * tl.num_programs(0)
             batch = tl.minimum(batch - first, group_size)
         share, all_splits = cut(
-            first, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, LEAST,
+            first, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, MIN_UNITS,
             TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
-        sequence, before = place_of(program, all_splits, items)
+        sequence, before = place_of(program, all_splits, work_tiles)
         if sequence < 0:  # beyond the last split
             return
         sequence += first
@@ -93,25 +93,25 @@ def _decode_kernel(
     if BLOCK_B == 1:
         splits = 1
         if SPLIT:
-            splits = even_splits(units, wanted, LEAST, TWICE, INVARIANT)
+            splits = even_splits(units, target_splits, MIN_UNITS, TWICE, INVARIANT)
             if place >= splits:
                 return
-        part = (sequence * items + item) * splits + place
+        part = (sequence * work_tiles + work_tile) * splits + place
     else:
         splits = splits_of(units, share, INVARIANT)
-        item, place = (program - before) // splits, (program - before) % splits
+        work_tile, place = (program - before) // splits, (program - before) % splits
         if HEADS_FIRST:
-            item, place = (program - before) % items, (program - before) // items
-        part = first_slot + before + item * splits + place
+            work_tile, place = (program - before) % work_tiles, (program - before) // work_tiles
+        part = first_slot + before + work_tile * splits + place
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV).to(tl.int64)
-    # The splits of an item take its tiles in turn, so that all of them read the same part of memory at a time.
+    # The splits of a work tile take its tiles in turn, so that all of them read the same part of memory at a time.
     first_key = begin + place * BLOCK_N
     step = splits * BLOCK_N
-    kv_head = item % kv_heads
-    row = item // kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
+    kv_head = work_tile % kv_heads
+    row = work_tile // kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_in = row < group * q_len
     head = kv_head * group + row // q_len
     q_pos = q_start + row % q_len

@@ -23,9 +23,9 @@ from torch_fdattn.ops.decode.configs import (
     MANY,
     WARP_GROUP_ROWS,
     decode_config,
-    known_row,
     loads_keys_first,
     merge_config,
+    static_row_stride,
 )
 from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.kernel import _decode_kernel
@@ -50,23 +50,23 @@ MAX_GRID = 65536
 
 
 class EvenCut(NamedTuple):
-    """How items are cut, all alike, and where their parts lie: what a kernel that merges them must know."""
+    """How work tiles are cut, all alike, and where their parts lie: what a kernel that merges them must know."""
 
     numbers: tuple[
         int, ...
     ]  # kv_capacity, window_left, window_right, kv_block, kv_stride, target splits
-    shard: tuple[int, int] | None  # of `GlobalLengths`: start and most
+    shard: tuple[int, int] | None  # of `GlobalLengths`: start and max_len
     kv_heads: int
     flags: tuple[bool, ...]  # HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
     min_units: int
     twice: bool
     block_m: int
     block_dv: int
-    splits: int  # of an item at most
+    splits: int  # of a work tile at most
 
 
 class Unmerged(NamedTuple):
-    """What a decode has left of its items for another kernel to merge; items in one split are written to out."""
+    """What a decode has left of its work tiles for another kernel to merge; work tiles in one split are written to out."""
 
     parts: Tensor
     part_lses: Tensor
@@ -107,15 +107,15 @@ class DecodeLaunchPlan:
         block_d, block_dv = padded(head_dim), padded(v_dim)
         if config.block_m >= WARP_GROUP_ROWS:
             block_d, block_dv = tile_dims(k, v)
-        items = kv_heads * cdiv(rows, config.block_m)
+        work_tiles = kv_heads * cdiv(rows, config.block_m)
         splits = schedule.choose_splits(
-            batch, items, cache.capacity, num_sms, load=load, block_n=config.block_n,
+            batch, work_tiles, cache.capacity, num_sms, load=load, block_n=config.block_n,
             equal_lengths=batch == 1 or all(x is None for x in options.mask[:3]),
             twice=(paged or narrow) and load < MANY,  # page numbers and conversions are more to wait for
             uncut=short, batch_invariant=batch_invariant, target=target_splits,
         )  # fmt: skip
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
-        split, pdl = splits.per_item > 1, supports_pdl(capability)
+        split, pdl = splits.per_work_tile > 1, supports_pdl(capability)
         slots = splits.groups * splits.programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
         #: fp32 elements of partial results.
@@ -133,17 +133,21 @@ class DecodeLaunchPlan:
         window, cut_by = mask_numbers(mask), None
         if global_lens is not None:
             window = *window[:2], global_lens.block, global_lens.stride
-            cut_by = global_lens.start, global_lens.most
+            cut_by = global_lens.start, global_lens.max_len
         block_b = 1 if splits.even else scan_width(splits.group_size)
-        # Heads that lie next to each other are read side by side.
-        heads_first = splits.per_item < MAX_GRID and (
-            k.stride(1) < k.stride(2) or items >= MAX_GRID
+        # Heads that lie next to each other are read at the same time.
+        heads_first = splits.per_work_tile < MAX_GRID and (
+            k.stride(1) < k.stride(2) or work_tiles >= MAX_GRID
         )
-        if splits.even and not heads_first and items >= MAX_GRID:
+        if splits.even and not heads_first and work_tiles >= MAX_GRID:
             raise ValueError(
                 f"KV heads must be fewer in a cache of this length, got {kv_heads} of capacity {cache.capacity}"
             )
-        grid = (items, splits.per_item, batch) if heads_first else (splits.per_item, items, batch)
+        grid = (
+            (work_tiles, splits.per_work_tile, batch)
+            if heads_first
+            else (splits.per_work_tile, work_tiles, batch)
+        )
         if not splits.even:
             grid = (splits.programs, splits.groups, 1)
         targets = splits.target, splits.ragged_target, splits.group_size
@@ -152,7 +156,7 @@ class DecodeLaunchPlan:
                 q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(scores.alibi_slopes), strides_of_mask, strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, options.scale, scores.softcap, *targets,
-                kv_heads, group, head_dim, v_dim, known_row(k), known_row(v), k.shape[2] if paged else 0,
+                kv_heads, group, head_dim, v_dim, static_row_stride(k), static_row_stride(v), k.shape[2] if paged else 0,
                 *flags, scores.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), mask_rows,
                 batch_invariant, splits.min_units, splits.twice, split, splits.groups > 1, pdl, keys_first,
@@ -170,13 +174,13 @@ class DecodeLaunchPlan:
         if splits.even and not batch_invariant and scores.sinks is None:
             self.even_cut = EvenCut(
                 (cache.capacity, *window, splits.target), cut_by, kv_heads, flags, splits.min_units, splits.twice,
-                config.block_m, block_dv, splits.per_item,
+                config.block_m, block_dv, splits.per_work_tile,
             )  # fmt: skip
         merge = INVARIANT_MERGE
         if not batch_invariant:
             rows_here = min(rows, config.block_m)
             merge = merge_config(
-                batch * heads * q_len, rows_here, splits.per_item, block_dv, 2 * num_sms
+                batch * heads * q_len, rows_here, splits.per_work_tile, block_dv, 2 * num_sms
             )
         merge = merge._replace(dims=min(merge.dims, block_dv))
         self.tiles = config, merge
@@ -269,7 +273,7 @@ def workspace_elements(q: Tensor, cache: Cache, batch_invariant: bool) -> int:
 
 
 def _launch_sizes(q: Tensor, cache: Cache) -> set[int]:
-    """Sequences of each launch of a call. Room does not grow with them: fewer may be cut into more splits."""
+    """Sequences of each launch of a call. The scratch memory does not grow with them: fewer may be cut into more splits."""
     sizes, found = {q.shape[0]}, set()
     while sizes:
         long = {batch for batch in sizes if _too_long(batch, q, cache)}
@@ -294,8 +298,8 @@ def _too_long(batch: int, q: Tensor, cache: Cache) -> bool:
             f"the cache must hold fewer than 2**30 keys a sequence, got {cache.capacity}"
         )
     rows = q.shape[1] // cache.k.shape[1] * q.shape[2]
-    items = cache.k.shape[1] * cdiv(rows, padded(min(rows, 32)))
-    units = batch * items * (cache.capacity // schedule.UNIT.value + 1)
+    work_tiles = cache.k.shape[1] * cdiv(rows, padded(min(rows, 32)))
+    units = batch * work_tiles * (cache.capacity // schedule.UNIT.value + 1)
     if units >= 1 << 30 and batch == 1:
         raise ValueError(
             f"one sequence's keys times KV heads must be below 2**34, got capacity {cache.capacity} and "

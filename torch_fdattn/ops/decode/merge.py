@@ -1,8 +1,8 @@
-"""The second kernel of a split decode: merges the parts of each item, in order, and writes its rows.
+"""The second kernel of a split decode: merges the parts of each work tile, in order, and writes its rows.
 
 It is launched as a dependent of the first (programmatic dependent launch, from capability 9.0): its programs
 start while the last splits are still being read, and wait for them on the device. A program takes a few
-rows of an item and MERGE_D of their dims, so that even one sequence's merge is spread over the device.
+rows of a work tile and MERGE_D of their dims, so that even one sequence's merge is spread over the device.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch_fdattn.ops.score_tiles import add_sinks
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride", "wanted", "wanted_ragged",
+        "batch", "kv_capacity", "window_left", "window_right", "kv_block", "kv_stride", "target_splits", "ragged_target_splits",
         "group_size", "group_slots",
     ]
 )  # fmt: skip
 def _merge_kernel(
     out_ptr, lse_ptr, parts_ptr, part_lses_ptr, kv_lens_ptr, q_start_ptr, kv_start_ptr, sinks_ptr,
-    out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, whole,
-    wanted, wanted_ragged, group_size, group_slots, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
+    out_strides, sink_stride, batch, q_len, kv_capacity, window_left, window_right, kv_block, kv_stride, global_lens,
+    target_splits, ragged_target_splits, group_size, group_slots, kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, GROUPED: tl.constexpr,
-    INVARIANT: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr,
+    INVARIANT: tl.constexpr, MIN_UNITS: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     MERGE_D: tl.constexpr,
 ):  # fmt: skip
@@ -45,9 +45,9 @@ def _merge_kernel(
     kv_head = tl.program_id(0) // (CHUNKS * blocks) % kv_heads
     sequence = tl.program_id(0) // (CHUNKS * blocks * kv_heads)
 
-    items = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
-    item = first_row // BLOCK_M * kv_heads + kv_head
-    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole)
+    work_tiles = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
+    work_tile = first_row // BLOCK_M * kv_heads + kv_head
+    bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens)
     window = (window_left, window_right, kv_block, kv_stride)
     first = 0
     if BLOCK_B > 1:
@@ -57,20 +57,20 @@ def _merge_kernel(
             first_slot = sequence // group_size * group_slots
             batch = tl.minimum(batch - first_sequence, group_size)
         share, all_splits = cut(
-            first_sequence, batch, bounds_of, window, items, wanted, wanted_ragged, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
-            LEAST, TWICE, INVARIANT, BLOCK_B,
+            first_sequence, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
+            MIN_UNITS, TWICE, INVARIANT, BLOCK_B,
         )  # fmt: skip
-        first = first_slot + first_program(sequence - first_sequence, all_splits, items)
+        first = first_slot + first_program(sequence - first_sequence, all_splits, work_tiles)
     _, _, _, _, begin, end = key_bounds(
         sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
     )
     units = units_between(begin, end)
     if BLOCK_B == 1:
-        splits = even_splits(units, wanted, LEAST, TWICE, INVARIANT)
-        first = sequence * items * splits
+        splits = even_splits(units, target_splits, MIN_UNITS, TWICE, INVARIANT)
+        first = sequence * work_tiles * splits
     else:
         splits = splits_of(units, share, INVARIANT)
-    first += item * splits
+    first += work_tile * splits
     await_previous(PDL)
     if splits == 1:  # written by its one program
         return
@@ -111,7 +111,7 @@ def merged_parts(
 
 @triton.jit
 def write_rows(out, lse, row, d, writes_lse, target, v_dim: tl.constexpr):
-    """Writes finished rows (M,) of an item: their dims d, and their lse."""
+    """Writes finished rows (M,) of a work tile: their dims d, and their lse."""
     out_ptr, lse_ptr, sinks_ptr, strides, b64, kv_head, group, q_len, kv_heads, sink_stride = target
     head = kv_head * group + row // q_len
     rows_in = row < group * q_len

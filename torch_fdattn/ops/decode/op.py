@@ -87,7 +87,7 @@ class PreparedDecode:
     ):  # fmt: skip
         """(out, lse), and with leave_parts what is left to be merged.
 
-        others: `DecodeCall.tensors`; written: as in `decode_eagerly`; leave_parts: does not merge where all items are cut
+        others: `DecodeCall.tensors`; written: as in `decode_eagerly`; leave_parts: does not merge where all work tiles are cut
         alike.
         """
         library.launches["decode_forward/triton"] += 1
@@ -264,24 +264,30 @@ for _name, _inputs, _options in (
     )
 
 
+def _call_options(
+    tensors: tuple, given: tuple, scale: float | None, scores: Scores, quantised: tuple, batch_invariant: bool
+) -> tuple[bool, DecodeOptions]:  # fmt: skip
+    """(whether the raw ops' kernel is called without the dispatcher, its options or a raw op's) of a composite's arguments:
+    q, the cache and a page table; what `options_to_mask` takes; (k_scale, v_scale)."""
+    if library.can_call_kernel(*tensors, *given[:3], *quantised, *scores[1:]):
+        *positions, causal, left, right, kv_block, kv_stride = given
+        mask = Mask(*positions, left, 0 if causal else right, kv_block, kv_stride)
+        return True, DecodeOptions(mask, scale, scores, *quantised, batch_invariant)
+    mask, scale = options_to_mask(*given), default_scale(tensors[0], scale)
+    return False, DecodeOptions(mask, scale, scores, *quantised, batch_invariant)
+
+
 def decode(
     q, k_cache, v_cache, kv_lens=None, q_start=None, kv_start=None, *, causal=True, window_left=-1,
     window_right=-1, kv_block=0, kv_stride=0, scale=None, k_scale=None, v_scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, batch_invariant=False, attn_mask=None,
 ):  # fmt: skip
     """The composite op."""
-    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
-    options = k_scale, v_scale, batch_invariant
-    if library.can_call_kernel(
-        q, k_cache, v_cache, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks, attn_mask
-    ):  # fmt: skip
-        right = 0 if causal else window_right
-        mask = Mask(kv_lens, q_start, kv_start, window_left, right, kv_block, kv_stride)
-        return decode_eagerly(q, k_cache, v_cache, None, DecodeOptions(mask, scale, scores, *options))  # fmt: skip
-    mask = options_to_mask(
-        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
-    )
-    options = DecodeOptions(mask, default_scale(q, scale), scores, *options)
+    given = kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    scores, quantised = Scores(softcap, alibi_slopes, sinks, attn_mask), (k_scale, v_scale)
+    eager, options = _call_options((q, k_cache, v_cache), given, scale, scores, quantised, batch_invariant)  # fmt: skip
+    if eager:
+        return decode_eagerly(q, k_cache, v_cache, None, options)
     tensors = q, k_cache, v_cache, k_scale, v_scale, *scores[1:]
     raw = torch.ops.fdattn.decode_forward
     if without := _has_no_derivatives(k_cache, k_scale, v_scale):
@@ -292,7 +298,7 @@ def decode(
     differentiated = torch.is_grad_enabled() and any(map(library.requires_grad, tensors))
     if differentiated or library.in_forward_mode(*tensors):
         forward = functools.partial(_forward_of_attention, batch_invariant)
-        of_attention = AttentionOptions(mask, options.scale, scores)
+        of_attention = AttentionOptions(options.mask, options.scale, scores)
         return attend(forward, q, k_cache, v_cache, of_attention)
     library.load_rules_for(q)
     return raw(q, k_cache, v_cache, *options.to_raw())
@@ -311,18 +317,13 @@ def paged_decode(
     softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
 ):  # fmt: skip
     """The composite op."""
-    scores = Scores(softcap, alibi_slopes, sinks)
-    options = k_scale, v_scale, batch_invariant
-    if library.can_call_kernel(
-        q, k_cache, v_cache, page_table, kv_lens, q_start, kv_start, k_scale, v_scale, alibi_slopes, sinks
-    ):  # fmt: skip
-        right = 0 if causal else window_right
-        mask = Mask(kv_lens, q_start, kv_start, window_left, right, kv_block, kv_stride)
-        return decode_eagerly(q, k_cache, v_cache, page_table, DecodeOptions(mask, scale, scores, *options))  # fmt: skip
-    mask = options_to_mask(
-        kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    given = kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
+    scores, quantised = Scores(softcap, alibi_slopes, sinks), (k_scale, v_scale)
+    eager, options = _call_options(
+        (q, k_cache, v_cache, page_table), given, scale, scores, quantised, batch_invariant
     )
-    options = DecodeOptions(mask, default_scale(q, scale), scores, *options)
+    if eager:
+        return decode_eagerly(q, k_cache, v_cache, page_table, options)
     library.load_rules_for(q)
     return library.run_without_derivatives(
         "paged_decode", "over pages", torch.ops.fdattn.paged_decode_forward,

@@ -1,16 +1,16 @@
 """Who reads what: the work of a decode launch, shared out on the device from the lengths.
 
-An item is one sequence's one KV head (and one block of its packed query rows, where there are more than
-one); its keys are counted in units of UNIT keys. Each item is cut into splits, one program a split:
+A work tile is one sequence's one KV head (and one block of its packed query rows, where there are more than
+one); its keys are counted in units of UNIT keys. Each work tile is cut into splits, one program a split:
 
     balanced    splits of about one size, `share`: what all units amount to a program, or a sixth of it where
                 some sequences are longer than others, so that the SMs of early programs take what is left.
     invariant   a split for each CHUNK units: a sequence's bits then depend on nothing but its own length.
 
-The splits of an item take its tiles in turn: split p of P reads tiles p, p + P, …. Partial results lie in
-the order of items, then splits. The grid follows from shapes alone, so that a CUDA graph stays right for any
+The splits of a work tile take its tiles in turn: split p of P reads tiles p, p + P, …. Partial results lie in
+the order of work tiles, then splits. The grid follows from shapes alone, so that a CUDA graph stays right for any
 lengths; programs beyond the last split end at once. Each program scans all lengths to find its split, so a
-large batch is shared out in groups of sequences, each with programs of its own. (A line of equal shares that run across items, Stream-K's
+large batch is shared out in groups of sequences, each with programs of its own. (A line of equal shares that run across work tiles, Stream-K's
 idea, a counter at which the last program merges, and programs that take several splits were tried: docs/notes/decode.md.)
 """
 
@@ -36,7 +36,7 @@ LONG_SHARE = tl.constexpr(32)
 CHUNK = tl.constexpr(64)
 #: Splits a ragged batch is cut into, in multiples of an even one's; at least 2, as `cut` may double those.
 FINER = 6
-#: Where items abound they balance by themselves: splits an SM beyond which they are cut in two at most.
+#: Where work tiles abound they balance by themselves: splits an SM beyond which they are cut in two at most.
 ENOUGH = 48
 #: Programs an SM at once: enough to wait for memory.
 MAX_CTAS_PER_SM = 4
@@ -44,7 +44,7 @@ MAX_CTAS_PER_SM = 4
 GROUP = 128
 #: Sequences a launch: groups, and where nothing is scanned sequences, are a small dimension of the grid.
 MAX_BATCH = 65535
-#: Keys of a cache up to which nothing is cut where items abound: a scan and a merge would take longer.
+#: Keys of a cache up to which nothing is cut where work tiles abound: a scan and a merge would take longer.
 SHORT = 512
 
 
@@ -72,14 +72,14 @@ def fast_memory(device: torch.device) -> bool:
     return clock_khz * 1e3 * 2 * bits / 8 >= 4e12
 
 
-def target_splits(items: int, num_sms: int) -> int:
-    """How many splits an even batch is cut into: the same number on each SM, one where items are few."""
-    return num_sms * max(1, round(items / num_sms))
+def target_splits(work_tiles: int, num_sms: int) -> int:
+    """How many splits an even batch is cut into: the same number on each SM, one where work tiles are few."""
+    return num_sms * max(1, round(work_tiles / num_sms))
 
 
-def splits_per_item(items: int, target: int) -> int:
-    """Splits of each of so many equal items, in all about as many as the target."""
-    return max(1, int(target / items + 0.4))
+def splits_per_work_tile(work_tiles: int, target: int) -> int:
+    """Splits of each of so many equal work tiles, in all about as many as the target."""
+    return max(1, int(target / work_tiles + 0.4))
 
 
 def ragged_target_splits(target: int, num_sms: int) -> int:
@@ -87,20 +87,20 @@ def ragged_target_splits(target: int, num_sms: int) -> int:
     return max(2 * target, min(FINER * target, ENOUGH * num_sms))
 
 
-def max_ctas_per_sm(items: int, target: int, twice: bool, num_sms: int) -> int:
-    """How many programs an SM may run at once: what the splits of so many equal items need.
+def max_ctas_per_sm(work_tiles: int, target: int, twice: bool, num_sms: int) -> int:
+    """How many programs an SM may run at once: what the splits of so many equal work tiles need.
 
-    The hardware deals a grid out to groups of SMs, which are of different sizes. Where the grid has room for a ragged
-    batch, or does not fit, only this limit gives each SM its share of an even batch.
-    Where items are split, there is a second one, which starts while the first one ends.
+    The hardware deals a grid out to groups of SMs, which are of different sizes. Where the grid is large enough for a
+    ragged batch, or does not fit, only this limit gives each SM its share of an even batch.
+    Where work tiles are split, there is a second one, which starts while the first one ends.
     """
-    splits = (1 + twice) * splits_per_item(items, target)
-    return min(MAX_CTAS_PER_SM, max(cdiv(items * splits, num_sms), min(splits, 2)))
+    splits = (1 + twice) * splits_per_work_tile(work_tiles, target)
+    return min(MAX_CTAS_PER_SM, max(cdiv(work_tiles * splits, num_sms), min(splits, 2)))
 
 
 def max_splits(
     batch: int,
-    items: int,
+    work_tiles: int,
     kv_capacity: int,
     target: int,
     ragged_target: int,
@@ -109,64 +109,66 @@ def max_splits(
     twice: bool,
     batch_invariant: bool,
 ) -> tuple[int, int]:
-    """(the most splits of all items, those of one), items a sequence; even: equal lengths."""
+    """(the most splits of all work tiles, those of one), work tiles a sequence; even: equal lengths."""
     units = max(1, cdiv(kv_capacity, UNIT.value))
     longest = cdiv(units, min_units)
     if batch_invariant:
         splits = cdiv(units, CHUNK.value)
     elif even:
-        splits = min(longest, (1 + twice) * splits_per_item(batch * items, target))
+        splits = min(longest, (1 + twice) * splits_per_work_tile(batch * work_tiles, target))
     else:
-        # An item has at most one split more than whole shares, and no batch is cut finer than a ragged one.
-        splits = min(longest, ragged_target // items + 1)
-        return min(batch * items * splits, ragged_target + batch * items), splits
-    return batch * items * splits, splits
+        # A work tile has at most one split more than whole shares, and no batch is cut finer than a ragged one.
+        splits = min(longest, ragged_target // work_tiles + 1)
+        return min(batch * work_tiles * splits, ragged_target + batch * work_tiles), splits
+    return batch * work_tiles * splits, splits
 
 
 class Splits(NamedTuple):
-    """How the keys of a launch's items are shared out; an item is one sequence's KV head and block of query rows."""
+    """How the keys of a launch's work tiles are shared out; a work tile is one sequence's KV head and block of query rows."""
 
-    even: bool  # all items alike, without a look at the lengths
-    target: int  # splits of an item where they are even, else of all items of a group
+    even: bool  # all work tiles alike, without a look at the lengths
+    target: int  # splits of a work tile where they are even, else of all work tiles of a group
     ragged_target: int  # the same where some sequences are longer than others
     min_units: int  # units a split at least
     twice: bool  # whether long splits are cut in two
     groups: int
     group_size: int  # sequences
     programs: int  # of a group
-    per_item: int  # splits of an item at most
+    per_work_tile: int  # splits of a work tile at most
     max_ctas_per_sm: int | None
 
 
 def choose_splits(
-    batch: int, items: int, kv_capacity: int, num_sms: int, *, load: float, block_n: int, equal_lengths: bool,
+    batch: int, work_tiles: int, kv_capacity: int, num_sms: int, *, load: float, block_n: int, equal_lengths: bool,
     twice: bool, uncut: bool, batch_invariant: bool, target: int | None = None,
 ) -> Splits:  # fmt: skip
     """
     Args:
-        items: of a sequence.
+        work_tiles: of a sequence.
         load: KV heads an SM.
         twice: whether two programs an SM are better than one for long splits.
         uncut: whether nothing is split, however long.
         target: splits of an even batch, where not as `target_splits` has it.
     """
-    target = target or target_splits(batch * items, num_sms)
+    target = target or target_splits(batch * work_tiles, num_sms)
     min_units = max(MIN_SHARE, block_n // UNIT.value)
     ragged = ragged_target_splits(target, num_sms)
     even, max_ctas = equal_lengths, None
     if not batch_invariant and (not even or load > MAX_CTAS_PER_SM):
-        max_ctas = max_ctas_per_sm(batch * items, target, twice, num_sms)
+        max_ctas = max_ctas_per_sm(batch * work_tiles, target, twice, num_sms)
     count, size = (1, batch) if even else groups(batch)
     if count > 1:
         target, ragged = (cdiv(x * size, batch) for x in (target, ragged))
-    programs, per_item = max_splits(
-        size, items, kv_capacity, target, ragged, min_units, even, twice, batch_invariant
+    programs, per_work_tile = max_splits(
+        size, work_tiles, kv_capacity, target, ragged, min_units, even, twice, batch_invariant
     )
-    if uncut or per_item == 1:  # nothing to cut, so nothing to scan
-        even, count, size, per_item = True, 1, batch, 1
+    if uncut or per_work_tile == 1:  # nothing to cut, so nothing to scan
+        even, count, size, per_work_tile = True, 1, batch, 1
     if even:
-        target = splits_per_item(batch * items, target)
-    return Splits(even, target, ragged, min_units, twice, count, size, programs, per_item, max_ctas)
+        target = splits_per_work_tile(batch * work_tiles, target)
+    return Splits(
+        even, target, ragged, min_units, twice, count, size, programs, per_work_tile, max_ctas
+    )
 
 
 @triton.jit
@@ -175,14 +177,14 @@ def key_bounds(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
 ):  # fmt: skip
     """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once."""
-    kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole = bounds_of
-    if whole is None:
+    kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens = bounds_of
+    if global_lens is None:
         kv_len, q_start, kv_start = sequence_bounds(
             sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
         )
     else:
         kv_len, q_start, kv_start = shard_bounds(
-            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, whole[0], whole[1], window[2],
+            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens[0], global_lens[1], window[2],
             window[3],
         )  # fmt: skip
     keys = (kv_len, kv_start, window[0], window[1], window[2], window[3])
@@ -202,7 +204,7 @@ def units_between(begin, end):
 
 @triton.jit
 def splits_of(units, share, INVARIANT: tl.constexpr):
-    """Splits of an item from its units and the share of a split; none of an item without units."""
+    """Splits of a work tile from its units and the share of a split; none of a work tile without units."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     else:
@@ -214,24 +216,26 @@ def splits_of(units, share, INVARIANT: tl.constexpr):
 
 
 @triton.jit
-def even_splits(units, splits, LEAST: tl.constexpr, TWICE: tl.constexpr, INVARIANT: tl.constexpr):
-    """Splits of each item where all of them have as many units, at most the host's `splits`."""
+def even_splits(
+    units, splits, MIN_UNITS: tl.constexpr, TWICE: tl.constexpr, INVARIANT: tl.constexpr
+):
+    """Splits of each work tile where all of them have as many units, at most the host's `splits`."""
     if INVARIANT:
         return tl.cdiv(units, CHUNK)
     elif TWICE:
-        few = tl.minimum(tl.cdiv(units, LEAST), splits)
+        few = tl.minimum(tl.cdiv(units, MIN_UNITS), splits)
         return tl.where(units >= splits * LONG_SHARE, splits * 2, few)
     else:
-        return tl.minimum(tl.cdiv(units, LEAST), splits)
+        return tl.minimum(tl.cdiv(units, MIN_UNITS), splits)
 
 
 @triton.jit
 def cut(
-    first, batch, bounds_of, window, items, wanted, wanted_ragged,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, LEAST: tl.constexpr,
+    first, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, MIN_UNITS: tl.constexpr,
     TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(share, splits): units a split, and splits of an item of each sequence (BLOCK_B,) from `first` on.
+    """(share, splits): units a split, and splits of a work tile of each sequence (BLOCK_B,) from `first` on.
 
     batch counts the sequences; there are 0 splits beyond them.
     """
@@ -243,18 +247,18 @@ def cut(
     units = tl.where(sequences < batch, units_between(begin, end), 0)
     total = tl.sum(units, 0)
     ragged = tl.max(units, 0).to(tl.float32) * (4 * batch) > total.to(tl.float32) * 5
-    share = tl.cdiv(total * items, tl.where(ragged, wanted_ragged, wanted))
+    share = tl.cdiv(total * work_tiles, tl.where(ragged, ragged_target_splits, target_splits))
     if TWICE:
         share = tl.where((share >= LONG_SHARE) & (ragged == 0), tl.cdiv(share, 2), share)
-    share = tl.maximum(share, LEAST)
+    share = tl.maximum(share, MIN_UNITS)
     return share, splits_of(units, share, INVARIANT)
 
 
 @triton.jit
-def place_of(program, splits, items):
+def place_of(program, splits, work_tiles):
     """(sequence, its first program) of a program, from the splits (BLOCK_B,); sequence -1 beyond the last."""
-    ends = tl.cumsum(splits, 0) * items
-    begins = ends - splits * items
+    ends = tl.cumsum(splits, 0) * work_tiles
+    begins = ends - splits * work_tiles
     here = (begins <= program) & (program < ends)
     numbers = tl.arange(1, splits.shape[0] + 1)
     # One sum of both: every program waits for these before its first load.
@@ -263,6 +267,6 @@ def place_of(program, splits, items):
 
 
 @triton.jit
-def first_program(sequence, splits, items):
+def first_program(sequence, splits, work_tiles):
     """The first program of a sequence, from the splits (BLOCK_B,)."""
-    return tl.sum(tl.where(tl.arange(0, splits.shape[0]) < sequence, splits, 0), 0) * items
+    return tl.sum(tl.where(tl.arange(0, splits.shape[0]) < sequence, splits, 0), 0) * work_tiles

@@ -1,7 +1,7 @@
 """Products of few rows, whose time is what it takes to read the weights once.
 
 A program has some columns of y, for all rows: wgmma multiplies the weights, 64 columns at a time, by the rows, which are
-the narrow side of the product, and loads run as far ahead as shared memory has room. No sums of parts: on an H100, 128
+the narrow side of the product, and loads run as far ahead as shared memory allows. No sums of parts: on an H100, 128
 rows, a second trip through the L2 takes 6 µs, while 80 programs of whole sums read at 2.9 TB/s.
 """
 
@@ -69,7 +69,7 @@ AHEAD = 1024
 
 
 def tile_for(rows: int, like: torch.Tensor) -> Tile:
-    """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as shared memory has room for: 80
+    """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as fit into shared memory: 80
     programs on 132 SMs are the faster the more each of them has in flight, to the last one that fits.
 
     like: of the product's dtype and device.

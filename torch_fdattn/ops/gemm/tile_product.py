@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
-    """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, ranks must agree on them.
+    """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, all ranks must have the same ones.
 
     like: of the product's dtype and device. Ranks with GPUs of several kinds do not come here (`unsupported_reason`).
     """
