@@ -68,11 +68,12 @@ def fdattn(
     from torch_fdattn.compile_backend.options import split
     from torch_fdattn.compile_backend.record import record
     from torch_fdattn.compile_backend.rewrite import rewrite
+    from torch_fdattn.compile_backend.torch_sdpa import applies
 
     own, others = split(options, mode)
     report = rewrite(
         gm, dryrun=own.dryrun, context=own.context_parallel,
-        no_fully_masked_rows=own.no_fully_masked_rows,
+        no_fully_masked_rows=own.no_fully_masked_rows, sdpa_on_cpu=applies(own.lower),
     )  # fmt: skip
     record(report)
     if own.require_all:

@@ -6,11 +6,13 @@ Every attention that is provably the same function as an op of ours is replaced;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
+from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import choose
 from torch_fdattn.compile_backend.context_parallel import fdattn_calls
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
@@ -31,20 +33,23 @@ _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
 
 def rewrite(
     gm: GraphModule, *, dryrun: bool = False, context: ContextParallel | None = None,
-    no_fully_masked_rows: bool = False,
+    no_fully_masked_rows: bool = False, sdpa_on_cpu: bool = False,
 ) -> Report:  # fmt: skip
     """Replaces attention in a graph and in all graphs it calls (activation checkpointing, for example).
 
     dryrun: only says what would be replaced.
     context: over whose ranks the tokens are split; then sites that are left see local tokens alone.
     no_fully_masked_rows: the caller's promise that masks leave every query a key.
+    sdpa_on_cpu: attention of CPU tensors becomes, or stays, torch's SDPA where it can (`torch_sdpa.py`).
     """
     report, unmatched = Report(), Unmatched(DataFlow(gm))
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             report.fdattn_calls.update(_fdattn_calls(module, context))
             masks = MaskRecovery(no_fully_masked_rows)
-            report.sites += _GraphPass(module, name, unmatched, masks, context, dryrun).run()
+            report.sites += _GraphPass(
+                module, name, unmatched, masks, context, dryrun, sdpa_on_cpu
+            ).run()
     return report
 
 
@@ -62,10 +67,10 @@ class _GraphPass:
 
     def __init__(
         self, gm: GraphModule, name: str, unmatched: Unmatched, masks: MaskRecovery,
-        context: ContextParallel | None, dryrun: bool,
+        context: ContextParallel | None, dryrun: bool, sdpa_on_cpu: bool,
     ) -> None:  # fmt: skip
         self.gm, self.name, self.unmatched, self.masks = gm, name, unmatched, masks
-        self.context, self.dryrun = context, dryrun
+        self.context, self.dryrun, self.sdpa_on_cpu = context, dryrun, sdpa_on_cpu
         self.transformed = transformed_nodes(gm)
         self.forms = {
             sdpa.FORM: sdpa,
@@ -120,6 +125,10 @@ class _GraphPass:
         call = choose(attention)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
+        elif self.sdpa_on_cpu and torch_sdpa.takes(attention, call):
+            call = replace(call, op=torch_sdpa.OP)
+            if form is sdpa:  # which stays
+                return call.op, attention.notes
         if not self.dryrun:
             emit(attention, call, self.masks)
         return call.op, attention.notes

@@ -7,7 +7,9 @@ import operator
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.nn.functional import scaled_dot_product_attention
 
+from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
@@ -36,6 +38,12 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
     given = MaskArguments(add, attention, masks.made)
     try:
         q, k, v = (_ordered(add, x, call.dtype) for x in (attention.q, attention.k, attention.v))
+        if call.op == torch_sdpa.OP:
+            out = add(
+                scaled_dot_product_attention, q, k, v, **torch_sdpa.arguments(attention, call)
+            )
+            _replace(add, attention, out, given)
+            return
         options = given.options(call.structure, _scale(attention, call)) | call.options
         queries, keys = q, k
         q, k = given.without_swallowed(q, k)
@@ -59,14 +67,21 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
             out = unpacked(add, out, queries)
         if attention.mask.empty != "zero" and not statically_true(attention.k.size(S) == 0):
             out = with_empty_rows(add, attention, given, pair, out, (queries, keys, v))
-        out = _as_result(add, out, attention.out_dims)
-        out = _with_strides(add, out, attention.result)
-        if value(attention.result).requires_grad and _is_written(attention.result):
-            out = add("clone", out)  # our backward reads the output, that of a product does not
+        _replace(add, attention, out, given)
     except Unsupported:
         add.undo()
         given.undo()
         raise
+
+
+def _replace(add: Adder, attention: MatchedAttention, out: Node, given: MaskArguments) -> None:
+    """Puts `out` (B, H, S, D) in the result's place, in its order, and erases what nothing uses any more."""
+    out = _as_result(add, out, attention.out_dims)
+    out = _with_strides(add, out, attention.result)
+    if value(attention.result).requires_grad and _is_written(attention.result):
+        out = add(
+            "clone", out
+        )  # an attention's backward reads the output, that of a product does not
     given.keep()
     attention.result.replace_all_uses_with(out)
     _erase([*attention.mask.nodes, *attention.between, attention.result])
