@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-from .shapes import AttentionCase, Case, CompileCase, DecodeCase, GenerateCase
+from .shapes import AttentionCase, Case, CompileCase, CpuCase, DecodeCase, GenerateCase
 
 
 def _smollm2(prompt_tokens: int, new_tokens: int, dtype: str, tiny: bool = False) -> GenerateCase:
@@ -55,6 +55,23 @@ FEATURE_CASES: tuple[AttentionCase, ...] = (
         for x in (*FEATURES, "window16")
     ),
 )
+
+_PREFILL_KINDS = ("causal", "full", "padded", "window", "varlen")
+#: On a CPU: prefill of 128 to 4096 tokens, and decode over as many; causal and decode with grouped heads too.
+CPU_CASES: tuple[CpuCase, ...] = (
+    *(
+        CpuCase(kind, length, dtype, kv_heads=kv_heads)
+        for dtype in ("fp32", "bf16")
+        for length in (128, 512, 1024, 4096)
+        for kind, kv_heads in (
+            *((kind, 8) for kind in _PREFILL_KINDS), ("causal", 2), ("decode", 2), ("paged", 2),
+        )
+    ),
+    *(
+        CpuCase(kind, 24, "fp32", 4, kv_heads, 16, tiny=True)
+        for kind, kv_heads in (*((kind, 4) for kind in _PREFILL_KINDS), ("decode", 2), ("paged", 2))
+    ),
+)  # fmt: skip
 
 #: Llama-3-8B's and T5-large's layers under torch.compile; see compiled.py.
 COMPILE_CASES: tuple[CompileCase, ...] = (

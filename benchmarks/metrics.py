@@ -39,6 +39,7 @@ _SPEEDS = (
     Metric("graph_us", "us", "Time in a CUDA graph, cold clean L2, µs", False),
     Metric("GBps", "GB/s", "K and V read, GB/s", True),
     Metric("eager_us", "us", "Eager call, µs", False),
+    Metric("compiled_us", "us", "Compiled call, µs", False),
     Metric("host_us", "us", "Host time to issue one eager call, µs", False),
     Metric("latency_ms", "ms", "Latency, ms", False),
     Metric("tokens_per_s", "tokens/s", "Generated tokens per second", True),

@@ -240,6 +240,15 @@ BENCHMARKS = {
             REPEATS, cases=cases.COMPILE_CASES,
         ),
         Benchmark(
+            "cpu", "attention of CPU tensors beside torch's SDPA, eager and compiled", "cpu",
+            (
+                count("--repeats", "rounds over all", 9), CASES, *RESULTS,
+                option("--device", "cpu", default="cpu", choices=("cpu",)),
+                option("--budget-s", "start no new case after S seconds", type=float, metavar="S"),
+            ),
+            cases.CPU_CASES,
+        ),
+        Benchmark(
             "generate", "a real model: tokens/s, also under torchrun", "generate",
             (REPEATS, *ONE_DEVICE), cases.GENERATE_CASES, may_be_over_ranks=True,
         ),

@@ -60,7 +60,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def chosen_cases(options: argparse.Namespace) -> list:
     cases = cases_of(options, options.benchmark.name)
-    return select(cases, options.cases, tiny_only=options.device == "cpu")
+    tiny_only = options.device == "cpu" and options.benchmark.name != "cpu"
+    return select(cases, options.cases, tiny_only=tiny_only)
 
 
 def _device(name: str) -> torch.device:

@@ -165,6 +165,36 @@ class CompileCase(Case):
 
 
 @dataclass(frozen=True)
+class CpuCase(Case):
+    """Attention of CPU tensors (`cpu.py`); kind: causal, full, padded, window, varlen, decode or paged."""
+
+    kind: str
+    kv_len: int
+    dtype: str
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    tiny: bool = False
+
+    @property
+    def batch(self) -> int:
+        return 4 if self.kind in ("padded", "paged") else 1
+
+    @property
+    def queries(self) -> int:
+        return 1 if self.kind in ("decode", "paged") else self.kv_len
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.dtype, self.kind
+
+    @property
+    def label(self) -> str:
+        group = "" if self.heads == self.kv_heads else " GQA"
+        return f"{'tiny ' if self.tiny else ''}{self.kind}{group} {self.kv_len} {self.dtype}"
+
+
+@dataclass(frozen=True)
 class GenerateCase(Case):
     """Greedy generation with one sequence: `new_tokens` after a prompt of `prompt_tokens`.
 
