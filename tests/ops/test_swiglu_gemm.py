@@ -101,7 +101,8 @@ def test_what_fits(kernel_device) -> None:
 
 def test_where_it_is_faster(kernel_device) -> None:
     """By sizes that were measured, and where nobody watches."""
-    from torch_fdattn.ops.gemm.swiglu_gemm import fits, is_faster
+    from torch_fdattn.ops.gemm.swiglu_gemm import can_launch_directly, fits
+    from torch_fdattn.ops.swiglu import is_better_in_product
 
     wide = drawn(1, 1, device=kernel_device, dtype=torch.float16).expand(2 * 64 * 80, 4096)
     x = drawn(128, 4096, device=kernel_device, dtype=torch.float16)
@@ -110,10 +111,11 @@ def test_where_it_is_faster(kernel_device) -> None:
         pytest.skip("needs tensor descriptors")
     cases = ((1, 80, True), (64, 48, True), (64, 47, False), (65, 80, False), (128, 80, True), (128, 79, False))  # fmt: skip
     for rows, programs, faster in cases:
-        assert is_faster(x[:rows], wide[: 128 * programs]) == faster
+        assert is_better_in_product(rows, 64 * programs, 4096) == faster
+        assert can_launch_directly(x[:rows], wide[: 128 * programs])
     with torch.autocast(kernel_device, torch.bfloat16):
-        assert not is_faster(x[:1], wide)
-    assert not is_faster(x[:1], copy.copy(wide).requires_grad_())
+        assert not can_launch_directly(x[:1], wide)
+    assert not can_launch_directly(x[:1], copy.copy(wide).requires_grad_())
 
 
 def test_counts(kernel_device) -> None:

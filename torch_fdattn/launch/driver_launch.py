@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.launch.driver import INVALID_CONTEXT, bind_context, loaded
 from torch_fdattn.launch.tensor_map import BYTES, TensorMaps, aligned_buffer
@@ -220,11 +219,6 @@ def is_descriptor(kind: str) -> bool:
 def is_tensor(kind: str) -> bool:
     """Whether an argument has an address, which each launch is given: tensors and their descriptors."""
     return kind.startswith("*") or is_descriptor(kind)
-
-
-def address_of(value) -> int:
-    """Of a tensor or its descriptor."""
-    return (value.base if isinstance(value, TensorDescriptor) else value).data_ptr()
 
 
 def aligned(addresses: Sequence[int]) -> bool:

@@ -44,19 +44,27 @@ class Expected:
             check_close(name, result.detach(), exact, torch_errors, dtype, self.factor)
 
 
+def _leaves(
+    case: AttentionCase | VarlenCase, device: str, dtype: torch.dtype, backward: bool
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(inputs, parameters that have gradients, all parameters as they are given) at a dtype."""
+    inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
+    given = case.parameters(device)
+    parameters = {
+        name: x.to(dtype).requires_grad_(backward)
+        for name, x in given.items()
+        if x.is_floating_point()
+    }
+    return inputs, parameters, given
+
+
 def expected_attention(case: AttentionCase, device: str, *, backward: bool = True) -> Expected:
     """The answers out, lse and, with backward, dq, dk, dv and d<parameter> of an attention or decode case."""
 
     def run(
         case: AttentionCase, dtype: torch.dtype, formulation: str | torch.dtype
     ) -> dict[str, Tensor]:
-        inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
-        given = case.parameters(device)
-        parameters = {
-            name: x.to(dtype).requires_grad_(backward)
-            for name, x in given.items()
-            if x.is_floating_point()
-        }
+        inputs, parameters, given = _leaves(case, device, dtype, backward)
         options = case.oracle_options() | given | parameters
         outputs = attention_oracle(*inputs, **options, formulation=formulation)
         leaves = [*inputs, *parameters.values()]
@@ -73,13 +81,7 @@ def expected_varlen(case: VarlenCase, device: str, *, backward: bool = True) -> 
     def run(
         case: VarlenCase, dtype: torch.dtype, formulation: str | torch.dtype
     ) -> dict[str, Tensor]:
-        inputs = [x.to(dtype).requires_grad_(backward) for x in case.inputs(device)]
-        given = case.parameters(device)
-        parameters = {
-            name: x.to(dtype).requires_grad_(backward)
-            for name, x in given.items()
-            if x.is_floating_point()
-        }
+        inputs, parameters, given = _leaves(case, device, dtype, backward)
         outputs = case.oracle(*inputs, given | parameters, formulation)
         found = ()
         if backward:

@@ -27,7 +27,6 @@ from torch_fdattn.ops.gemm.tile_product import (
 from torch_fdattn.ops.launch import NUM_SMS, cdiv
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
-from torch_fdattn.ops.swiglu import is_better_in_product
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
 MAX_ROWS = 128
@@ -83,16 +82,6 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and describable(weight)
     )
     return alike and (len(x) <= MAX_ROWS or persistent_swiglu_gemm.fits(x, weight))
-
-
-def is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether `silu_mul_linear` can do it in less time than BLAS and a kernel of SwiGLU.
-
-    Args:
-        x: (M, K). weight: (2N, K).
-    """
-    better = is_better_in_product(len(x), len(weight) // 2, x.shape[1])
-    return better and can_launch_directly(x, weight)
 
 
 def can_launch_directly(x: Tensor, weight: Tensor) -> bool:
