@@ -315,3 +315,20 @@ def test_the_cache_key_has_group_and_shards(group):
     ]  # fmt: skip
     assert keys[1] == keys[2]
     assert len({repr(key) for key in keys}) == 7
+
+
+def test_the_layout_of_our_calls(group):
+    """The entries' is views before the op, which a rewritten graph keeps; the op's own is refused by name."""
+    inputs = [x.transpose(1, 2).contiguous() for x in qkv(8, grad=False)]
+
+    def entry(q, k, v):
+        return torch_fdattn.attention(q, k, v, causal=True, layout="bshd")[0]
+
+    def op(q, k, v):
+        return torch.ops.fdattn.attention(q, k, v, causal=True, layout="bshd")[0]
+
+    report, _ = rewritten(entry, inputs, group)
+    assert [site.op for site in report] == ["ring_attention"]
+    report, _ = rewritten(op, inputs, group)
+    (site,) = report.left
+    assert 'layout="bshd"' in site.detail

@@ -1,5 +1,5 @@
-"""How many of our files are on top of each other in a call of `dist.decode` that has been made before: what a reader
-who follows it must keep in mind."""
+"""How many of our files are on top of each other in a repeated call of `dist.decode`: what a reader who follows it must
+keep in mind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def deepest(call: Callable[[], None]) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "all_gather", "star", "ring", *ONE_SIDED])
-def test_second_call(group, rank_device, strategy: str) -> None:
+def test_repeated_call(group, rank_device, strategy: str) -> None:
     if strategy in ONE_SIDED and (dist.get_world_size() == 1 or not available(group, rank_device)):
         pytest.skip("needs 2 ranks: that share symmetric memory")
     torch.manual_seed(0)
@@ -67,7 +67,8 @@ def test_second_call(group, rank_device, strategy: str) -> None:
     def call() -> None:
         decode(q, k, v, lens, group, kv_block=8, strategy=strategy)
 
-    call()
+    for _ in range(2):  # kernels are bound by the second call
+        call()
     found = deepest(call)
     assert {"dist/functional.py", "dist/decode/op.py"} <= set(found)  # it watched the call
     assert len(found) <= MAX_FILES, found

@@ -48,6 +48,11 @@ def replace(node: Node, context: ContextParallel, *, dryrun: bool) -> str:
     schema = getattr(torch.ops.fdattn, name).default._schema.arguments
     defaults = {x.name: x.default_value if x.has_default_value() else None for x in schema}
     given = dict(zip(defaults, arguments(node, **defaults), strict=True))
+    if given.pop("layout", "bhsd") != "bhsd":
+        raise Unsupported(
+            "context-parallel", f'{described(node)} has layout="{node.kwargs["layout"]}"'
+        )
+    defaults.pop("layout", None)
     if name == "attention":
         new, args, options = ring.of_attention(given, defaults, context)
     elif name in ("decode", "paged_decode") and context.cache is not None:

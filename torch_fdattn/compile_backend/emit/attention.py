@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -177,13 +178,10 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
     expected = tensor(result)
     if _equal_strides(value(out), expected) or _strides_do_not_matter(result):
         return out
-    if not all(isinstance(stride, int) for stride in expected.stride()):
-        order = range(expected.dim())  # symbolic: only the usual order can be recognised
-        if not expected.is_contiguous():
-            raise Unsupported("layout", "the result's strides are symbolic and not contiguous")
-    else:
+    if all(isinstance(stride, int) for stride in expected.stride()):
         order = sorted(range(expected.dim()), key=lambda dim: -expected.stride(dim))
-    order = list(order)
+    else:
+        order = _order_of_symbolic(expected)
     inverse = [order.index(dim) for dim in range(len(order))]
     out = _permuted(add, out, order)
     out = _permuted(add, add("contiguous", out), inverse)
@@ -192,6 +190,22 @@ def _with_strides(add: Adder, out: Node, result: Node) -> Node:
             "layout", f"the result's strides {tuple(expected.stride())} cannot be kept"
         )
     return out
+
+
+def _order_of_symbolic(expected: Tensor) -> list[int]:
+    """The dims as they lie in memory, of a tensor without gaps whose strides are symbols."""
+    for order in itertools.permutations(range(expected.dim())):
+        stride = 1
+        for dim in reversed(order):
+            size = expected.shape[dim]
+            if not statically_true(expected.stride(dim) == stride) and not statically_true(
+                size == 1
+            ):
+                break
+            stride = stride * size
+        else:
+            return list(order)
+    raise Unsupported("layout", "the result's strides are symbolic and leave gaps")
 
 
 def _equal_strides(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.launches import Launch, launch, run
 from torch_fdattn.ops.launch import padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import LOG2E, finite_max, merge_finish, merge_update
@@ -93,18 +93,20 @@ def _merge_backward_kernel(
     tl.store(dlses_ptr + part * rows + row, tl.where(weight == 0.0, 0.0, weight * inner))
 
 
-def launch_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes the merge of the stacks into out (any float dtype) and lse (fp32, contiguous)."""
+def merge_launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> Launch:
+    """What writes the merge of the stacks into out (any float dtype) and lse (fp32, contiguous), which are not empty."""
     parts, batch, heads, length, head_dim = outs.shape
-    if lse.numel() == 0:
-        return
-    launches["merge_states_forward/triton"] += 1
     block_parts = min(32, 1 << max(parts - 1, 0).bit_length())
-    launch(
+    return Launch(
         _merge_kernel, batch * heads * length,
         outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(),
         parts, heads, length, head_dim, BLOCK_PARTS=block_parts, BLOCK_D=padded(head_dim),
     )  # fmt: skip
+
+
+def launch_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Makes `merge_launch`."""
+    run((merge_launch(outs, lses, out, lse),))
 
 
 def launch_merge_backward(

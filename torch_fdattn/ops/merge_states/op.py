@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.merge_states.reference import (
     merge_states_backward_reference,
@@ -46,17 +47,27 @@ def _empty(outs: Tensor, lses: Tensor, dtype: torch.dtype | None) -> tuple[Tenso
 
 
 def _forward(outs, lses, dtype=None):
-    _check(outs, lses, dtype)
+    key = None
+    if isinstance(outs, Tensor) and outs.is_cuda:
+        key = "merge_states_forward", *prepared.metadata(outs, lses), dtype
+    call = prepared.checked(key)
+    if call is None:
+        _check(outs, lses, dtype)
+        if library.use_triton(outs):
+            call = prepared.prepare(key)
     out, lse = _empty(outs, lses, dtype)
-    if library.use_triton(outs):
-        from torch_fdattn.ops.merge_states.kernel import launch_merge
-
-        launch_merge(outs, lses, out, lse)
-    else:
+    if call is None:
         library.launches["merge_states_forward/cpu"] += 1
         merged, merged_lse = merge_states_reference(outs, lses)
         out.copy_(merged)
         lse.copy_(merged_lse)
+    elif lse.numel():
+        library.launches["merge_states_forward/triton"] += 1
+        tensors = outs, lses, out, lse
+        if not call.by_driver(tensors):
+            from torch_fdattn.ops.merge_states.kernel import merge_launch
+
+            call.run(tensors, (merge_launch(*tensors),))
     return out, lse
 
 
