@@ -9,7 +9,7 @@ import torch_fdattn
 from torch_fdattn.ops import library
 from torch_fdattn.testing import make_tensor
 
-from .test_serving import caches, int32
+from .inputs import caches, int32
 
 pytestmark = pytest.mark.interpreter
 CAPACITY = 300

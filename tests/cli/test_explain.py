@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
 pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
-from tests.test_cli import invoke, refused
+from tests.cli.commands import invoke, refused
 
 CASE = """\
 import torch
