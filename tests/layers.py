@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
 #: `cpu` is to take about 16 minutes on two processors: what it leaves out, `slow` and `gpu` run.
 _QUICK = ("-m", "not slow")
+_ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
@@ -34,6 +36,17 @@ _PROCESSES = (
     "tests/test_faults.py",
     "tests/test_soak.py",
 )
+
+
+def interpreted() -> tuple[str, ...]:
+    """The files that mark a test so: to import all others takes each worker longer than many of these tests."""
+    files = sorted(_ROOT.glob("tests/**/test_*.py"))
+    names = (
+        str(file.relative_to(_ROOT))
+        for file in files
+        if "mark.interpreter" in file.read_text("utf-8")
+    )
+    return tuple(name for name in names if not name.startswith("tests/dist/"))
 
 
 #: What is compiled whole, which every rank does for itself: two of them show that ranks do not mix their graphs.
@@ -101,7 +114,7 @@ def layers(kind: str) -> list[Layer]:
             Layer("CPU, several processes", (*_PROCESSES, *_QUICK)),
             Layer(
                 "interpreter",
-                (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter and not slow"),
+                (*interpreted(), *_PARALLEL, "-m", "interpreter and not slow"),
                 0,
                 INTERPRET,
             ),
@@ -170,7 +183,12 @@ def layers(kind: str) -> list[Layer]:
         slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
         return [
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
-            Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+            Layer(
+                "interpreter, slow",
+                (*interpreted(), *_PARALLEL, "-m", "slow and interpreter"),
+                0,
+                INTERPRET,
+            ),
             distributed(2, marked="slow"),
             one_sided(2, "compiled_matmuls", marked="slow"),
             distributed(3, "compiled_matmuls"),

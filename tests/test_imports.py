@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -35,13 +36,15 @@ def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
-IMPORTS = {path.relative_to(PACKAGE): imported(path) for path in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache  # not at import, which every worker of pytest-xdist does
+def imports() -> dict[Path, set[str]]:
+    return {path.relative_to(PACKAGE): imported(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def importers(wrong: Callable[[Path, str], bool]) -> list[str]:
     """The imports that are wrong, as "file: module"."""
     return [
-        f"{path}: {name}" for path, names in IMPORTS.items() for name in names if wrong(path, name)
+        f"{path}: {name}" for path, names in imports().items() for name in names if wrong(path, name)
     ]
 
 
@@ -86,7 +89,7 @@ def test_testing_is_for_tests_alone() -> None:
 def test_nothing_looks_at_hooks() -> None:
     """A fast form is an object that somebody makes, not what a module finds where it has no hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    seen = [x for x in IMPORTS if any(hook in (PACKAGE / x).read_text("utf-8") for hook in hooks)]
+    seen = [x for x in imports() if any(hook in (PACKAGE / x).read_text("utf-8") for hook in hooks)]
     assert not seen
 
 
