@@ -44,7 +44,10 @@ def imports() -> dict[Path, set[str]]:
 def importers(wrong: Callable[[Path, str], bool]) -> list[str]:
     """The imports that are wrong, as "file: module"."""
     return [
-        f"{path}: {name}" for path, names in imports().items() for name in names if wrong(path, name)
+        f"{path}: {name}"
+        for path, names in imports().items()
+        for name in names
+        if wrong(path, name)
     ]
 
 

@@ -84,7 +84,10 @@ def test_fewer_value_dims_than_keys_with_gaps_have(device):
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("op", "way"),
-    [(torch_fdattn.attention, "backward"), (torch_fdattn.decode, "torch.func.vjp")],
+    [
+        pytest.param(torch_fdattn.attention, "backward", marks=pytest.mark.slow),
+        (torch_fdattn.decode, "torch.func.vjp"),
+    ],
 )
 def test_few_queries_keep_the_unrounded_output(op, way, device):
     """A head sees one key beside a sink: dP - D cancels to a fifteenth there, and an fp16 out costs it 3 % of dq."""
@@ -142,7 +145,9 @@ def test_slopes_gradient_does_not_carry_the_rounding_of_the_saved_lse(device):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16]
+)
 def test_shards_of_keys_have_their_own_part_of_slopes_gradients(dtype, device):
     """Of the lse of all keys, which the weights of a shard do not add up to."""
     q, k, v = (x.detach() for x in qkv(device, kv_len=64, dtype=dtype))
@@ -276,14 +281,25 @@ def test_garbage_beyond_the_lengths(op, device):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("head_dim", "v_dim"),
+    ("head_dim", "v_dim", "dtype"),
     [
-        (512, 512),
-        (264, 16),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, 264), (320, 128))),
+        (512, 512, torch.float16),
+        (264, 16, torch.float32),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                (512, 512, torch.float32),
+                (264, 16, torch.float16),
+                *(
+                    (*dims, x)
+                    for dims in ((16, 264), (320, 128))
+                    for x in (torch.float16, torch.float32)
+                ),
+            )
+        ),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_head_dims_above_256(head_dim, v_dim, dtype, device):
     case = dataclasses.replace(
         draw_features(0, device), q_len=21, kv_len=37, head_dim=head_dim, v_dim=v_dim, dtype=dtype, batch=1,
