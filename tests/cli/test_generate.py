@@ -13,7 +13,6 @@ pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
 from tests.cli.commands import (
     PARIS,
-    SMOLLM2,
     TOKYO,
     invoke,
     needs_smollm2,
@@ -35,30 +34,27 @@ def test_generate_continues_a_prompt():
     assert re.search(r"rank 0: KV cache of [\d,]+ bytes, [\d.]+% of [\d,]+ in all", result.stderr)
 
 
+@pytest.mark.slow  # test_demo.py asks the same
 @needs_smollm2
 def test_chat_answers_and_stops():
     result = invoke(*TOKYO)
     assert result.stdout == "The capital of Japan is Tokyo.\n", result.output
 
 
-@needs_smollm2
-def test_sampling_follows_the_seed():
+def test_sampling_follows_the_seed(tiny):
     def text(seed):
-        return invoke(
-            *SMOLLM2, "--prompt", "Once", "--max-new-tokens", "8", "--temperature", "1.2",
-            "--top-p", "0.95", "--seed", seed,
-        ).stdout  # fmt: skip
+        options = "--temperature", "1.2", "--top-p", "0.95", "--seed", seed
+        return invoke(*tiny_options(tiny, *options)).stdout
 
     assert text("1") == text("1") != text("2")
 
 
-@needs_smollm2
-def test_a_prompt_too_long_is_refused():
+def test_a_prompt_too_long_is_refused(tiny):
     refused(
-        r"fdattn: prompt and --max-new-tokens take 9005 positions, the model has 8192",
-        *SMOLLM2, "--prompt", "The capital of France is", "--max-new-tokens", "9000",
-    )  # fmt: skip
-    refused("fdattn: prompt must have at least one token", *SMOLLM2, "--prompt", "")
+        r"fdattn: prompt and --max-new-tokens take 137 positions, the model has 128",
+        *tiny_options(tiny, "--max-new-tokens", "129"),
+    )
+    refused("fdattn: prompt must have at least one token", *tiny_options(tiny, "--prompt", ""))
 
 
 def test_what_the_user_can_mend_is_one_line(tmp_path):
@@ -185,10 +181,14 @@ def test_a_full_disk_is_one_line(tiny):
     "command",
     [
         "torch_fdattn generate --help",
-        "torch_fdattn doctor --json",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("torch_fdattn", "torch_fdattn --help", "torch_fdattn.doctor")
+            for x in (
+                "torch_fdattn",
+                "torch_fdattn --help",
+                "torch_fdattn doctor --json",
+                "torch_fdattn.doctor",
+            )
         ),
     ],
 )
@@ -205,14 +205,18 @@ def test_a_process_of_its_own_prints_no_traceback():
     assert result.stderr == "fdattn: no-such-model: no such file or folder\n"
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_the_extra_it_says_so(package):
+def test_without_the_extra_it_says_so():
     code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "from torch_fdattn.__main__ import main; main()"
+        "import sys; from torch_fdattn.__main__ import main\n"
+        "for package in ('typer', 'rich'):\n"
+        "    sys.modules[package] = None\n"
+        "    try: main()\n"
+        "    except SystemExit as end: print(end.code)\n"
+        "    del sys.modules[package]\n"
     )
     result = run("-c", code)
-    assert result.returncode == 2
-    assert result.stderr == (
+    assert result.stdout == "2\n2\n"
+    assert result.stderr == "".join(
         f"fdattn: the command line needs the package {package}: pip install 'torch-fdattn[cli]'\n"
+        for package in ("typer", "rich")
     )

@@ -15,7 +15,7 @@ pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
 from tests.cli.commands import invoke
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> str:

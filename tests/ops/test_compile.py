@@ -204,7 +204,11 @@ def test_no_recompile_over_the_parameters_of_a_sharded_cache(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("numbers", [(0.3, 20.0, 0.5), (2, 20, 0), (2, 20, 1)], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [(0.3, 20.0, 0.5), (2, 20, 1), pytest.param((2, 20, 0), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_numbers_that_are_traced(numbers, device):
     """Under dynamic=True a module's floats are inputs of the graph, and so are ints."""
     seed = torch.tensor([3, 4], device=device)
