@@ -169,7 +169,7 @@ def test_what_the_users_module_lacks_is_the_users_traceback(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(folder):
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "torch_fdattn", "explain", "case.py:none"], stdout=full,
