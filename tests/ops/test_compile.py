@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_fdattn
+from tests.pairwise import pairwise
 from torch_fdattn.testing import make_tensor
 
 CAUSAL = {"causal": True}
@@ -45,9 +46,11 @@ USES = pytest.mark.parametrize(
 )
 
 
-@BACKENDS
-@USES
-@pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+@pairwise(
+    op=[torch_fdattn.attention, torch_fdattn.decode],
+    use=[("out",), ("lse",), ("out", "lse")],
+    backend=["aot_eager", "inductor"],
+)
 def test_training_step(op, use, backend, device):
     """Projection, attention, loss: outputs, gradients and the gradients' strides equal eager's."""
     weight = torch.randn(16, 16, device=device, requires_grad=True)

@@ -52,7 +52,8 @@ def test_gradcheck_of_out_and_lse(op, options):
     }
     q = torch.randn(2, 2, 3, 16, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 1, 7, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda *x: op(*x, **options), (q, k, v))
+    # A random projection of the derivative, not each of its columns.
+    assert torch.autograd.gradcheck(lambda *x: op(*x, **options), (q, k, v), fast_mode=True)
 
 
 def test_gradcheck_where_some_rows_see_nothing():
