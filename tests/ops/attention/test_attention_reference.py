@@ -66,7 +66,7 @@ def test_gradcheck_where_some_rows_see_nothing():
         out, lse = torch_fdattn.attention(*x, lens, causal=True)
         return out, lse.masked_fill(lse == float("-inf"), 0.0)
 
-    assert torch.autograd.gradcheck(finite, (q, k, v))
+    assert torch.autograd.gradcheck(finite, (q, k, v), fast_mode=True)
 
 
 def test_many_query_blocks():
