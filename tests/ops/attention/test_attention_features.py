@@ -196,15 +196,12 @@ def qkv(device, *, q_len=5, kv_len=37, head_dim=32, v_dim=24, dtype=torch.float3
 )  # fmt: skip
 def test_gradcheck(op, name):
     q, k, v = qkv("cpu", q_len=2, kv_len=5, head_dim=16, v_dim=24, dtype=torch.float64)
-    given = parameters(dtype=torch.float64) if name == "all" else {}
-    if name in parameters():
-        given = {name: parameters(dtype=torch.float64)[name]}
+    given = {n: x for n, x in parameters(dtype=torch.float64).items() if name in (n, "all")}
     softcap = 2.0 if name in ("softcap", "all") else 0.0
     leaves = [x.requires_grad_() for x in given.values()]
 
     def call(q, k, v, *values):
-        named = dict(zip(given, values, strict=True))
-        return op(q, k, v, causal=True, softcap=softcap, **named)
+        return op(q, k, v, causal=True, softcap=softcap, **dict(zip(given, values, strict=True)))
 
     assert torch.autograd.gradcheck(call, (q, k, v, *leaves), fast_mode=True)
 
@@ -283,20 +280,9 @@ def test_garbage_beyond_the_lengths(op, device):
 @pytest.mark.parametrize(
     ("head_dim", "v_dim", "dtype"),
     [
-        (512, 512, torch.float16),
-        (264, 16, torch.float32),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in (
-                (512, 512, torch.float32),
-                (264, 16, torch.float16),
-                *(
-                    (*dims, x)
-                    for dims in ((16, 264), (320, 128))
-                    for x in (torch.float16, torch.float32)
-                ),
-            )
-        ),
+        pytest.param(*dims, dtype, marks=() if i == turn else pytest.mark.slow)
+        for i, dims in enumerate([(512, 512), (264, 16), (16, 264), (320, 128)])
+        for turn, dtype in enumerate([torch.float16, torch.float32])
     ],
     ids=str,
 )
