@@ -67,6 +67,8 @@ def run(layer: Layer, folder: Path) -> Outcome:
         ]  # fmt: skip
     pytest = ["-m", "pytest", "-q", *layer.arguments, f"--junitxml={report}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **layer.environment}
+    # The layers start some hundreds of processes, each of which would compile all that it imports.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.monotonic()
     code = subprocess.run(
         [sys.executable, *launcher, *pytest], env=environment, check=False

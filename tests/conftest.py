@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 #: Seeds of a drawn test that `make test` takes in the interpreter; those beyond are slow ones.
-_QUICK_DRAWS = 8
+_QUICK_DRAWS = 4
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -23,8 +24,9 @@ class Layer:
 INTERPRET = {"TRITON_INTERPRET": "1"}
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
-#: `cpu` is to take about 16 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+#: `cpu` is to take about 12 minutes on two processors: what it leaves out, `slow` and `gpu` run.
 _QUICK = ("-m", "not slow")
+_ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
@@ -34,6 +36,17 @@ _PROCESSES = (
     "tests/test_faults.py",
     "tests/test_soak.py",
 )
+
+
+def interpreted() -> tuple[str, ...]:
+    """The files that mark a test so: to import all others takes each worker longer than many of these tests."""
+    files = sorted(_ROOT.glob("tests/**/test_*.py"))
+    names = (
+        str(file.relative_to(_ROOT))
+        for file in files
+        if "mark.interpreter" in file.read_text("utf-8")
+    )
+    return tuple(name for name in names if not name.startswith("tests/dist/"))
 
 
 #: What is compiled whole, which every rank does for itself: two of them show that ranks do not mix their graphs.
@@ -101,11 +114,12 @@ def layers(kind: str) -> list[Layer]:
             Layer("CPU, several processes", (*_PROCESSES, *_QUICK)),
             Layer(
                 "interpreter",
-                (*_NOT_DISTRIBUTED, *_PARALLEL, "-m", "interpreter and not slow"),
+                (*interpreted(), *_PARALLEL, "-m", "interpreter and not slow"),
                 0,
                 INTERPRET,
             ),
-            distributed(2, marked="not slow"),
+            # What becomes of each form of a graph is shown with the one-sided strategies.
+            distributed(2, only="not (test_compiled_matmuls and test_forms)", marked="not slow"),
             # What does not divide by three: heads, rows, positions.
             distributed(
                 3,
@@ -136,6 +150,9 @@ def layers(kind: str) -> list[Layer]:
                 "call_depth",
                 "fused_parts",
                 "tp_one_sided",
+                "tp_all_reduce",
+                "tp_epochs",
+                "tp_choices",
                 "tp_failures",
                 "row_norm",
                 "tp_inference",
@@ -155,6 +172,8 @@ def layers(kind: str) -> list[Layer]:
                 "strategies",
                 "fused_parts",
                 "tp_one_sided",
+                "tp_epochs",
+                "tp_choices",
                 "row_norm",
                 only="two_shot.py or test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
@@ -165,7 +184,12 @@ def layers(kind: str) -> list[Layer]:
         slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
         return [
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
-            Layer("interpreter, slow", (*slow, "slow and interpreter"), 0, INTERPRET),
+            Layer(
+                "interpreter, slow",
+                (*interpreted(), *_PARALLEL, "-m", "slow and interpreter"),
+                0,
+                INTERPRET,
+            ),
             distributed(2, marked="slow"),
             one_sided(2, "compiled_matmuls", marked="slow"),
             distributed(3, "compiled_matmuls"),

@@ -40,10 +40,7 @@ CASES = [
 
 
 #: With four ranks more than one waits for another that waits itself.
-OF_FOUR = [
-    ("kill", "fused,two_shot"),
-    ("kill", "all_reduce/gemm_all_reduce,all_reduce/low_latency"),
-]
+OF_FOUR = [("kill", "fused,two_shot,all_reduce/gemm_all_reduce,all_reduce/low_latency")]
 
 
 def lose_a_rank(fault: str, strategies: str, device: str, folder: Path, ranks: int = 3) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -36,13 +37,18 @@ def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
-IMPORTS = {path.relative_to(PACKAGE): imported(path) for path in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache  # not at import, which every worker of pytest-xdist does
+def imports() -> dict[Path, set[str]]:
+    return {path.relative_to(PACKAGE): imported(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def importers(wrong: Callable[[Path, str], bool]) -> list[str]:
     """The imports that are wrong, as "file: module"."""
     return [
-        f"{path}: {name}" for path, names in IMPORTS.items() for name in names if wrong(path, name)
+        f"{path}: {name}"
+        for path, names in imports().items()
+        for name in names
+        if wrong(path, name)
     ]
 
 
@@ -87,7 +93,7 @@ def test_testing_is_for_tests_alone() -> None:
 def test_nothing_looks_at_hooks() -> None:
     """A fast form is an object that somebody makes, not what a module finds where it has no hooks."""
     hooks = re.compile(r"_(forward|backward|state_dict)_(pre_)?hooks\b|_has_hooks\b|\bhas_hooks\b")
-    assert not [x for x in IMPORTS if hooks.search((PACKAGE / x).read_text("utf-8"))]
+    assert not [x for x in imports() if hooks.search((PACKAGE / x).read_text("utf-8"))]
 
 
 #: What tells of Triton's launches and compilations, and of what torch calls.
@@ -104,7 +110,7 @@ MAY_NAME = {
 
 def test_nothing_observes_launches() -> None:
     """A launcher returns its launches; no hook, patch or mode finds out what a call has launched."""
-    seen = {x.as_posix() for x in IMPORTS if OBSERVERS.search((PACKAGE / x).read_text("utf-8"))}
+    seen = {x.as_posix() for x in imports() if OBSERVERS.search((PACKAGE / x).read_text("utf-8"))}
     assert seen == set(MAY_NAME)
 
 
@@ -120,7 +126,7 @@ def patches(node: ast.AST) -> bool:
 def test_nothing_patches_launches() -> None:
     assert not [
         f"{path}:{node.lineno}"
-        for path in IMPORTS
+        for path in imports()
         for node in ast.walk(ast.parse((PACKAGE / path).read_text("utf-8")))
         if patches(node)
     ]

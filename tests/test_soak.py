@@ -12,7 +12,7 @@ from .interpreting import needs_interpreter
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("work", "calls"), [("decode", 8), ("tp_linear", 20)])
+@pytest.mark.parametrize(("work", "calls"), [("decode", 5), ("tp_linear", 10)])
 def test_a_few_calls(work: str, calls: int) -> None:
     done = subprocess.run(
         [

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dist.one_sided_matmuls import METHODS, STRATEGIES, check_sum, draw, of_rank
 from tests.dist.test_tp_linear import leaf
-from tests.dist.test_tp_one_sided import METHODS, STRATEGIES, check_sum, draw, of_rank
 from tests.pairwise import pairwise
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from torch_fdattn.ops.gemm import float8

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist.dense_layers import HIDDEN, config, dense_mlp
+from tests.dist.one_sided_matmuls import STRATEGIES, check_sum, draw, of_rank
 from tests.dist.test_tp_linear import leaf
-from tests.dist.test_tp_one_sided import STRATEGIES, check_sum, draw, of_rank
 from torch_fdattn.dist import TPMLP, all_gather_matmul
 from torch_fdattn.dist.tensor_parallel.layers import TokenRows
 from torch_fdattn.ops import swiglu

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.dist.test_tp_one_sided import check_sum, draw, of_rank
+from tests.dist.one_sided_matmuls import check_sum, draw, of_rank
 from torch_fdattn.dist import (
     PeerTimeout,
     matmul_all_reduce,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dist.one_sided_matmuls import check_sum, draw, of_rank
 from tests.dist.test_tp_linear import leaf
-from tests.dist.test_tp_one_sided import check_sum, draw, of_rank
 from torch_fdattn.dist import PeerTimeout, matmul_all_reduce_rms_norm, set_timeout
 from torch_fdattn.dist.symm.channel import _channels
 from torch_fdattn.dist.tensor_parallel import one_sided

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.dist.dense_layers import HIDDEN, config
+from tests.dist.one_sided_matmuls import STRATEGIES, _kernels, by_tiles, draw, of_rank  # noqa: F401
 from tests.dist.parts import randomise
-from tests.dist.test_tp_one_sided import STRATEGIES, _kernels, by_tiles, draw, of_rank  # noqa: F401
 from torch_fdattn.dist import (
     TPMLP,
     PeerTimeout,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +13,24 @@ from torch_fdattn.ops.library import launches
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
 hf = pytest.importorskip("transformers.masking_utils", reason="transformers is the reference here")
 
+
 SMALL = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+
+
 WINDOW = {"head_dim": 16, "sliding_window": 6}
+
+
 DECODERS = {
     "Llama": {},
     "Mistral": {"sliding_window": 6},
     "Gemma2": {**WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     "GptOss": {**WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
+
+
 LENGTH, PADDED = 20, 5
 
 
@@ -296,9 +302,6 @@ def test_on_a_gpu(name, side):
     assert torch.equal(ours.generate(ids, **options, **static), wanted)
 
 
-# One layer's call.
-
-
 def qkv(heads=4, queries=8, keys=8):
     return [torch.randn(2, heads, n, 16) for n in (queries, keys, keys)]
 
@@ -354,61 +357,3 @@ def test_users_float_mask():
 def test_masks_that_are_not_ours(mask, message):
     with pytest.raises(ValueError, match=message):
         dropin.fdattn_attention(LAYER, *qkv(), mask)
-
-
-def test_what_there_is_not():
-    with pytest.raises(NotImplementedError, match="no continuous batching"):
-        dropin.fdattn_attention(LAYER, *qkv(), None, cache=object())
-    cu = torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="cu_seq_lens_q needs a batch of one row, got 2 rows"):
-        dropin.fdattn_attention(LAYER, *qkv(), None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-    one, bias = [x[:1] for x in qkv()], torch.zeros(1, 4, 8, 8)
-    with pytest.raises(NotImplementedError, match="position_bias with cu_seq_lens_q"):
-        dropin.fdattn_attention(LAYER, *one, None, cu_seq_lens_q=cu, position_bias=bias)
-    with pytest.warns(UserWarning, match="makes no attention weights"):
-        assert dropin.fdattn_attention(LAYER, *qkv(), None, output_attentions=True)[1] is None
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_models_that_attend_by_themselves_are_refused(compiled):
-    """BLOOM adds its mask to its scores, whatever it is given as one."""
-    torch._dynamo.reset()
-    config = transformers.BloomConfig(
-        vocab_size=64, hidden_size=64, n_layer=1, n_head=4, attn_implementation="fdattn"
-    )
-    model = transformers.BloomModel(config).eval()
-    if compiled:
-        model = torch.compile(model, backend="eager")
-    message = "BloomModel of transformers .* does not take its attention from AttentionInterface"
-    # Dynamo wraps what is raised while it traces.
-    with pytest.raises(Exception if compiled else NotImplementedError, match=message):
-        model(tokens()[0], use_cache=False)
-
-
-def test_continuous_batching_is_refused():
-    """By transformers, before anything runs: with these, an unknown cache would be attended to."""
-    _, ours = decoders("Llama")
-    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
-    with pytest.raises((ValueError, KeyError), match="fdattn"):
-        ours.generate_batch([[3, 4, 5]], generation_config=config)
-
-
-def test_versions(monkeypatch):
-    def old(batch_size, cache_position, kv_length):
-        raise AssertionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hf, "sdpa_mask", old)
-        with pytest.raises(ImportError, match=r"needs transformers >= 5\.5, got transformers \d"):
-            dropin.register()
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install \"torch-fdattn\[transformers\]\""):
-        dropin.register()
-
-
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
-def test_what_would_be_lost_is_refused(name):
-    """Sparse models tell any interface but eager's and sdpa's of their choice of keys by an argument."""
-    q = torch.randn(1, 2, 3, 16)
-    with pytest.raises(NotImplementedError, match=f"does not know {name} "):
-        dropin.fdattn_attention(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1)})

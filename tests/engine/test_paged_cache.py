@@ -62,6 +62,7 @@ def test_greedy_tokens_equal_the_definition(device, architecture, page_size):
     expect_pages(engine.cache)
 
 
+@pytest.mark.slow  # of random models there is a test of each of its parts
 @needs_smollm2
 def test_smollm2_writes_the_same_tokens(device):
     """In a batch of different lengths, of which one is longer than what paged_decode takes at once."""

@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_fdattn
+from tests.pairwise import pairwise
 from torch_fdattn.testing import make_tensor
 
 CAUSAL = {"causal": True}
@@ -45,9 +46,11 @@ USES = pytest.mark.parametrize(
 )
 
 
-@BACKENDS
-@USES
-@pytest.mark.parametrize("op", [torch_fdattn.attention, torch_fdattn.decode])
+@pairwise(
+    op=[torch_fdattn.attention, torch_fdattn.decode],
+    use=[("out",), ("lse",), ("out", "lse")],
+    backend=["aot_eager", "inductor"],
+)
 def test_training_step(op, use, backend, device):
     """Projection, attention, loss: outputs, gradients and the gradients' strides equal eager's."""
     weight = torch.randn(16, 16, device=device, requires_grad=True)
@@ -204,7 +207,11 @@ def test_no_recompile_over_the_parameters_of_a_sharded_cache(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("numbers", [(0.3, 20.0, 0.5), (2, 20, 0), (2, 20, 1)], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [(0.3, 20.0, 0.5), (2, 20, 1), pytest.param((2, 20, 0), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_numbers_that_are_traced(numbers, device):
     """Under dynamic=True a module's floats are inputs of the graph, and so are ints."""
     seed = torch.tensor([3, 4], device=device)

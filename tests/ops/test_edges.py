@@ -46,7 +46,7 @@ def int32(*values, device):
 )
 def test_fp32_rows_dominated_by_one_key(options, device):
     """Their dS cancels to rounding, which the error rule cannot budget (`testing/cases.py`): bound 2e-5."""
-    inputs = qkv(device, q_len=21, head_dim=64)
+    inputs = qkv(device, heads=2, kv_heads=1, q_len=21, head_dim=64)
     dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:-1], device=device)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     exact_out, exact_lse = attention_oracle(*doubles, **options)
@@ -171,7 +171,7 @@ def test_expanded_output_gradients(op, device):
 
 @BACKWARD
 def test_gradients_of_one_output_alone(op, device):
-    inputs = qkv(device)
+    inputs = qkv(device, batch=1, heads=2, kv_heads=1)
 
     def both(weight_out, weight_lse):
         out, lse = op(*inputs)

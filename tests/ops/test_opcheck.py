@@ -19,10 +19,16 @@ LAYOUTS = [
 KINDS = pytest.mark.parametrize(
     ("layouts", "dtype", "given"),
     [
-        *((layouts, torch.float32, i % 2 == 0) for i, layouts in enumerate(LAYOUTS)),
+        *(
+            # Every rank-4 layout of a dense order is treated like "transposed".
+            pytest.param(
+                layouts, torch.float32, i % 2 == 0, marks=pytest.mark.slow if i == 1 else ()
+            )
+            for i, layouts in enumerate(LAYOUTS)
+        ),
         (PLAIN, torch.float32, False),
         (PLAIN, torch.bfloat16, True),
-        (PLAIN, torch.float64, False),
+        pytest.param(PLAIN, torch.float64, False, marks=pytest.mark.slow),
     ],
     ids=lambda kind: "-".join(dict.fromkeys(kind)) if isinstance(kind, tuple) else str(kind),
 )

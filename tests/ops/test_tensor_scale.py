@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torch_fdattn
-from tests.ops.decode.test_serving import in_pages, int32
+from tests.ops.decode.inputs import in_pages, int32
 from torch_fdattn.testing import make_tensor
 
 

@@ -12,28 +12,36 @@ PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "page
 WRITTEN = ("k_cache", "v_cache", "q")
 
 
-@PAGED
-@pytest.mark.parametrize("options", [(), None], ids=["none", "all"])
+#: (Layout of the new tokens, the cache's dtype).
+KINDS = (
+    ("bhsd", torch.float32),
+    ("transposed", torch.bfloat16),
+    ("slice", torch.float32),
+    ("bhsd", torch.float8_e4m3fn),
+    ("packed", torch.int8),
+)
+MORE_KINDS = (
+    ("bshd", torch.float32),
+    ("packed", torch.float16),
+    ("every_other", torch.float32),
+    ("bshd", torch.float8_e5m2),
+)
+
+
 @pytest.mark.parametrize(
-    ("layout", "cache_dtype"),
+    ("paged", "options", "layout", "cache_dtype"),
     [
-        ("bhsd", torch.float32),
-        ("transposed", torch.bfloat16),
-        ("slice", torch.float32),
-        ("bhsd", torch.float8_e4m3fn),
-        ("packed", torch.int8),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in (
-                ("bshd", torch.float32),
-                ("packed", torch.float16),
-                ("every_other", torch.float32),
-                ("bshd", torch.float8_e5m2),
-            )
-        ),
+        # Pages by turns: all of it in the slow ones.
+        pytest.param(
+            paged, options, *kind,
+            marks=() if kind in KINDS and paged == ((i + (options is None)) % 2 == 1) else pytest.mark.slow,
+        )
+        for i, kind in enumerate((*KINDS, *MORE_KINDS))
+        for options in ((), None)
+        for paged in (False, True)
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_opcheck(paged, options, layout, cache_dtype, device):
     given = arguments(
         device, paged=paged, layout=layout, cache_dtype=cache_dtype, v_dim=24,

@@ -52,7 +52,8 @@ def test_gradcheck_of_out_and_lse(op, options):
     }
     q = torch.randn(2, 2, 3, 16, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 1, 7, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda *x: op(*x, **options), (q, k, v))
+    # A random projection of the derivative, not each of its columns.
+    assert torch.autograd.gradcheck(lambda *x: op(*x, **options), (q, k, v), fast_mode=True)
 
 
 def test_gradcheck_where_some_rows_see_nothing():
@@ -65,7 +66,7 @@ def test_gradcheck_where_some_rows_see_nothing():
         out, lse = torch_fdattn.attention(*x, lens, causal=True)
         return out, lse.masked_fill(lse == float("-inf"), 0.0)
 
-    assert torch.autograd.gradcheck(finite, (q, k, v))
+    assert torch.autograd.gradcheck(finite, (q, k, v), fast_mode=True)
 
 
 def test_many_query_blocks():

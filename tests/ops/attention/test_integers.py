@@ -9,6 +9,8 @@ from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import assert_launched, expected_path
 
 QUERIES, KEYS, SEEN, MEAN = 65, 80, 16, 3
+#: Sequences: each takes the interpreter as long as the first.
+BATCH = 1 if INTERPRET else 2
 #: Head dims and features that have tiles of their own in `configs.py`.
 HEAD_DIMS = (16, 64, 80, 128, 256, 512)
 FEATURES = (
@@ -39,15 +41,15 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
     """(what is asked for, which keys each query sees: sixteen of whole pairs, or all)."""
     pairs, row = torch.arange(KEYS) // 2, torch.arange(QUERIES)[:, None]
     some = (pairs - row) % 5 == 0  # eight pairs a query
-    lens = torch.tensor([SEEN, SEEN], dtype=torch.int32, device=device)
+    lens = torch.tensor([SEEN] * BATCH, dtype=torch.int32, device=device)
     first = (torch.arange(KEYS) < SEEN).expand(QUERIES, -1)
     match feature:
         case "causal":  # of queries behind all keys
-            start = torch.full((2,), KEYS, dtype=torch.int32, device=device)
+            start = torch.full((BATCH,), KEYS, dtype=torch.int32, device=device)
             return dict(kv_lens=lens, q_start=start, causal=True), first
         case "window" | "softcap, ALiBi, window":
             behind = row + SEEN - 1 - torch.arange(KEYS)
-            start = torch.full((2,), SEEN - 1, dtype=torch.int32, device=device)
+            start = torch.full((BATCH,), SEEN - 1, dtype=torch.int32, device=device)
             more = dict(softcap=2.0, alibi_slopes=torch.zeros(4, device=device))
             found = dict(q_start=start, window=(SEEN - 1, 0), **(more if "," in feature else {}))
             return found, (behind >= 0) & (behind < SEEN)
@@ -57,7 +59,9 @@ def options_of(feature: str, device: str, dtype: torch.dtype) -> tuple[dict, tor
             hidden = torch.zeros(QUERIES, KEYS, dtype=dtype).masked_fill(~some, float("-inf"))
             return dict(attn_mask=hidden.to(device).requires_grad_()), some
         case "padding":
-            return dict(attn_mask=first[:1].expand(2, 1, 1, KEYS).contiguous().to(device)), first
+            return dict(
+                attn_mask=first[:1].expand(BATCH, 1, 1, KEYS).contiguous().to(device)
+            ), first
         case "softcap, ALiBi":
             slopes = torch.zeros(4, device=device)
             return dict(kv_lens=lens, softcap=2.0, alibi_slopes=slopes), first
@@ -75,12 +79,12 @@ def test_integers_are_exact(dtype, feature, head_dim, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter has no bfloat16")
     options, seen = options_of(feature, device, dtype)
-    half = torch.randint(-2, 3, (2, 2, SEEN // 2, head_dim))
+    half = torch.randint(-2, 3, (BATCH, 2, SEEN // 2, head_dim))
     values = MEAN + torch.stack([half, -half], 3).flatten(2, 3)  # each pair's mean is MEAN
     values = values.repeat(1, 1, KEYS // SEEN, 1)  # and that of any sixteen in a row
     values[..., 16:] = MEAN
-    q = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
-    k = torch.randint(-4, 5, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    q = torch.zeros(BATCH, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = torch.randint(-4, 5, (BATCH, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
     v = values.to(device, dtype).requires_grad_()
     paths = [expected_path(f"attention_{x}", device, dtype) for x in ("forward", "backward")]
     with assert_launched(*paths):
@@ -109,12 +113,12 @@ def test_integers_are_exact_under_dropout(dtype, feature, head_dim, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter has no bfloat16")
     options, seen = options_of(feature, device, dtype)
-    start = options.setdefault("q_start", torch.zeros(2, dtype=torch.int32, device=device))
+    start = options.setdefault("q_start", torch.zeros(BATCH, dtype=torch.int32, device=device))
     dropout = Dropout(0.5, torch.tensor([3, 5], device=device))
-    q = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
-    k = torch.randint(-4, 5, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
-    v = torch.randint(1, 6, (2, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
-    dout = torch.zeros(2, 4, QUERIES, head_dim, dtype=dtype, device=device)
+    q = torch.zeros(BATCH, 4, QUERIES, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = torch.randint(-4, 5, (BATCH, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    v = torch.randint(1, 6, (BATCH, 2, KEYS, head_dim)).to(device, dtype).requires_grad_()
+    dout = torch.zeros(BATCH, 4, QUERIES, head_dim, dtype=dtype, device=device)
     dout[..., 0] = 1
     paths = [expected_path(f"attention_{x}", device, dtype) for x in ("forward", "backward")]
     with assert_launched(*paths):
@@ -126,7 +130,7 @@ def test_integers_are_exact_under_dropout(dtype, feature, head_dim, device):
     torch.testing.assert_close(lse, torch.full_like(lse, SEEN).log())
     positions = start[:, None] + torch.arange(QUERIES, device=device)
     keys = torch.arange(KEYS, device=device)[None]
-    kept = kept_weights(dropout, positions, keys, 2, 4).double()
+    kept = kept_weights(dropout, positions, keys, BATCH, 4).double()
     assert 0.4 < kept.mean() < 0.6
     p = seen.to(device).double() / SEEN
     whole_k, whole_v = (x.detach().double().repeat_interleave(2, 1) for x in (k, v))

@@ -39,7 +39,14 @@ OPTIONS = {
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("plain", 1), ("plain", 5), ("window", 5), ("features", 1), ("starts", 5), ("invariant", 1)],
+    [
+        ("plain", 1),
+        pytest.param("plain", 5, marks=pytest.mark.slow),
+        ("window", 5),
+        ("features", 1),
+        ("starts", 5),
+        ("invariant", 1),
+    ],
 )
 def test_as_decode(name, tokens, kernel_device):
     """The same bits, time after time, of other tensors."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_fdattn
-from tests.ops.decode.test_serving import in_pages, int32
+from tests.ops.decode.inputs import in_pages, int32
 from torch_fdattn.testing import attention_oracle, make_tensor
 
 LENS = (75, 3, 0)

@@ -43,7 +43,7 @@ def under_torchrun(lines: str, ranks: int, *command: str) -> subprocess.Complete
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [sys.executable, *torchrun, "-m", "torch_fdattn", *command],
-        cwd=Path(__file__).parents[1], input=lines, capture_output=True, text=True, timeout=300,
+        cwd=Path(__file__).parents[2], input=lines, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 

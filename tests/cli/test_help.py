@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
 pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
-from tests.test_cli import invoke
+from tests.cli.commands import invoke
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> str:

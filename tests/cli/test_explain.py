@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
 pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
 
-from tests.test_cli import invoke, refused
+from tests.cli.commands import invoke, refused
 
 CASE = """\
 import torch
@@ -210,7 +210,7 @@ def test_what_the_users_function_raises_is_one_line(folder, target, line):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(folder):
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "torch_fdattn", "explain", "case.py:none"], stdout=full,

@@ -15,7 +15,7 @@ import pytest
 from tests.ports import free_port
 from torch_fdattn.doctor.torchrun import PROBE_SECONDS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TIMEOUT = 6.0
 # torch is imported by every process and by its trials, all at once on two busy cores.
 START_SECONDS = 60.0

@@ -1,0 +1,14 @@
+"""The faults, as data: what is planted where, and which tests must notice.
+
+Each is one that a hurried edit could make. `old` must occur exactly once in the file, so that a fault cannot
+silently stop being planted when the code changes.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.faults import attention, caches, distributed, host
+from tests.mutants.faults.fault import Fault, Tests
+
+__all__ = ["FAULTS", "Fault", "Tests"]
+
+FAULTS = (*attention.FAULTS, *caches.FAULTS, *host.FAULTS, *distributed.FAULTS)

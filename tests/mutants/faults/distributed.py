@@ -1,0 +1,148 @@
+"""Faults of what ranks do together: shards, exchanges, tensor parallelism, lost ranks."""
+
+from __future__ import annotations
+
+from tests.mutants.faults.fault import Fault
+from tests.mutants.faults.runs import (
+    DECODE_TWO_SHOT,
+    DIST,
+    FUSED_PARTS,
+    MATMULS,
+    ONE_SIDED,
+    SURVIVORS,
+    SWIGLU,
+    TP_INFERENCE,
+)
+
+_KERNELS = "torch_fdattn/ops"
+FAULTS = (
+    Fault(
+        "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
+        "came &= await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)",
+        "came &= True", MATMULS,
+    ),
+    Fault(
+        "a late rank's rows taken before they came", "torch_fdattn/dist/tensor_parallel/fused_gather.py",
+        "            await_flag(arrived + source, source, epoch, state_ptr, fault_ptr, limit_ns)\n",
+        "", MATMULS,
+    ),
+    Fault(
+        "the last tile's flag forgotten", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
+        "    if waiting >= 0:\n        _raise(",
+        "    if waiting >= tiles:\n        _raise(", MATMULS,
+    ),
+    Fault(
+        "gradients of a parallel inference form", f"{_KERNELS}/merged_linear.py",
+        "    if any(x.requires_grad for x in inputs) or any(", "    if any(", TP_INFERENCE,
+    ),
+    Fault(
+        "gate and up in each other's place", "torch_fdattn/ops/gemm/persistent_swiglu_gemm.py",
+        "rounded_swiglu(gate, up, DTYPE)", "rounded_swiglu(up, gate, DTYPE)", SWIGLU,
+    ),
+    Fault(
+        "SwiGLU before a bias is added", "torch_fdattn/dist/tensor_parallel/one_sided.py",
+        'if strategy != "copy_engine" or any(bias is not None for bias in biases):', 'if strategy != "copy_engine":', SWIGLU,
+    ),
+    Fault(
+        "what the last call brought is left in memory", "torch_fdattn/dist/tensor_parallel/gemm_all_reduce.py",
+        "    clear(addresses_ptr, rank, turn, before, each, buffer_bytes, SLOTS, SOURCES, _CLEARED)\n", "", MATMULS,
+    ),
+    Fault(
+        "an uneven rank's rows by those of the ranks behind it", "torch_fdattn/dist/tensor_parallel/low_latency.py",
+        "first = sum(rows[:rank])", "first = sum(rows[rank + 1 :])", MATMULS,
+    ),
+    Fault(
+        "ranks deal blocks to a neighbour", "torch_fdattn/dist/kv_cache/shard_map.py",
+        "mine = block % self.world_size == self.rank", "mine = (block + 1) % self.world_size == self.rank", DIST,
+    ),
+    Fault(
+        "global lengths taken for local ones", "torch_fdattn/dist/decode/local_mask.py",
+        "kv_lens=shards.local_lengths(lengths).clamp(max=capacity),", "kv_lens=lengths.clamp(max=capacity),", DIST,
+    ),
+    Fault(
+        "dQ not summed over ranks", "torch_fdattn/dist/decode/op.py",
+        'dq = torch.ops._c10d_functional.all_reduce(dq, "sum", ctx.group.group_name)', "dq = dq.clone()", DIST,
+    ),
+    Fault(
+        "one half for all epochs", "torch_fdattn/dist/symm/signals.py",
+        "tl.load(addresses_ptr + rank) + (epoch & 1) * half_bytes", "tl.load(addresses_ptr + rank)", ONE_SIDED,
+    ),
+    Fault(
+        "packets of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
+        "(inside & (((packets >> 32) & 0xFFFFFFFF) != epoch))", "(inside & (((packets >> 32) & 0xFFFFFFFF) == 0))", ONE_SIDED,
+    ),
+    Fault(
+        "flags of any epoch accepted", "torch_fdattn/dist/symm/signals.py",
+        "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags != raised))",
+        "    flags = tl.load(flags_ptr, mask=inside, other=0, volatile=True)\n    missing = (inside & (flags == 0))",
+        ONE_SIDED,
+    ),
+    Fault(
+        "flags that data looks like", "torch_fdattn/dist/symm/signals.py",
+        "return epoch * -7046029254386353131", "return epoch", ONE_SIDED,
+    ),
+    Fault(
+        "flags before data", "torch_fdattn/dist/decode/push.py",
+        "    for i in tl.static_range(1, WORLD):\n        peer = (rank + i) % WORLD\n        if (OWNERS == 1) | (peer == owner):\n"
+        "            address = at_rank(addresses_ptr, peer, epoch, half_bytes)\n            push_rows(",
+        "    early = tl.arange(0, SOURCES)\n    rest = (early < WORLD) & (early != rank)\n"
+        "    raise_flags(flags_at(addresses_ptr, early, rest, epoch, half_bytes) + rank, rest & sends, epoch)\n"
+        "    for i in tl.static_range(1, WORLD):\n        peer = (rank + i) % WORLD\n        if (OWNERS == 1) | (peer == owner):\n"
+        "            address = at_rank(addresses_ptr, peer, epoch, half_bytes)\n            push_rows(",
+        ONE_SIDED,
+    ),
+    Fault(
+        "a rank that gave up goes on sending", "torch_fdattn/dist/symm/signals.py",
+        "return (broken == 0) | (broken == epoch)", "return (broken == 0) | (broken != 0)", ONE_SIDED,
+    ),
+    Fault(
+        "epochs pass through zero", "torch_fdattn/dist/symm/signals.py",
+        "tl.where(epoch == 0xFFFFFFFF, 2, epoch + 1)", "(epoch + 1) & 0xFFFFFFFF", ONE_SIDED,
+    ),
+    Fault(
+        "another KV head's parts", "torch_fdattn/dist/decode/fused_parts.py",
+        "packed // BLOCK_M * kv_heads + h // group", "packed // BLOCK_M * kv_heads + h % kv_heads", FUSED_PARTS,
+    ),
+    Fault(
+        "parts that nobody wrote", "torch_fdattn/dist/decode/fused_parts.py",
+        "if splits == 1:", "if splits == 0:", FUSED_PARTS,
+    ),
+    Fault(
+        "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",
+        "tl.store(lse_ptr, ll_packet(lses, epoch), mask=row_in)",
+        "tl.store(lse_ptr, ll_packet(lses.to(tl.float16).to(tl.float32), epoch), mask=row_in)", ONE_SIDED,
+    ),
+    Fault(
+        "a rank's own part forgotten", "torch_fdattn/dist/decode/rows.py",
+        "lses = tl.where(mine[:, None], own_lses[None, :], lses)",
+        "lses = tl.where(mine[:, None], float(\"-inf\"), lses)", ONE_SIDED,
+    ),
+    Fault(
+        "what did not come is not NaN", "torch_fdattn/dist/decode/rows.py",
+        "values = tl.where(came, values, float(\"nan\"))", "values = tl.where(came, values, 0.0)", SURVIVORS,
+    ),
+    Fault(
+        "an owner blamed for whom it waits for", "torch_fdattn/dist/decode/two_shot.py",
+        "tl.where(other, absent - 1, owner)", "owner", SURVIVORS,
+    ),
+    Fault(
+        "an earlier call's packets are left in memory", "torch_fdattn/dist/decode/two_shot.py",
+        "    clear_all(addresses_ptr, rank, turn, tl.where(whole, before, 0), buffer_bytes, _CLEARED)\n", "", DECODE_TWO_SHOT,
+    ),
+    Fault(
+        "a broken channel takes an earlier call's packets", "torch_fdattn/dist/decode/two_shot.py",
+        "    travels = row_in & whole\n", "    travels, whole = row_in & whole, row_in.shape[0] > 0\n", DECODE_TWO_SHOT,
+    ),
+    Fault(
+        "an lse of zero looks as if it had not come", "torch_fdattn/dist/decode/two_shot.py",
+        "nonzero_packets(lse_bits, tl.float32)", "lse_bits", DECODE_TWO_SHOT,
+    ),
+    Fault(
+        "an owner's tiles beyond its rows", "torch_fdattn/dist/decode/rows.py",
+        "limit = share if INTERPRET else in_a_warp", "limit = 1 << 62 if INTERPRET else in_a_warp", SURVIVORS,
+    ),
+    Fault(
+        "faults outlive their group", "torch_fdattn/dist/symm/faults.py",
+        "(word for word in _registry if not word.is_left())", "_registry", SURVIVORS,
+    ),
+)  # fmt: skip

@@ -1,0 +1,73 @@
+"""The runs of tests that notice faults, each named by what it is of."""
+
+from __future__ import annotations
+
+from tests.mutants.faults.fault import Tests
+
+_OPS = "tests/ops"
+ATTENTION = Tests(
+    "attention kernels", (f"{_OPS}/attention", f"{_OPS}/test_edges.py"), interpret=True
+)
+ROWS = Tests("rows of masks", (f"{_OPS}/attention/test_row_ranges.py",), interpret=True)
+EDGES = Tests("edges", (f"{_OPS}/test_edges.py",), interpret=True)
+ORDER = Tests("order of programs", (f"{_OPS}/attention/test_order.py",), interpret=True)
+PREPARED = Tests(
+    "prepared calls",
+    tuple(
+        f"tests/compile_only/test_{name}.py"
+        for name in ("prepared", "prepared_attention", "tensor_maps")
+    ),
+)
+DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
+VARLEN = Tests(
+    "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
+)
+VARLEN_MASKS = Tests(
+    "packed sequences' masks", (f"{_OPS}/varlen_attention/test_varlen_masks.py",), interpret=True
+)
+MERGE = Tests("merge kernels", (f"{_OPS}/merge_states",), interpret=True)
+APPEND = Tests("append kernel", (f"{_OPS}/append_kv",), interpret=True)
+WRITES = Tests("writes", (f"{_OPS}/append_kv/test_append_framework.py",))
+REFERENCE = Tests(
+    "references", (f"{_OPS}/attention", f"{_OPS}/merge_states", f"{_OPS}/test_edges.py")
+)
+CPU = Tests("CPU tensors", (f"{_OPS}/attention/test_cpu.py",))
+FRAMEWORK = Tests(
+    "framework",
+    (
+        f"{_OPS}/test_opcheck.py",
+        f"{_OPS}/test_autograd.py",
+        f"{_OPS}/test_autocast.py",
+        f"{_OPS}/test_flops.py",
+    ),
+)
+ONE_SIDED = Tests(
+    "one-sided exchanges",
+    ("tests/dist/test_signals.py", "tests/dist/test_one_sided.py"),
+    interpret=True,
+    ranks=2,
+)
+FUSED_PARTS = Tests(
+    "parts merged by the exchange", ("tests/dist/test_fused_parts.py",), interpret=True, ranks=2
+)
+DECODE_TWO_SHOT = Tests(
+    "sharded decode in two shots",
+    ("tests/dist/test_decode_two_shot.py",),
+    interpret=True,
+    ranks=3,
+)
+SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
+MATMULS = Tests(
+    "tensor-parallel matmuls",
+    tuple(f"tests/dist/test_{name}.py" for name in ("tp_one_sided", "tp_all_reduce", "tp_epochs")),
+    interpret=True,
+    ranks=2,
+)
+INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpret=True)
+TP_INFERENCE = Tests(
+    "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
+)
+SWIGLU = Tests(
+    "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
+)
+DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
