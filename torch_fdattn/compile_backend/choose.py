@@ -110,6 +110,7 @@ def _check_gradients(attention: MatchedAttention) -> None:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
         sources = [tensor(x.node) for x in (attention.q, attention.k, attention.v)]
         sources += [tensor(kept.term.node) for kept in attention.mask.kept]
+        sources += [tensor(x.node) for x in attention.temperatures if is_tensor(x.node)]
         sources += [tensor(attention.sinks[1])] if attention.sinks is not None else []
         last = [x for x in attention.result.all_input_nodes if tensor(x).requires_grad]
         _unsupported_if(not last and any(x.requires_grad for x in sources), "gradient")
