@@ -254,7 +254,6 @@ EINSUMS = {
     "... of merged heads": lambda q, k, v: torch.einsum(
         "...qk,...kd->...qd", torch.einsum("...qd,...kd->...qk", _merged(q), _merged(k)).softmax(-1), _merged(v)
     ),
-    "without an arrow": lambda q, k, v: torch.einsum("abij,abkj", q / 4, k).softmax(-1) @ v,
     "one head of K and V": lambda q, k, v: torch.einsum(
         "bhqk,bkd->bhqd", torch.einsum("bhqd,bkd->bhqk", q / 4, k[:, 0]).softmax(-1), v[:, 0]
     ),
@@ -312,7 +311,6 @@ BOOL_ADDED = {
     "a mask of one for each key": lambda q, k, v: (_scores(q, k) / 4 + ~hidden()).softmax(-1) @ v,
     "given": lambda q, k, v: (_scores(q, k) / 4 + (v[:, :1, :, :8] > 0)).softmax(-1) @ v,
     "in place": lambda q, k, v: _scores(q, k).div_(4).add_(v[0, 0, :, :8] > 0).softmax(-1) @ v,
-    "subtracted from": lambda q, k, v: (_scores(q, k) / 4 - (v[0, 0, :, :8] > 0).to(torch.int64)).softmax(-1) @ v,
 }  # fmt: skip
 
 ALL = {

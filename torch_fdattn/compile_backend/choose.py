@@ -13,6 +13,7 @@ import torch
 from torch_fdattn.compile_backend.graph.mutations import written_after
 from torch_fdattn.compile_backend.graph.nodes import (
     described,
+    guarding_hint,
     is_tensor,
     statically_true,
     tensor,
@@ -52,6 +53,9 @@ def choose(attention: MatchedAttention) -> OpCall:
         raise Unsupported("scale", f"the scale is {scale:g}, not a positive number")
     check_hidden_rows(attention)
     _check_gradients(attention)
+    # Kernels are made for a head dim, as are all graphs but those that were called with several.
+    for operand in (attention.q, attention.v):
+        int(operand.size(D))
     structure = attention.mask.structure
     if structure.chunk:
         return OpCall("varlen_attention", dtype, structure, scale)
@@ -130,10 +134,9 @@ def _unsupported_if(condition: bool, code: str, detail: str = "") -> None:
 def _check_shapes(attention: MatchedAttention) -> None:
     q, k, v = attention.q, attention.k, attention.v
     for dim in (q.size(D), v.size(D)):
-        if not statically_true(dim % 8 == 0, dim >= 16, dim <= 256):
-            raise Unsupported(
-                "head-dim", f"a head dim is {dim}, not known as a multiple of 8 from 16 to 256"
-            )
+        hint = guarding_hint(dim)
+        if hint is None or hint % 8 or not 16 <= hint <= 256:
+            raise Unsupported("head-dim", f"a head dim is {dim}, no multiple of 8 from 16 to 256")
     # The original ran: where sizes are symbols, it needs what ours needs, but that batches of one are broadcast.
     for a, b in ((q, k), (k, v)):
         if not statically_true(a.size(B) == b.size(B)):

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fdattn.compile_backend.graph.mutations import storages
-from torch_fdattn.compile_backend.graph.nodes import statically_true, value
+from torch_fdattn.compile_backend.graph.nodes import is_tensor, op_name, statically_true, value
 
 _FUNCTIONS = {
     operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub,
@@ -31,19 +31,28 @@ _METHODS = {
 }  # fmt: skip
 
 
+#: In the metadata of a node that is to be written in place again.
+TWIN = "fdattn_twin"
+#: Above them scores end.
+_ENDS = {
+    "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "einsum", "embedding", "linear", "matmul", "mm",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+_SOFTMAXES = {"_safe_softmax", "softmax"}
+
+
 class _Twin(NamedTuple):
     """What an operation was, and what its users were given."""
 
     node: Node
     aliases: list[Node]  #: what shares memory with its target, which is among them
     target: object
-    args: tuple
-    kwargs: dict
     users: list[tuple[Node, tuple, dict, tuple, dict]]  #: their arguments before and since
+    inplace: tuple[tuple, dict] = ((), {})  #: arguments that it has in place alone
 
 
 class Functionalized:
-    """A graph in which in-place operations on fresh tensors are out of place, until `restore`."""
+    """A graph in which operations on scores and weights are out of place, until `restore`."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._twins: list[_Twin] = []
@@ -51,6 +60,7 @@ class Functionalized:
         candidates = [node for node in nodes if _is_in_place(node)]
         if not candidates:
             return
+        scores = _scores(nodes)
         position = {node: i for i, node in enumerate(nodes)}
         sharing: dict[StorageWeakRef, list[Node]] = {}
         for node in nodes:
@@ -63,29 +73,61 @@ class Functionalized:
                 for other in sharing[storage]
                 if position[other] < position[node]
             ]
-            if _is_fresh(node, before, position) and _yields_the_same(node):
+            of_attention = node.args[0] in scores or op_name(node) == "dropout"
+            if of_attention and _is_fresh(node, before, position) and _yields_the_same(node):
                 self._replace(node, before, position)
+                if node.args[0] in scores:
+                    scores.add(node)
 
     def restore(self) -> None:
         """Writes in place again what is left of the twins, but where something new reads what was there before."""
         for twin in reversed(self._twins):
             node = twin.node
-            if node._erased or _is_read_behind(node, twin.aliases):
+            if node._erased:
                 continue
-            node.target, node.args, node.kwargs = twin.target, twin.args, twin.kwargs
+            del node.meta[TWIN]
+            if _is_read_behind(node, twin.aliases):
+                continue
+            args, kwargs = twin.inplace
+            node.target, node.args = twin.target, (*node.args, *args)
+            node.kwargs = {**node.kwargs, **kwargs}
             for user, args, kwargs, args_since, kwargs_since in twin.users:
                 if not user._erased and (user.args, user.kwargs) == (args_since, kwargs_since):
                     user.args, user.kwargs = args, kwargs
 
     def _replace(self, node: Node, before: list[Node], position: dict[Node, int]) -> None:
         target = node.args[0]
-        twin = _Twin(node, before, node.target, node.args, node.kwargs, [])
-        node.target, node.args, node.kwargs = _out_of_place(node)
+        was, found = (node.args, node.kwargs), _out_of_place(node)
+        inplace = was[0][len(found[1]) :], {x: y for x, y in was[1].items() if x not in found[2]}
+        twin = _Twin(node, before, node.target, [], inplace)
+        node.target, node.args, node.kwargs = found
+        node.meta[TWIN] = True
         for user in [x for x in target.users if position[x] > position[node]]:
             args, kwargs = user.args, user.kwargs
             user.replace_input_with(target, node)
             twin.users.append((user, args, kwargs, user.args, user.kwargs))
         self._twins.append(twin)
+
+
+def _scores(nodes: list[Node]) -> set[Node]:
+    """What has as many numbers as a softmax whose input is made of it, up to a product."""
+    found: set[Node] = set()
+    for softmax in nodes:
+        if op_name(softmax) not in _SOFTMAXES or not is_tensor(softmax):
+            continue
+        waiting, size = [x for x in softmax.all_input_nodes if is_tensor(x)][:1], value(softmax).numel()
+        while waiting:
+            node = waiting.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if op_name(node) not in _ENDS:
+                waiting += [
+                    x
+                    for x in node.all_input_nodes
+                    if is_tensor(x) and (op_name(node) == "cat" or statically_true(value(x).numel() == size))
+                ]
+    return found
 
 
 def _is_in_place(node: Node) -> bool:

@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.constants import constant
 from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import value
+from torch_fdattn.compile_backend.masks import floors
 from torch_fdattn.compile_backend.masks.chunks import is_chunked
 from torch_fdattn.compile_backend.masks.entries import Entry, Index, axis, index_of
 from torch_fdattn.compile_backend.masks.expressible import is_expressible
@@ -98,6 +99,8 @@ class MaskRecovery:
         and heads of a group; floor: below which no masked score is.
         """
         if not terms:
+            if floor is not None and floor.dtype == torch.float16 and not self._promised:
+                raise Unsupported("mask-value", "float16 scores, which may be -inf, are limited")
             return RecoveredMask()
         reads, makers = [], []
         for term in terms:
@@ -107,6 +110,10 @@ class MaskRecovery:
             makers += nodes
         _check_writes(reads)
         rows = HiddenRows(safe, value(until).requires_grad, sinks, self._promised)
+        if floor is not None and not self._promised and not floors.is_of_no_effect(reads, sizes):
+            limited = floors.limited(reads, floor, rows.needs_gradient)
+            reads = reads if limited is None else limited
+            rows = replace(rows, filled=limited is not None and all(x.bias is not None for x in reads))
         try:
             found = _taken_apart(reads, sizes, rows)
         except KeepAsTensors as why:

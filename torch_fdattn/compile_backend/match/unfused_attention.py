@@ -40,7 +40,8 @@ def match(node: Node, masks: MaskRecovery) -> MatchedAttention | None:
         return None
     scores, above = _or_unsupported(scores_of.below_softmax, source, frame)
     weights, below = _or_unsupported(weights_of.follow, node, frame)
-    if scores is None and weights is None:
+    moved = weights is not None and weights.labels != frame.softmax
+    if scores is None and (weights is None or moved):
         return None  # a classifier's or a router's softmax, or in no form of ours (`unmatched.py`)
     if above or below:
         raise above or below
