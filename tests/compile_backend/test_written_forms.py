@@ -108,7 +108,9 @@ def _bloom(q, k, v, alibi):
     scores = scores.view(2, 4, 8, 8)
     scores = torch.masked_fill(scores, hidden(), LEAST)
     probabilities = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype).view(8, 8, 8)
-    return torch.bmm(probabilities, _merged(v)).view(2, 4, 8, 16).permute(0, 2, 1, 3).reshape(2, 8, 64)
+    return (
+        torch.bmm(probabilities, _merged(v)).view(2, 4, 8, 16).permute(0, 2, 1, 3).reshape(2, 8, 64)
+    )
 
 
 def _alibi():
@@ -120,7 +122,9 @@ def _alibi():
 def _gpt_neox(q, k, v, mask=None):
     """As transformers had it up to 4.35."""
     scores = torch.zeros(8, 8, 8, dtype=q.dtype)
-    scores = torch.baddbmm(scores, q.view(8, 8, 16), k.view(8, 8, 16).transpose(1, 2), beta=1.0, alpha=0.25)
+    scores = torch.baddbmm(
+        scores, q.view(8, 8, 16), k.view(8, 8, 16).transpose(1, 2), beta=1.0, alpha=0.25
+    )
     scores = scores.view(2, 4, 8, 8)
     least = torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype)
     scores = torch.where(~hidden(), scores, least)
