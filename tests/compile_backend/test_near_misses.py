@@ -54,7 +54,7 @@ UNFUSED = {
         lambda q, k, v: (weights(q, k) * torch.arange(4)[:, None, None]) @ v,
     ),
     "weights transposed": (
-        "weights-unknown",
+        "product",
         lambda q, k, v: weights(q, k).transpose(-2, -1) @ v,
     ),
     "weights on the right": (
@@ -62,26 +62,12 @@ UNFUSED = {
         lambda q, k, v: v.transpose(-2, -1) @ weights(q, k),
     ),
     "a negative scale": ("scale", lambda q, k, v: weights(q, k, -0.25) @ v),
-    "a scale from data": (
-        "scores-unknown",
-        lambda q, k, v: (q @ k.transpose(-2, -1) * q.sum()).softmax(-1) @ v,
-    ),
-    "a scale for each head": (
-        "scores-unknown",
-        lambda q, k, v: (
-            (q @ k.transpose(-2, -1) * torch.arange(4.0)[:, None, None]).softmax(-1) @ v
-        ),
-    ),
     "filled with -100": (
         "mask-value",
         lambda q, k, v: (
             (q @ k.transpose(-2, -1)).masked_fill(torch.ones(8, 8).triu(1) > 0, -100.0).softmax(-1)
             @ v
         ),
-    ),
-    "scores written in place": (
-        "in-place",
-        lambda q, k, v: (s := q @ k.transpose(-2, -1), s.mul_(2), s.softmax(-1) @ v)[2],
     ),
     "k broadcast over the batch": (
         "batch-broadcast",
@@ -143,20 +129,6 @@ UNFUSED = {
     "a bias that is added twofold": (
         "scores-unknown",
         lambda q, k, v: torch.add(q @ k.transpose(-2, -1), q[..., :8], alpha=2).softmax(-1) @ v,
-    ),
-    "heads apart from the batch only for the mask": (
-        "scores-unknown",
-        lambda q, k, v: (
-            torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
-            .view(2, 4, 8, 8)
-            .softmax(-1)
-            .view(8, 8, 8)
-            @ v.flatten(0, 1)
-        ),
-    ),
-    "a bias by baddbmm": (
-        "mask",
-        lambda q, k, v: torch.bmm(torch.baddbmm(q[0] @ k[0].mT, q[0], k[0].mT).softmax(-1), v[0]),
     ),
 }
 

@@ -53,5 +53,9 @@ def _with_heads(
         at += 1
     shape = value(node).shape
     if not statically_true(shape[at - 1] == 1, shape[at] == 1):
-        node = add("expand", node, *[groups[i - at + 1] if i in (at - 1, at) else -1 for i in range(len(own))])
+        node = add(
+            "expand",
+            node,
+            *[groups[i - at + 1] if i in (at - 1, at) else -1 for i in range(len(own))],
+        )
     return add("flatten", node, at - 1, at), [*own[: at - 1], "h", *own[at + 1 :]]

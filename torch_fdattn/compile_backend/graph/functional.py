@@ -42,12 +42,12 @@ _SOFTMAXES = {"_safe_softmax", "softmax"}
 
 
 class _Twin(NamedTuple):
-    """What an operation was, and what its users were given."""
+    """What an operation was."""
 
     node: Node
     aliases: list[Node]  #: what shares memory with its target, which is among them
     target: object
-    users: list[tuple[Node, tuple, dict, tuple, dict]]  #: their arguments before and since
+    users: list[Node]  #: which were given its target, and not itself
     inplace: tuple[tuple, dict] = ((), {})  #: arguments that it has in place alone
 
 
@@ -91,9 +91,9 @@ class Functionalized:
             args, kwargs = twin.inplace
             node.target, node.args = twin.target, (*node.args, *args)
             node.kwargs = {**node.kwargs, **kwargs}
-            for user, args, kwargs, args_since, kwargs_since in twin.users:
-                if not user._erased and (user.args, user.kwargs) == (args_since, kwargs_since):
-                    user.args, user.kwargs = args, kwargs
+            for user in twin.users:
+                if not user._erased:
+                    user.replace_input_with(node, node.args[0])
 
     def _replace(self, node: Node, before: list[Node], position: dict[Node, int]) -> None:
         target = node.args[0]
@@ -103,9 +103,9 @@ class Functionalized:
         node.target, node.args, node.kwargs = found
         node.meta[TWIN] = True
         for user in [x for x in target.users if position[x] > position[node]]:
-            args, kwargs = user.args, user.kwargs
+            if node not in user.all_input_nodes:
+                twin.users.append(user)
             user.replace_input_with(target, node)
-            twin.users.append((user, args, kwargs, user.args, user.kwargs))
         self._twins.append(twin)
 
 
@@ -115,7 +115,10 @@ def _scores(nodes: list[Node]) -> set[Node]:
     for softmax in nodes:
         if op_name(softmax) not in _SOFTMAXES or not is_tensor(softmax):
             continue
-        waiting, size = [x for x in softmax.all_input_nodes if is_tensor(x)][:1], value(softmax).numel()
+        waiting, size = (
+            [x for x in softmax.all_input_nodes if is_tensor(x)][:1],
+            value(softmax).numel(),
+        )
         while waiting:
             node = waiting.pop()
             if node in found:
@@ -125,7 +128,8 @@ def _scores(nodes: list[Node]) -> set[Node]:
                 waiting += [
                     x
                     for x in node.all_input_nodes
-                    if is_tensor(x) and (op_name(node) == "cat" or statically_true(value(x).numel() == size))
+                    if is_tensor(x)
+                    and (op_name(node) == "cat" or statically_true(value(x).numel() == size))
                 ]
     return found
 

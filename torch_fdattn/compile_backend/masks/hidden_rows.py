@@ -53,7 +53,9 @@ class HiddenRows:
     needs_gradient: bool
     sinks: bool  #: whether there are sinks, which take the weight of rows whose keys are hidden
     promised: bool = False  #: whether the caller says that there are no such rows
-    filled: bool = False  #: whether all that hides is one number that no gradient passes (`floors.py`)
+    filled: bool = (
+        False  #: whether all that hides is one number that no gradient passes (`floors.py`)
+    )
 
     def settle(self, mask: RecoveredMask, reads: Sequence[ParsedTerm]) -> None:
         """Where the masks were taken apart; raises `KeepAsTensors` where that loses what hides a row."""
@@ -88,7 +90,9 @@ class HiddenRows:
     def all_kept(self, reads: Sequence[ParsedTerm], reason: str) -> RecoveredMask:
         """All masks as tensors."""
         if self.filled:
-            raise Unsupported("mask-value", "masks that are tensors, whose sums with scores are limited")
+            raise Unsupported(
+                "mask-value", "masks that are tensors, whose sums with scores are limited"
+            )
         mask = RecoveredMask(reason=reason)
         filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
         added = any(

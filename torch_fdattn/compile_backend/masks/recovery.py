@@ -113,7 +113,9 @@ class MaskRecovery:
         if floor is not None and not self._promised and not floors.is_of_no_effect(reads, sizes):
             limited = floors.limited(reads, floor, rows.needs_gradient)
             reads = reads if limited is None else limited
-            rows = replace(rows, filled=limited is not None and all(x.bias is not None for x in reads))
+            rows = replace(
+                rows, filled=limited is not None and all(x.bias is not None for x in reads)
+            )
         try:
             found = _taken_apart(reads, sizes, rows)
         except KeepAsTensors as why:

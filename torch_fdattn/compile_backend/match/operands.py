@@ -114,7 +114,11 @@ def _of_one_group(operand: Operand) -> Operand | None:
         others = [dim for dim in range(len(wide)) if dim != inner]
         if len(shape) != len(wide) or not statically_true(*(shape[d] == wide[d] for d in others)):
             return None
-        return operand._replace(node=source, repeats=True) if statically_true(shape[inner] == 1) else None
+        return (
+            operand._replace(node=source, repeats=True)
+            if statically_true(shape[inner] == 1)
+            else None
+        )
     source = _inserted_at(node, inner)
     if source is None:
         return None

@@ -92,7 +92,12 @@ class _Roles:
             raise Unsupported("rank", "scores of other than 3 to 5 dimensions")
         (depth,) = contracted
         letters = _BATCH_AND_HEADS[len(rest)]
-        self.name_of = {**dict(zip(rest, letters, strict=True)), queries: "q", keys: "k", depth: "d"}
+        self.name_of = {
+            **dict(zip(rest, letters, strict=True)),
+            queries: "q",
+            keys: "k",
+            depth: "d",
+        }
         self.sizes = {name: frame.sizes.get(x) for x, name in self.name_of.items()}
         self.groups = (self.sizes["g"], self.sizes["n"]) if letters == "bgn" else None
         if self.groups and not all(isinstance(x, int) for x in self.groups):
@@ -144,9 +149,7 @@ class _Roles:
         groups, inner = self.groups
         return any(equal_sizes(found, x) for x in ((groups, inner), (groups, 1), (1, 1)))
 
-    def values(
-        self, weights: MatchedWeights, frame: Frame
-    ) -> tuple[Operand, tuple[Node, Labels]]:
+    def values(self, weights: MatchedWeights, frame: Frame) -> tuple[Operand, tuple[Node, Labels]]:
         """V, and (the result, the names of its dims)."""
         product, labels = weights.product, tuple(map(frame.expanded, weights.labels))
         own = product.labels[0 if weights.is_left else 1]
@@ -156,7 +159,9 @@ class _Roles:
         new = {x for x in of_v if x not in name}
         keys = next(x for x in own if frame.keys in name[x])
         if frame.dim < len(frame.softmax) - 1 and keys not in of_v:
-            raise Unsupported("softmax-dim", "the softmax is not over what the weights are summed over")
+            raise Unsupported(
+                "softmax-dim", "the softmax is not over what the weights are summed over"
+            )
         if len(new) != 1 or keys not in of_v or name[keys] != frame.keys:
             raise Unsupported("product", "the product of the weights is not one with v")
         (depth,) = new
@@ -191,5 +196,7 @@ def _check_sizes(node: Node, names: Labels, sizes: dict) -> None:
     """q's batch and heads are the scores': not broadcast from one."""
     for name, size in zip(names, value(node).shape, strict=True):
         expected = sizes.get(name)
-        if name in ("b", "h", "g", "n") and not (expected is not None and statically_true(size == expected)):
+        if name in ("b", "h", "g", "n") and not (
+            expected is not None and statically_true(size == expected)
+        ):
             raise Unsupported("batch-broadcast", "q is broadcast over batches or heads")

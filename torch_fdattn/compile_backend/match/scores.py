@@ -115,7 +115,9 @@ class _Walk:
         if found.added is not None:
             added, beta = found.added
             dtype = value(node).dtype
-            scores.masks.append(MaskTerm(added, "added", factor=factor * beta, dtype=dtype, dims=labels))
+            scores.masks.append(
+                MaskTerm(added, "added", factor=factor * beta, dtype=dtype, dims=labels)
+            )
         return scores
 
     def _behind(self, node: Node, labels: Labels, factor: float) -> MatchedScores:
@@ -195,7 +197,9 @@ class _Walk:
         found = self.follow(scores, labels, factor)
         return _masked(found, MaskTerm(mask, kind, fill, factor, value(node).dtype, labels))
 
-    def _at_temperature(self, node: Node, labels: Labels, name: str, factor: float) -> MatchedScores:
+    def _at_temperature(
+        self, node: Node, labels: Labels, name: str, factor: float
+    ) -> MatchedScores:
         """The scores times, or over, a number that the call knows, which is multiplied into q."""
         if len(node.args) != 2 or node.kwargs:
             raise Unsupported("scores-unknown", f"{name} with other arguments")
@@ -218,7 +222,8 @@ class _Walk:
             found.temperatures.append(Temperature(by, name, labels))
             return found
         raise reason or Unsupported(
-            "scores-unknown", f"{name} of the scores with something that is not the same for all keys"
+            "scores-unknown",
+            f"{name} of the scores with something that is not the same for all keys",
         )
 
     def _is_temperature(self, by: object, labels: Labels) -> bool:
@@ -248,10 +253,13 @@ class _Walk:
             raise Unsupported("scores-unknown", f"{name} of the scores with no known number")
         dtype = value(node).dtype
         if not _keeps_shape(scores, node) or value(scores).dtype != dtype or factor != 1:
-            raise Unsupported("scores-unknown", f"{name} of scores that are cast or scaled by it, or behind it")
+            raise Unsupported(
+                "scores-unknown", f"{name} of scores that are cast or scaled by it, or behind it"
+            )
         if not hides(floor, dtype):
             raise Unsupported(
-                "mask-value", f"scores are limited to {floor:g}, which does not hide them for certain"
+                "mask-value",
+                f"scores are limited to {floor:g}, which does not hide them for certain",
             )
         found = self.follow(scores, labels)
         if found.floor:

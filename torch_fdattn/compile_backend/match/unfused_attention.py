@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import Node
 
+from torch_fdattn.compile_backend.graph.functional import TWIN
 from torch_fdattn.compile_backend.graph.mutations import writes
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
@@ -66,7 +67,9 @@ def match(node: Node, masks: MaskRecovery) -> MatchedAttention | None:
     if scores.sinks is not None:
         column, joined = scores.sinks
         if attention.softmax_dims != ("b", "h", "q", "k"):
-            raise Unsupported("scores-unknown", "sinks beside scores in another order of dimensions")
+            raise Unsupported(
+                "scores-unknown", "sinks beside scores in another order of dimensions"
+            )
         attention.sinks = sinks_of(column, attention.sizes), joined
         attention.mask.empty = "zero"  # where all keys are hidden the sink has all the weight
         attention.notes.append("sinks")
@@ -98,7 +101,7 @@ def _check_unused_elsewhere(between: list[Node], result: Node) -> None:
     for node in between:
         for user in node.users:
             if user not in inside and not asks_for_shape(user, node):
-                if writes(user):
+                if writes(user) or TWIN in user.meta:
                     raise Unsupported(
                         "in-place", f"{described(user)} writes into scores or weights"
                     )
