@@ -16,8 +16,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import storages
-from torch_fdattn.compile_backend.graph.nodes import is_tensor, op_name, statically_true, value
+from torch_fdattn.compile_backend.graph.nodes import (
+    equal_sizes,
+    is_tensor,
+    op_name,
+    statically_true,
+    value,
+)
 
 _FUNCTIONS = {
     operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub,
@@ -80,19 +87,21 @@ class Functionalized:
                     scores.add(node)
 
     def restore(self) -> None:
-        """Writes in place again what is left of the twins, but where something new reads what was there before."""
+        """Writes in place again what is left of the twins: into a copy, where something new reads what was there before."""
         for twin in reversed(self._twins):
             node = twin.node
             if node._erased:
                 continue
             del node.meta[TWIN]
+            copy = None
             if _is_read_behind(node, twin.aliases):
-                continue
+                copy = Adder(node)("clone", node.args[0])
+                node.args = (copy, *node.args[1:])
             args, kwargs = twin.inplace
             node.target, node.args = twin.target, (*node.args, *args)
             node.kwargs = {**node.kwargs, **kwargs}
             for user in twin.users:
-                if not user._erased:
+                if not user._erased and node.args[0] is not copy:
                     user.replace_input_with(node, node.args[0])
 
     def _replace(self, node: Node, before: list[Node], position: dict[Node, int]) -> None:
@@ -190,7 +199,7 @@ def _between(first: Node, last: Node):
 
 
 def _yields_the_same(node: Node) -> bool:
-    """Whether the twin's result has the dtype and the strides of what is written to."""
+    """Whether the twin's result has the dtype and the shape of what is written to, whose copy has its strides."""
     written = value(node.args[0])
     if type(written) is not FakeTensor or not written.dtype.is_floating_point:
         return False
@@ -199,12 +208,14 @@ def _yields_the_same(node: Node) -> bool:
     with written.fake_mode, torch.no_grad(), torch.autocast(written.device.type, enabled=False):
         try:
             found = function(*map_arg(args, value), **map_arg(kwargs, value))
+            copy = written.clone()
         except (RuntimeError, TypeError, ValueError):
             return False
-    return found.dtype == written.dtype and all(
-        statically_true(a == b)
-        for a, b in zip((*found.shape, *found.stride()), (*written.shape, *written.stride()), strict=True)
-    ) if found.dim() == written.dim() else False  # fmt: skip
+    return (
+        found.dtype == written.dtype
+        and equal_sizes(found.shape, written.shape)
+        and equal_sizes(copy.stride(), written.stride())
+    )
 
 
 def _is_read_behind(node: Node, aliases: list[Node]) -> bool:

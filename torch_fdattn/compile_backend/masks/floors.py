@@ -30,11 +30,12 @@ def limited(
     reads: Sequence[ParsedTerm], floor: Floor, needs_gradient: bool
 ) -> list[ParsedTerm] | None:
     """What masks are with that limit; None where they are so without it; raises `Unsupported`."""
-    if floor.dtype == torch.float16:  # whose least number leaves digits of a score
-        raise Unsupported("mask-value", "float16 scores of a row that is hidden are limited")
     hiding = [read for read in reads if read.hides]
     if not hiding:
         return None
+    infinite = all(read.fills == {-math.inf} for read in hiding)
+    if floor.dtype == torch.float16 and not infinite:  # whose least number leaves digits of a score
+        raise Unsupported("mask-value", "float16 scores of a row that is hidden are limited")
     if any(read.bias is None for read in reads):
         (read, *others) = hiding
         if needs_gradient or others or len(reads) > 1 or not read.term.is_added:

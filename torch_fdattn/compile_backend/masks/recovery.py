@@ -99,8 +99,6 @@ class MaskRecovery:
         and heads of a group; floor: below which no masked score is.
         """
         if not terms:
-            if floor is not None and floor.dtype == torch.float16 and not self._promised:
-                raise Unsupported("mask-value", "float16 scores, which may be -inf, are limited")
             return RecoveredMask()
         reads, makers = [], []
         for term in terms:

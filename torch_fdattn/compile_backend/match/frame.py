@@ -44,8 +44,8 @@ class Frame:
         self._letters = iter("fghijklmnopqrstuvwxyz")
         self._parts: dict[str, str] = {}
         self.softmax = tuple("abcde"[:rank])
-        #: that softmax is over, as its dim and as its name
-        self.dim = dim % rank
+        #: that softmax is over, as the call has it and as its place
+        self.given, self.dim = dim, dim % rank
         self.sizes = dict(zip(self.softmax, tensor(softmax).shape, strict=True))
 
     @property

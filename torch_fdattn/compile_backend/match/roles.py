@@ -160,7 +160,7 @@ class _Roles:
         keys = next(x for x in own if frame.keys in name[x])
         if frame.dim < len(frame.softmax) - 1 and keys not in of_v:
             raise Unsupported(
-                "softmax-dim", "the softmax is not over what the weights are summed over"
+                "softmax-dim", f"the softmax is over dimension {frame.given} of {len(own)}"
             )
         if len(new) != 1 or keys not in of_v or name[keys] != frame.keys:
             raise Unsupported("product", "the product of the weights is not one with v")
