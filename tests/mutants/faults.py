@@ -90,6 +90,14 @@ SWIGLU = Tests(
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
 
 _KERNELS = "torch_fdattn/ops"
+WRITTEN_FORMS = Tests(
+    "forms as models write them, and their twins",
+    (
+        "tests/compile_backend/test_written_forms.py",
+        "tests/compile_backend/test_written_form_twins.py",
+    ),
+)
+
 FAULTS = (
     Fault(
         "causal mask off by one", f"{_KERNELS}/tiles.py",
@@ -535,5 +543,25 @@ FAULTS = (
     Fault(
         "faults outlive their group", "torch_fdattn/dist/symm/faults.py",
         "(word for word in _words if not word.is_left())", "_words", SURVIVORS,
+    ),
+    Fault(
+        "scores are written to whose older view is read later", "torch_fdattn/compile_backend/graph/functional.py",
+        "        position[user] >= position[node]\n", "        position[user] < 0\n", WRITTEN_FORMS,
+    ),
+    Fault(
+        "a write under no_grad has a gradient", "torch_fdattn/compile_backend/graph/functional.py",
+        "if any(_sets_grad_mode(x) for x in _between(before[0], node)):", "if False:", WRITTEN_FORMS,
+    ),
+    Fault(
+        "a temperature of each key is multiplied into q", "torch_fdattn/compile_backend/match/scores.py",
+        "if self.frame.is_over_keys((label,), 0)", "if False", WRITTEN_FORMS,
+    ),
+    Fault(
+        "keys of a head that all groups share are a group's", "torch_fdattn/compile_backend/match/roles.py",
+        "((groups, inner), (groups, 1), (1, 1))", "((groups, inner), (groups, 1), (1, 1), (1, inner))", WRITTEN_FORMS,
+    ),
+    Fault(
+        "ties of a maximum have a whole gradient", "torch_fdattn/compile_backend/masks/floors.py",
+        "if not alone or floor.halves_ties:", "if not alone:", WRITTEN_FORMS,
     ),
 )  # fmt: skip
