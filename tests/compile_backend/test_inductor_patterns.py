@@ -72,6 +72,13 @@ def test_patterns(name):
     assert found.report.reasons == [expected] * bool(expected), str(found.report)
 
 
+def test_pattern_28_at_a_head_dim_of_16():
+    """Visformer's: q, k and v lie with the head dim before the sequence."""
+    function = torch._dynamo.dont_skip_tracing(fuse_attention._sfdp_pattern_28)
+    q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in qkv())
+    assert ops(check(lambda q, k, v: function(q, k, v, 0.25, 0.0), q, k, v)) == ["attention"]
+
+
 def attend(q, k, v, mask=0.0, scale=0.25):
     weights = torch.softmax(q @ k.transpose(-2, -1) * scale + mask, dim=-1)
     return weights @ v

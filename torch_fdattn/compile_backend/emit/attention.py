@@ -15,7 +15,7 @@ from torch_fdattn.compile_backend.emit.mask_dims import in_four_dims, taken_apar
 from torch_fdattn.compile_backend.emit.packing import chunk_starts, packed, unpacked
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.functional import TWIN
-from torch_fdattn.compile_backend.graph.mutations import written_between
+from torch_fdattn.compile_backend.graph.mutations import storages, written_between
 from torch_fdattn.compile_backend.graph.nodes import (
     asks_for_shape,
     equal_sizes,
@@ -107,8 +107,14 @@ def _is_written(node: Node) -> bool:
     copies = [node]
     for each in copies:
         copies += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
-    twins = (user for each in copies for user in each.users if TWIN in user.meta)
-    return any(twins) or written_between(node.next, node.graph.output_node(), copies) is not None
+    last, watched = node.graph.output_node(), storages(copies)
+    if written_between(node.next, last, copies) is not None:
+        return True
+    while node is not last:
+        if TWIN in node.meta and watched & storages(node.args[:1]):
+            return True
+        node = node.next
+    return False
 
 
 def _scale(attention: MatchedAttention, call: OpCall) -> float | None:

@@ -45,6 +45,11 @@ _ENDS = {
     "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "einsum", "embedding", "linear", "matmul", "mm",
     "scaled_dot_product_attention",
 }  # fmt: skip
+#: From a softmax down.
+_ON_WEIGHTS = {
+    "bfloat16", "clone", "contiguous", "dropout", "float", "half", "permute", "reshape", "to", "transpose",
+    "type_as", "view",
+}  # fmt: skip
 _SOFTMAXES = {"_safe_softmax", "softmax"}
 
 
@@ -80,7 +85,7 @@ class Functionalized:
                 for other in sharing[storage]
                 if position[other] < position[node]
             ]
-            of_attention = node.args[0] in scores or op_name(node) == "dropout"
+            of_attention = node.args[0] in scores or _are_weights(node)
             if of_attention and _is_fresh(node, before, position) and _yields_the_same(node):
                 self._replace(node, before, position)
                 if node.args[0] in scores:
@@ -141,6 +146,14 @@ def _scores(nodes: list[Node]) -> set[Node]:
                     and (op_name(node) == "cat" or statically_true(value(x).numel() == size))
                 ]
     return found
+
+
+def _are_weights(dropout: Node) -> bool:
+    """Whether dropout is that of a softmax."""
+    node = dropout
+    while op_name(node) in _ON_WEIGHTS and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return op_name(dropout) == "dropout" and op_name(node) in _SOFTMAXES
 
 
 def _is_in_place(node: Node) -> bool:
