@@ -1,6 +1,7 @@
 """Graphs that look like those of `test_written_forms.py` and mean something else: they stay as they were written."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from tests.compile_backend.harness import Recorder, check, ops, qkv
 from tests.compile_backend.test_near_misses import left
 from tests.compile_backend.test_written_forms import LEAST, _bart, _merged, _scores, hidden
+from torch_fdattn.compile_backend.graph.functional import Functionalized
 
 
 def _alias_read_later(q, k, v):
@@ -265,3 +267,38 @@ def test_one_mask_of_two_layouts():
 
     found = check(fn, *qkv(), torch.randn(8, 8, 8, requires_grad=True), lower="eager")
     assert ops(found) == ["attention"] * 3
+
+
+def test_what_is_read_as_it_was_before_a_write_is_kept():
+    """Where a rewrite reads scores as they were, behind a write that stays, this goes into a copy."""
+
+    def fn(q, k, v):
+        scores = _scores(q, k)
+        scores.mul_(0.5)
+        return scores.softmax(-1).relu() @ v
+
+    totals = []
+
+    def backend(gm, inputs):
+        twins = Functionalized(gm)
+        product = next(x for x in gm.graph.nodes if x.target is operator.matmul)
+        output = gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            total = gm.graph.call_function(torch.sum, (product,))
+        output.args = ((*output.args[0], total),)
+        twins.restore()
+        assert "mul_" in [x.target for x in gm.graph.nodes]
+        gm.recompile()
+
+        def run(*args):
+            *outputs, total = gm(*args)
+            totals.append(total)
+            return outputs
+
+        return run
+
+    q, k, v = qkv(grad=False)
+    torch._dynamo.reset()
+    found = torch.compile(fn, backend=backend, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(found, fn(q, k, v))
+    torch.testing.assert_close(totals, [_scores(q, k).sum()])
