@@ -22,7 +22,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -66,6 +66,9 @@ sweep: $(TESTED)  ## What attn_implementation="fdattn" makes of every text model
 
 drawn-masks: $(TESTED)  ## A thousand compositions of masks through the compile backend, against eager: a table, of about five minutes; DRAWN=N for another number.
 	$(PYTHON) -m tests.compile_backend.drawn_masks $(DRAWN)
+
+drawn-forms: $(TESTED)  ## Five hundred forms of attention as models write it through the compile backend, against eager: a table, of about five minutes; DRAWN=N for another number.
+	$(PYTHON) -m tests.compile_backend.drawn_forms $(if $(DRAWN),--count $(DRAWN))
 
 FUZZ := -m pytest -q -n 2 -k drawn tests/ops/decode/test_serving_drawn.py tests/ops/attention/test_attention_features.py tests/ops/varlen_attention/test_varlen_drawn.py
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import torch_fdattn
-from tests.compile_backend.test_backend import ROOT, entry_points
+from tests.compile_backend.test_backend import ROOT
+from tests.compile_backend.test_backend_processes import entry_points
 
 FROM_A_CHECKOUT = """
 import importlib.metadata, sys

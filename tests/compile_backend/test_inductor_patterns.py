@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.fx_passes import fuse_attention
 
 from tests.compile_backend.harness import check, ops, qkv
@@ -16,7 +17,6 @@ from tests.compile_backend.harness import check, ops, qkv
 PATTERNS = dict(fuse_attention._get_sfdp_patterns(torch.device("cpu")))
 #: By number, of those that are left. (Training drops out, where a pattern has dropout at all.)
 LEFT = {
-    24: "scores-unknown",  # bmm of merged batches and heads, which are taken apart for the mask
     28: "head-dim",  # 8, here
 }
 #: float32 tensors whose weights are rounded to float16 before the last product.
@@ -72,6 +72,13 @@ def test_patterns(name):
     assert found.report.reasons == [expected] * bool(expected), str(found.report)
 
 
+def test_pattern_28_at_a_head_dim_of_16():
+    """Visformer's: q, k and v lie with the head dim before the sequence."""
+    function = torch._dynamo.dont_skip_tracing(fuse_attention._sfdp_pattern_28)
+    q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in qkv())
+    assert ops(check(lambda q, k, v: function(q, k, v, 0.25, 0.0), q, k, v)) == ["attention"]
+
+
 def attend(q, k, v, mask=0.0, scale=0.25):
     weights = torch.softmax(q @ k.transpose(-2, -1) * scale + mask, dim=-1)
     return weights @ v
@@ -82,7 +89,8 @@ FOREIGN = {
         "scores-used",
         lambda q, k, v, x: ((w := (q @ k.mT).softmax(-1)) @ v, w),
     ),
-    "a scale from data": ("scores-unknown", lambda q, k, v, x: attend(q, k, v, scale=x)),
+    "a scale from data": (None, lambda q, k, v, x: (q @ k.mT * x).softmax(-1) @ v),
+    "a scale for each key": ("scores-unknown", lambda q, k, v, x: attend(q, k, v, scale=v[..., 0].unsqueeze(2))),
     "a mask of integers": ("mask", lambda q, k, v, x: attend(q, k, v, x.int())),
     "a number for a mask": ("scores-unknown", lambda q, k, v, x: attend(q, k, v, 2.0)),
     "a mask of one number": (None, lambda q, k, v, x: attend(q, k, v, x)),
@@ -95,3 +103,19 @@ def test_where_the_fusion_must_not(name):
     found = check(fn, *qkv(), torch.tensor(1.5), lower="eager")
     assert found.report.reasons == [expected] * bool(expected), str(found.report)
     assert len(ops(found)) == 1
+
+
+def test_what_is_left_is_inductors_to_fuse():
+    """A head dim of 8, which our kernels do not have, and torch's has."""
+    q, k, v = qkv(dim=8, grad=False)
+
+    def fn(q, k, v):
+        return (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1) @ v
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        found = torch.compile(fn, backend="fdattn")(q, k, v)
+    torch.testing.assert_close(found, fn(q, k, v))
+    assert counters["fdattn"]["left/head-dim"] == 1
+    assert counters["inductor"]["fuse_attention"] == 1

@@ -9,15 +9,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from tests.compile_backend.harness import check, mask_of, qkv
+from tests.compile_backend.mask_forms import SLOPES, transformers_mask
 from tests.compile_backend.test_forms import SDPA, UNFUSED, sdpa
-from tests.compile_backend.test_masks import (
-    ALIBI,
-    BIASES,
-    RECOVERED,
-    SLOPES,
-    transformers_mask,
-    with_sinks,
-)
+from tests.compile_backend.test_mask_biases import ALIBI, BIASES
+from tests.compile_backend.test_masks import RECOVERED
+from tests.compile_backend.test_softcap_and_sinks import with_sinks
 
 
 def calls(name: str, fn, *args, mask: str | None = None) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch_fdattn.compile_backend.graph.mutations import written_after
 from torch_fdattn.compile_backend.graph.nodes import (
     described,
+    guarding_hint,
     is_tensor,
     statically_true,
     tensor,
@@ -52,6 +53,9 @@ def choose(attention: MatchedAttention) -> OpCall:
         raise Unsupported("scale", f"the scale is {scale:g}, not a positive number")
     check_hidden_rows(attention)
     _check_gradients(attention)
+    # Kernels are made for a head dim, as are all graphs but those that were called with several.
+    for operand in (attention.q, attention.v):
+        int(operand.size(D))
     structure = attention.mask.structure
     if structure.chunk:
         return OpCall("varlen_attention", dtype, structure, scale)
@@ -110,6 +114,7 @@ def _check_gradients(attention: MatchedAttention) -> None:
         # Grad mode is off where the result stands, or else nothing that goes into it wants a gradient.
         sources = [tensor(x.node) for x in (attention.q, attention.k, attention.v)]
         sources += [tensor(kept.term.node) for kept in attention.mask.kept]
+        sources += [tensor(x.node) for x in attention.temperatures if is_tensor(x.node)]
         sources += [tensor(attention.sinks[1])] if attention.sinks is not None else []
         last = [x for x in attention.result.all_input_nodes if tensor(x).requires_grad]
         _unsupported_if(not last and any(x.requires_grad for x in sources), "gradient")
@@ -129,10 +134,9 @@ def _unsupported_if(condition: bool, code: str, detail: str = "") -> None:
 def _check_shapes(attention: MatchedAttention) -> None:
     q, k, v = attention.q, attention.k, attention.v
     for dim in (q.size(D), v.size(D)):
-        if not statically_true(dim % 8 == 0, dim >= 16, dim <= 256):
-            raise Unsupported(
-                "head-dim", f"a head dim is {dim}, not known as a multiple of 8 from 16 to 256"
-            )
+        hint = guarding_hint(dim)
+        if hint is None or hint % 8 or not 16 <= hint <= 256:
+            raise Unsupported("head-dim", f"a head dim is {dim}, no multiple of 8 from 16 to 256")
     # The original ran: where sizes are symbols, it needs what ours needs, but that batches of one are broadcast.
     for a, b in ((q, k), (k, v)):
         if not statically_true(a.size(B) == b.size(B)):

@@ -19,6 +19,7 @@ from torch_fdattn.compile_backend.context_parallel.options import ContextParalle
 from torch_fdattn.compile_backend.context_parallel.ring import over_ranks
 from torch_fdattn.compile_backend.emit.attention import emit
 from torch_fdattn.compile_backend.graph.data_flow import DataFlow
+from torch_fdattn.compile_backend.graph.functional import Functionalized
 from torch_fdattn.compile_backend.graph.functorch import transformed_nodes
 from torch_fdattn.compile_backend.graph.nodes import op_name
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
@@ -42,14 +43,24 @@ def rewrite(
     no_fully_masked_rows: the caller's promise that masks leave every query a key.
     sdpa_on_cpu: attention of CPU tensors becomes, or stays, torch's SDPA where it can (`torch_sdpa.py`).
     """
-    report, unmatched = Report(), Unmatched(DataFlow(gm))
-    for name, module in gm.named_modules():
-        if isinstance(module, GraphModule):
+    report = Report()
+    graphs = {name: x for name, x in gm.named_modules() if isinstance(x, GraphModule)}
+    functional = [Functionalized(module) for module in graphs.values()]
+    try:
+        unmatched = Unmatched(DataFlow(gm))
+        for name, module in graphs.items():
             report.fdattn_calls.update(_fdattn_calls(module, context))
             masks = MaskRecovery(no_fully_masked_rows)
             report.sites += _GraphPass(
                 module, name, unmatched, masks, context, dryrun, sdpa_on_cpu
             ).run()
+    finally:
+        for each in functional:
+            each.restore()
+    if report.rewritten and not dryrun:
+        for module in graphs.values():
+            module.graph.lint()
+            module.recompile()
     return report
 
 
@@ -79,11 +90,7 @@ class _GraphPass:
         }
 
     def run(self) -> list[Site]:
-        sites = [site for node in list(self.gm.graph.nodes) if (site := self._site(node))]
-        if any(site.op for site in sites) and not self.dryrun:
-            self.gm.graph.lint()
-            self.gm.recompile()
-        return sites
+        return [site for node in list(self.gm.graph.nodes) if (site := self._site(node))]
 
     def _site(self, node: Node) -> Site | None:
         """What became of the attention that a node is; None where it is none."""

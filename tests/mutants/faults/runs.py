@@ -71,3 +71,11 @@ SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
+WRITTEN_FORMS = Tests(
+    "forms as models write them, and their twins",
+    (
+        "tests/compile_backend/test_written_forms.py",
+        "tests/compile_backend/test_written_form_twins.py",
+    ),
+)
+TORCH_SDPA = Tests("SDPA on a CPU", ("tests/compile_backend/test_torch_sdpa.py",))

@@ -14,9 +14,11 @@ from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
+from torch_fdattn.compile_backend.emit.mask_dims import in_four_dims, taken_apart
 from torch_fdattn.compile_backend.emit.packing import chunk_starts, packed, unpacked
 from torch_fdattn.compile_backend.graph.adder import Adder
-from torch_fdattn.compile_backend.graph.mutations import written_between
+from torch_fdattn.compile_backend.graph.functional import TWIN
+from torch_fdattn.compile_backend.graph.mutations import storages, written_between
 from torch_fdattn.compile_backend.graph.nodes import (
     asks_for_shape,
     equal_sizes,
@@ -27,8 +29,8 @@ from torch_fdattn.compile_backend.graph.nodes import (
     value,
 )
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
-from torch_fdattn.compile_backend.match.attention import MatchedAttention
-from torch_fdattn.compile_backend.match.operands import B, D, H, Operand, S
+from torch_fdattn.compile_backend.match.attention import MatchedAttention, Temperature
+from torch_fdattn.compile_backend.match.operands import BOTH, INNER, B, D, H, Operand, S
 from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.attention.op import empty_state
 
@@ -39,6 +41,8 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
     given = MaskArguments(add, attention, masks.made)
     try:
         q, k, v = (_ordered(add, x, call.dtype) for x in (attention.q, attention.k, attention.v))
+        for temperature in attention.temperatures:
+            q = _at_temperature(add, q, temperature, attention)
         if call.op == torch_sdpa.OP:
             out = add(
                 scaled_dot_product_attention, q, k, v, **torch_sdpa.arguments(attention, call)
@@ -77,7 +81,7 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
 
 def _replace(add: Adder, attention: MatchedAttention, out: Node, given: MaskArguments) -> None:
     """Puts `out` (B, H, S, D) in the result's place, in its order, and erases what nothing uses any more."""
-    out = _as_result(add, out, attention.out_dims)
+    out = _as_result(add, out, attention)
     out = _with_strides(add, out, attention.result)
     if value(attention.result).requires_grad and _is_written(attention.result):
         out = add(
@@ -92,18 +96,26 @@ def _replace(add: Adder, attention: MatchedAttention, out: Node, given: MaskArgu
 def _expand_by_sizes(attention: MatchedAttention) -> None:
     """What is expanded as the scores are, by their sizes in place of them: else they would be computed for it."""
     rest = [node for node in attention.between if not node._erased]
+    for node in rest:
+        for user in [user for user in node.users if asks_for_shape(user, node)]:
+            sizes = _sizes_of_scores(attention, node, add := Adder(user))
+            if sizes is not None:
+                user.replace_all_uses_with(add("expand", user.args[0], *sizes))
+                user.graph.erase_node(user)
+    _erase(rest)
+
+
+def _sizes_of_scores(attention: MatchedAttention, node: Node, add: Adder) -> list | None:
+    """A node's sizes, where they are numbers or those of q and k."""
+    shape = value(node).shape if is_tensor(node) else ()
+    if all(isinstance(n, int) for n in shape):
+        return [*shape]
     q, k = attention.q, attention.k
     of = [(x, dim) for x, dim in ((q, B), (q, H), (q, S), (k, S)) if x.dims[dim] is not None]
-    for node in rest:
-        shape = value(node).shape if is_tensor(node) else ()
-        if not equal_sizes([x.size(dim) for x, dim in of], shape):
-            continue
-        for user in [user for user in node.users if asks_for_shape(user, node)]:
-            add = Adder(user)
-            numbers = [add.size(x.node, x.dims[dim]) for x, dim in of]
-            user.replace_all_uses_with(add("expand", user.args[0], *numbers))
-            user.graph.erase_node(user)
-    _erase(rest)
+    plain = q.both is None and q.inner is None and k.both is None
+    if not plain or not equal_sizes([x.size(dim) for x, dim in of], shape):
+        return None
+    return [add.size(x.node, x.dims[dim]) for x, dim in of]
 
 
 def _is_written(node: Node) -> bool:
@@ -111,7 +123,14 @@ def _is_written(node: Node) -> bool:
     copies = [node]
     for each in copies:
         copies += [x for x in each.users if op_name(x) in (*_PASS_STRIDES, "contiguous")]
-    return written_between(node.next, node.graph.output_node(), copies) is not None
+    last, watched = node.graph.output_node(), storages(copies)
+    if written_between(node.next, last, copies) is not None:
+        return True
+    while node is not last:
+        if TWIN in node.meta and watched & storages(node.args[:1]):
+            return True
+        node = node.next
+    return False
 
 
 def _scale(attention: MatchedAttention, call: OpCall) -> float | None:
@@ -143,12 +162,30 @@ def _merged_with_fills(add: Adder, pair: Node, qkv: tuple[Node, Node, Node], mas
 
 def _ordered(add: Adder, operand: Operand, dtype: torch.dtype) -> Node:
     """An operand as (B, H, S, D), in the dtype that autocast gave the original."""
-    node = operand.node
-    order = [dim for dim in operand.dims if dim is not None]
+    node, dims = operand.node, list(operand.dims)
+    if operand.inner is not None:
+        dims.insert(S, operand.inner)
+    order = [dim for dim in dims if dim is not None]
     node = _permuted(add, node, order)
-    if None in operand.dims:
+    if operand.both is not None:
+        node = taken_apart(add, node, 0, operand.both[1])
+    elif operand.inner is not None:
+        node = add("flatten", node, 1, 2)
+    elif None in operand.dims:
         node = add("unsqueeze", node, operand.dims.index(None))
     return node if value(node).dtype == dtype else add("to", node, dtype)
+
+
+def _at_temperature(
+    add: Adder, q: Node, temperature: Temperature, attention: MatchedAttention
+) -> Node:
+    """q (B, H, S, D) times, or over, what the scores were multiplied by, or divided by."""
+    by = temperature.node
+    if is_tensor(by):
+        by = in_four_dims(add, by, temperature.dims, attention)
+    function = operator.mul if temperature.how == "mul" else operator.truediv
+    found = add(function, q, by)
+    return found if value(found).dtype == value(q).dtype else add("to", found, value(q).dtype)
 
 
 def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
@@ -160,11 +197,16 @@ def _permuted(add: Adder, node: Node, order: list[int]) -> Node:
     return add("permute", node, *order)
 
 
-def _as_result(add: Adder, out: Node, dims: tuple[int, ...]) -> Node:
-    if len(dims) == 3:
-        out = add("squeeze", out, 1)
-        dims = tuple(sorted(dims).index(dim) for dim in dims)
-    return _permuted(add, out, list(dims))
+def _as_result(add: Adder, out: Node, attention: MatchedAttention) -> Node:
+    """What is (B, H, S, D) with the dims that the original had."""
+    dims, found = attention.out_dims, [B, H, S, D]
+    if BOTH in dims:
+        out, found = add("flatten", out, 0, 1), [BOTH, S, D]
+    elif INNER in dims:
+        out, found = add("unflatten", out, 1, attention.groups), [B, H, INNER, S, D]
+    elif len(dims) == 3:
+        out, found = add("squeeze", out, 1), [B, S, D]
+    return _permuted(add, out, [found.index(dim) for dim in dims])
 
 
 #: Consumers whose results do not depend on the strides of their inputs.

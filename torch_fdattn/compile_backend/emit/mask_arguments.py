@@ -11,6 +11,7 @@ import torch
 from torch._functorch.predispatch import _vmap_decrement_nesting
 from torch.fx import Node
 
+from torch_fdattn.compile_backend.emit.mask_dims import in_four_dims
 from torch_fdattn.compile_backend.emit.mask_nodes import MaskNodes
 from torch_fdattn.compile_backend.graph.adder import Adder
 from torch_fdattn.compile_backend.graph.mutations import written_between
@@ -125,11 +126,9 @@ class MaskArguments:
 
     def of(self, kept: ExplicitMask) -> Node:
         node = self._of_term(kept)
-        # Of scores with 3 dimensions there are no heads.
-        rank = len([dim for dim in self.attention.q.dims if dim is not None])
-        if kept.condition is None and rank == 3 and value(node).dim() == 3:
-            return self.add("unsqueeze", node, 1)
-        return node
+        if kept.condition is not None:
+            return node
+        return in_four_dims(self.add, node, kept.term.dims, self.attention)
 
     def visible(self, fills: Iterable[ExplicitMask]) -> Node:
         """Whether no fill hides a key."""
@@ -235,6 +234,10 @@ def _as_operand(add: Adder, kept: ExplicitMask) -> Node:
     node, term = kept.term.node, kept.term
     if not term.is_added:
         return add(torch.logical_not, node) if term.kind == "hidden" else node
+    if value(node).dtype == torch.bool:
+        node = add("to", node, term.dtype)
+    if term.floor is not None:
+        node = add("clamp", node, term.floor)
     if term.factor != 1:
         node = add(operator.mul, node, term.factor)
     if kept.limited:

@@ -95,27 +95,33 @@ def factors(node: Node) -> Factors | None:
 
 
 def _of_einsum(node: Node) -> Factors | None:
-    parsed = einsum_parts(node)
+    parsed = einsum_labels(node)
     if parsed is None:
         return None
-    operands, parts = parsed
-    ranks = [value(x).dim() for x in (*operands, node)]
-    # An ellipsis stands for dims that are counted from the last.
-    labels = []
-    for part, rank in zip(parts, ranks, strict=True):
-        rest = "0123456789"[10 - max(0, rank - len(part) + 3) :]
-        labels.append(part.replace("...", rest))
-    if any(len(x) != rank for x, rank in zip(labels, ranks, strict=True)):
-        return None
-    return Factors(tuple(operands), (labels[0], labels[1]), labels[2])
+    operands, labels = parsed
+    return Factors(operands, (labels[0], labels[1]), labels[2])
 
 
-def einsum_parts(node: Node) -> tuple[list[Node], tuple[str, str, str]] | None:
-    """(the operands, their labels and the result's) of an einsum of two tensors."""
+def einsum_labels(node: Node) -> tuple[tuple[Node, Node], tuple[str, str, str]] | None:
+    """(the operands, their labels and the result's) of an einsum of two tensors; digits stand for an ellipsis."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    parts = re.fullmatch(r"([\w.]+),([\w.]+)->([\w.]+)", str(equation).replace(" ", ""))
-    if parts is None or len(operands) != 2 or not all(map(is_tensor, operands)):
+    found = re.fullmatch(
+        r"([a-zA-Z.]+),([a-zA-Z.]+)(?:->([a-zA-Z.]+))?", str(equation).replace(" ", "")
+    )
+    if found is None or len(operands) != 2 or not all(map(is_tensor, (*operands, node))):
         return None
-    return operands, parts.groups()
+    left, right, out = found.groups()
+    if out is None:  # what stands once, behind the dims of an ellipsis
+        once = (x for x in left + right if x != "." and (left + right).count(x) == 1)
+        out = "..." * ("..." in left + right) + "".join(sorted(once))
+    # An ellipsis stands for dims that are counted from the last.
+    labels = []
+    for part, x in zip((left, right, out), (*operands, node), strict=True):
+        rank = value(x).dim()
+        rest = "0123456789"[10 - max(0, rank - len(part) + 3) :]
+        labels.append(part.replace("...", rest))
+        if len(labels[-1]) != rank or "." in labels[-1]:
+            return None
+    return (operands[0], operands[1]), tuple(labels)

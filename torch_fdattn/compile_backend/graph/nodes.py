@@ -141,6 +141,13 @@ def statically_true(*conditions: Any) -> bool:
     return all(map(statically_known_true, conditions))
 
 
+def guarding_hint(size: int | torch.SymInt) -> int | None:
+    """What a size is in this call, to which `int(size)` would bind the graph; None where it is not known yet."""
+    if isinstance(size, int):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
 def equal_sizes(a: Sequence, b: Sequence) -> bool:
     """Whether two lists of sizes, shapes for example, are certainly the same."""
     return len(a) == len(b) and statically_true(*(x == y for x, y in zip(a, b, strict=True)))

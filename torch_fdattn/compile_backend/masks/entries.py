@@ -19,6 +19,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Holds,
     Lookup,
     Poly,
+    Quotient,
     Select,
     as_number,
     choice,
@@ -30,6 +31,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
 
 if TYPE_CHECKING:
     from torch_fdattn.compile_backend.masks.reader import Reader
+    from torch_fdattn.compile_backend.masks.structure import Sizes
 
 Entry = Poly | Condition
 Index = tuple[Poly, ...]
@@ -46,6 +48,16 @@ class Unknown(Exception):
 
 def axis(name: str) -> Poly:
     return Poly.atom(Axis(name))
+
+
+def index_of(dims: tuple[str, ...], sizes: Sizes, groups: tuple[int, int] | None = None) -> Index:
+    """The index of a score whose dims are these: "bh" holds batch and heads, "g" and "n" are of (groups, heads of one)."""
+    found = {name: axis(name) for name in ("b", "h", "q", "k")}
+    found["bh"] = found["b"] * sizes.poly("heads") + found["h"]
+    if groups is not None:
+        found["g"] = Poly.atom(Quotient(found["h"], groups[1]))
+        found["n"] = found["h"] - found["g"] * number(groups[1])
+    return tuple(found[name] for name in dims)
 
 
 def scalar(x: object):

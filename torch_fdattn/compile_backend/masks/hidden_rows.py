@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_fdattn.compile_backend.graph.nodes import value
+from torch_fdattn.compile_backend.graph.nodes import guarding_hint, value
 from torch_fdattn.compile_backend.masks.terms import (
     ExplicitMask,
     KeepAsTensors,
@@ -53,10 +53,16 @@ class HiddenRows:
     needs_gradient: bool
     sinks: bool  #: whether there are sinks, which take the weight of rows whose keys are hidden
     promised: bool = False  #: whether the caller says that there are no such rows
+    filled: bool = (
+        False  #: whether all that hides is one number that no gradient passes (`floors.py`)
+    )
 
     def settle(self, mask: RecoveredMask, reads: Sequence[ParsedTerm]) -> None:
         """Where the masks were taken apart; raises `KeepAsTensors` where that loses what hides a row."""
         if self.promised:
+            return
+        if self.filled:
+            mask.empty = "mean"
             return
         fills = {fill for read in reads for fill in read.fills}
         hiding = [read for read in reads if read.hides]
@@ -83,6 +89,10 @@ class HiddenRows:
 
     def all_kept(self, reads: Sequence[ParsedTerm], reason: str) -> RecoveredMask:
         """All masks as tensors."""
+        if self.filled:
+            raise Unsupported(
+                "mask-value", "masks that are tensors, whose sums with scores are limited"
+            )
         mask = RecoveredMask(reason=reason)
         filled = {fill for read in reads if not read.term.is_added for fill in read.fills}
         added = any(
@@ -199,8 +209,8 @@ def check(attention: MatchedAttention) -> None:
         raise Unsupported(
             "mask-value", "sums may hide a row, and its gradient goes through a softcap"
         )
-    dim = attention.q.size(D)
-    if copies and not (isinstance(dim, int) and dim <= MAX_HEAD_DIM):
+    dim = guarding_hint(attention.q.size(D))
+    if copies and (dim is None or dim > MAX_HEAD_DIM):
         raise Unsupported(
             "mask-value", f"sums may hide a row, and a head dim of {dim} leaves no column for it"
         )

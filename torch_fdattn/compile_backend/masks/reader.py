@@ -19,7 +19,6 @@ from torch_fdattn.compile_backend.masks.entries import (
     Index,
     Rule,
     Unknown,
-    axis,
     broadcast_index,
     in_dtype,
     looked_up,
@@ -55,9 +54,8 @@ class Reader:
         #: Indices into the batches of the vmaps that a node stands in, by level.
         self.levels: dict[int, Poly] = {}
 
-    def read(self, node: Node, axes: tuple[str, ...]) -> Entry:
-        """The entry of a mask that is broadcast to scores with these axes."""
-        index = tuple(map(axis, axes))
+    def read(self, node: Node, index: Index) -> Entry:
+        """The entry of a mask that is broadcast to scores, at an index of theirs."""
         try:
             return self.operand(node, index)
         except _TooLong:

@@ -19,8 +19,9 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.constants import constant
 from torch_fdattn.compile_backend.graph.mutations import written_between
 from torch_fdattn.compile_backend.graph.nodes import value
+from torch_fdattn.compile_backend.masks import floors
 from torch_fdattn.compile_backend.masks.chunks import is_chunked
-from torch_fdattn.compile_backend.masks.entries import Entry, axis
+from torch_fdattn.compile_backend.masks.entries import Entry, Index, axis, index_of
 from torch_fdattn.compile_backend.masks.expressible import is_expressible
 from torch_fdattn.compile_backend.masks.expressions import (
     FALSE,
@@ -29,6 +30,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Holds,
     Lookup,
     Poly,
+    as_number,
     atoms_of,
     axes_of,
     both,
@@ -49,6 +51,7 @@ from torch_fdattn.compile_backend.masks.structure import (
 )
 from torch_fdattn.compile_backend.masks.terms import (
     ExplicitMask,
+    Floor,
     KeepAsTensors,
     MaskTerm,
     ParsedTerm,
@@ -66,7 +69,8 @@ def top_left(sizes: Sizes) -> RecoveredMask:
 
 def sinks_of(node: Node, sizes: Sizes) -> Poly:
     """The sinks that are concatenated to the scores: a number of each head, or else raises `Unsupported`."""
-    found = Reader().read(node, ("b", "h", "q", "k")) if value(node).dim() == 4 else None
+    index = tuple(map(axis, ("b", "h", "q", "k")))
+    found = Reader().read(node, index) if value(node).dim() == 4 else None
     if not isinstance(found, Poly) or axes_of(found) - {"h"} or not is_expressible(found, sizes):
         raise Unsupported(
             "scores-unknown", "a column beside the scores that is no sink of each head"
@@ -85,24 +89,31 @@ class MaskRecovery:
         self.made: dict[tuple, Node] = {}
 
     def recover(
-        self, terms: list[MaskTerm], sizes: Sizes, rank: int, dtype: torch.dtype, until: Node, *, safe: bool,
-        sinks: bool = False,
+        self, terms: list[MaskTerm], sizes: Sizes, dtype: torch.dtype, until: Node, *, safe: bool,
+        sinks: bool = False, groups: tuple[int, int] | None = None, floor: Floor | None = None,
     ) -> RecoveredMask:  # fmt: skip
         """What all masks together do; raises `Unsupported` where our ops cannot do it.
 
-        rank, dtype: of the scores; until: the node where attention happens; safe: whether it is SDPA, which gives
-        zeros where -inf hides all keys; sinks: whether there are any, which no mask is added to.
+        dtype: of the scores; until: the node where attention happens; safe: whether it is SDPA, which gives
+        zeros where -inf hides all keys; sinks: whether there are any, which no mask is added to; groups: of heads,
+        and heads of a group; floor: below which no masked score is.
         """
         if not terms:
             return RecoveredMask()
-        axes = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
         reads, makers = [], []
         for term in terms:
-            read, nodes = self._parsed(term, axes, sizes, dtype, until, sinks)
+            index = index_of(term.dims, sizes, groups)
+            read, nodes = self._parsed(term, index, sizes, dtype, until, sinks)
             reads.append(read)
             makers += nodes
         _check_writes(reads)
         rows = HiddenRows(safe, value(until).requires_grad, sinks, self._promised)
+        if floor is not None and not self._promised and not floors.is_of_no_effect(reads, sizes):
+            limited = floors.limited(reads, floor, rows.needs_gradient)
+            reads = reads if limited is None else limited
+            rows = replace(
+                rows, filled=limited is not None and all(x.bias is not None for x in reads)
+            )
         try:
             found = _taken_apart(reads, sizes, rows)
         except KeepAsTensors as why:
@@ -115,15 +126,15 @@ class MaskRecovery:
         return found
 
     def _parsed(
-        self, term: MaskTerm, axes: tuple[str, ...], sizes: Sizes, dtype: torch.dtype, until: Node,
+        self, term: MaskTerm, index: Index, sizes: Sizes, dtype: torch.dtype, until: Node,
         sinks: bool,
     ) -> tuple[ParsedTerm, list[Node]]:  # fmt: skip
         fake = value(term.node)
-        if term.is_added and not fake.is_floating_point():
+        if term.is_added and not fake.is_floating_point() and fake.dtype != torch.bool:
             raise Unsupported("mask", f"a mask of {fake.dtype} is added to the scores")
         if not term.is_added and fake.dtype != torch.bool:
             raise Unsupported("mask", f"a mask of {fake.dtype}, not bool")
-        entry, visited = self._entry(term.node, axes, sizes, until)
+        entry, visited = self._entry(term.node, index, sizes, until)
         makers = sorted(visited, key={n: i for i, n in enumerate(until.graph.nodes)}.__getitem__)
         if not term.is_added:
             seen = entry if term.kind == "visible" else negation(entry)
@@ -136,6 +147,8 @@ class MaskRecovery:
                     f"scores are hidden by {fill:g}, which does not hide them for certain",
                 )
             return ParsedTerm(term, seen, frozenset({fill}), number(0)), makers
+        if fake.dtype == torch.bool:  # which adds ones
+            entry = as_number(entry)
         added = entry * number(term.factor)
         numbers = [term.rounded(x) for x in constants(added)]
         if math.inf in numbers:
@@ -167,22 +180,22 @@ class MaskRecovery:
         return replace(found, condition=condition, fills=fills, bias=bias, summed=summed), makers
 
     def _entry(
-        self, node: Node, axes: tuple[str, ...], sizes: Sizes, until: Node
+        self, node: Node, index: Index, sizes: Sizes, until: Node
     ) -> tuple[Entry, frozenset[Node]]:
-        key = node, axes
+        key = node, index
         if key not in self._entries:
             reader = Reader()
-            entry = reader.read(node, axes)
+            entry = reader.read(node, index)
             visited = frozenset(reader.visited)
             looked_up = {x.node for x in atoms_of(entry) if isinstance(x, Lookup)}
             if looked_up:
                 entry, visited = _from_entries(node, entry, visited, sizes)
             if not _is_as_read(node, visited, looked_up):
-                entry, visited = _unread(node, axes), frozenset()
+                entry, visited = _unread(node, index), frozenset()
             self._entries[key] = entry, visited
         entry, visited = self._entries[key]
         if visited and written_between(node, until, [node]) is not None:
-            return _unread(node, axes), frozenset()
+            return _unread(node, index), frozenset()
         return entry, visited
 
 
@@ -273,9 +286,8 @@ def _is_as_read(root: Node, visited: frozenset[Node], looked_up: set[Node]) -> b
     return written_between(node, root, {*visited, *looked_up}) is None
 
 
-def _unread(node: Node, axes: tuple[str, ...]) -> Entry:
-    index = tuple(map(axis, axes))[len(axes) - value(node).dim() :]
-    found = Lookup(node, index)
+def _unread(node: Node, index: Index) -> Entry:
+    found = Lookup(node, index[len(index) - value(node).dim() :])
     return Holds(found) if value(node).dtype == torch.bool else Poly.atom(found)
 
 

@@ -27,6 +27,9 @@ class MaskTerm:
     fill: float = 0.0  #: what hidden scores become, where the mask itself does not say
     factor: float = 1.0  #: by which the scores are multiplied afterwards
     dtype: torch.dtype | None = None  #: the narrowest that the scores have from there on
+    #: what each dim of the scores is that it is broadcast to (`match/roles.py`)
+    dims: tuple[str, ...] = ("b", "h", "q", "k")
+    floor: float | None = None  #: a number that hides, which stands in place of what is lower
 
     @property
     def is_added(self) -> bool:
@@ -35,6 +38,15 @@ class MaskTerm:
     def rounded(self, fill: float) -> float:
         """Twice float32's least number is -inf, and so is that number in bfloat16."""
         return fill if self.dtype is None else torch.tensor(fill, dtype=self.dtype).item()
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A number that hides, below which no score is (`clamp`)."""
+
+    number: float
+    dtype: torch.dtype
+    halves_ties: bool  #: whether a score that is this number has half of its gradient (`maximum`)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch_fdattn.compile_backend.graph.dims import permutation
 from torch_fdattn.compile_backend.graph.nodes import (
     arguments,
+    equal_sizes,
     is_tensor,
     statically_true,
     value,
@@ -21,6 +22,7 @@ from torch_fdattn.compile_backend.masks.entries import (
     Index,
     Rule,
     Unknown,
+    axis,
     nonzero,
     scalar,
 )
@@ -66,11 +68,15 @@ def _unsqueeze(reader: Reader, node: Node, index: Index) -> Entry:
 
 
 def _reshape(reader: Reader, node: Node, index: Index) -> Entry:
-    """Where only dimensions of one come or go."""
+    """Where only dimensions of one come or go, or batch and heads are merged."""
     source = node.args[0]
     if value(source).dtype != value(node).dtype:
         raise Unknown  # a view of the bits
     old, new = value(source).shape, value(node).shape
+    if len(old) == len(new) + 1 and equal_sizes(old[2:], new[1:]):
+        batch, head = axis("b"), axis("h")
+        if index[0] == batch * number(scalar(old[1])) + head:
+            return reader.entry(source, (batch, head, *index[1:]))
     kept = [(n, i) for n, i in zip(new, index, strict=True) if not statically_true(n == 1)]
     dims = [d for d, n in enumerate(old) if not statically_true(n == 1)]
     if len(dims) != len(kept) or not all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from torch.fx import Node
 
@@ -14,6 +15,14 @@ from torch_fdattn.compile_backend.match.operands import B, H, Operand, S, trace_
 _NOTE = "heads of K and V not repeated"
 
 
+class Temperature(NamedTuple):
+    """What the product of q and k is multiplied by, or divided by: it is multiplied into q."""
+
+    node: Node  #: a tensor or a symbolic number
+    how: Literal["mul", "div"]
+    dims: tuple[str, ...]  #: as those of a `MaskTerm`
+
+
 @dataclass
 class MatchedAttention:
     form: str
@@ -21,8 +30,13 @@ class MatchedAttention:
     q: Operand
     k: Operand
     v: Operand
-    out_dims: tuple[int, ...] = (0, 1, 2, 3)  #: which of (B, H, S, D) each dim of the result is
+    #: which of (B, H, S, D) each dim of the result is, or BOTH or INNER
+    out_dims: tuple[int, ...] = (0, 1, 2, 3)
+    #: groups of heads and heads of a group, where the scores have a dim of each
+    groups: tuple[int, int] | None = None
+    softmax_dims: tuple[str, ...] = ("b", "h", "q", "k")  #: what each of its dims is
     scale: float | None = None
+    temperatures: list[Temperature] = field(default_factory=list)
     softcap: float = 0.0
     sinks: tuple[Poly, Node] | None = None  #: and the concatenation of scores and sinks
     mask: RecoveredMask = field(default_factory=RecoveredMask)
@@ -39,13 +53,14 @@ class MatchedAttention:
             self.notes.append(_NOTE)
 
     def unrepeated(self, operand: Operand) -> Operand:
-        """K or V without copies of its heads; as it was where there are none."""
+        """K or V without copies of its heads, and with a dim for them; as it was where there is no difference."""
         path: list[Node] = []
         source = trace_operand(operand, path, scalings=False)
-        if not source.repeats:
+        if not source.repeats and operand.both is None and operand.inner is None:
             return operand
         self.between += path
-        self.note_repeated_heads()
+        if source.repeats:
+            self.note_repeated_heads()
         return source
 
 

@@ -7,6 +7,7 @@ scalings, and the copies of K and V that stand in for grouped heads.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from torch_fdattn.compile_backend.graph.nodes import (
 from torch_fdattn.compile_backend.report import Unsupported
 
 B, H, S, D = range(4)
+#: Dims that a result may have in place of some: heads of a group, where H are the groups; batch and heads in one.
+INNER, BOTH = 4, 5
 
 
 class Operand(NamedTuple):
@@ -34,10 +37,25 @@ class Operand(NamedTuple):
     dims: tuple[int | None, ...]
     scale: float = 1.0  #: what was multiplied into it on the way
     repeats: bool = False  #: whether the node's consumer had copies of its heads
+    inner: int | None = None  #: the dim of heads of a group, where H are the groups
+    both: tuple | None = None  #: (batch, heads), where dim B holds both
 
     def size(self, which: int) -> int | torch.SymInt:
+        if self.both is not None and which in (B, H):
+            return self.both[which]
         dim = self.dims[which]
-        return 1 if dim is None else tensor(self.node).shape[dim]
+        size = 1 if dim is None else tensor(self.node).shape[dim]
+        return size * self.size_of_group if which == H else size
+
+    @property
+    def size_of_group(self) -> int | torch.SymInt:
+        return 1 if self.inner is None else tensor(self.node).shape[self.inner]
+
+    def moved(self, node: Node, to: Callable[[int], int]) -> Operand:
+        """The operand as another node has it, in which each dim lies elsewhere."""
+        dims = tuple(None if dim is None else to(dim) for dim in self.dims)
+        inner = None if self.inner is None else to(self.inner)
+        return self._replace(node=node, dims=dims, inner=inner)
 
 
 def operand_of(node: object) -> Operand:
@@ -52,7 +70,8 @@ def trace_operand(operand: Operand, path: list[Node], scalings: bool) -> Operand
     """The operand's source; `path` receives the nodes between, whose results are then not needed."""
     while True:
         node = operand.node
-        step = _transposed(operand) or _repeated(operand, path) or _copied(operand)
+        step = _transposed(operand) or _taken_apart(operand) or _of_one_group(operand)
+        step = step or _repeated(operand, path) or _copied(operand)
         step = step or (_scaled(operand) if scalings else None)
         if step is None:
             return operand
@@ -64,8 +83,46 @@ def _transposed(operand: Operand) -> Operand | None:
     order = permutation(operand.node)
     if order is None:
         return None
-    dims = tuple(None if dim is None else order[dim] for dim in operand.dims)
-    return operand._replace(node=operand.node.args[0], dims=dims)
+    return operand.moved(operand.node.args[0], order.__getitem__)
+
+
+def _taken_apart(operand: Operand) -> Operand | None:
+    """What has its batch and heads in two dims, where the node has them in one."""
+    node, at = operand.node, operand.dims[B]
+    if operand.both is None or op_name(node) not in ("reshape", "view", "flatten"):
+        return None
+    source = node.args[0]
+    if not is_tensor(source) or value(source).dtype != value(node).dtype:
+        return None
+    shape = list(value(node).shape)
+    if not equal_sizes(value(source).shape, [*shape[:at], *operand.both, *shape[at + 1 :]]):
+        return None
+    found = operand.moved(source, lambda dim: dim + (dim > at))
+    return found._replace(dims=(at, at + 1, *found.dims[S:]), both=None)
+
+
+def _of_one_group(operand: Operand) -> Operand | None:
+    """K or V without the dim of one, expanded or not, that stands for all heads of a group."""
+    node, inner = operand.node, operand.inner
+    if inner is None or not is_tensor(node):
+        return None
+    expanded = op_name(node) in ("expand", "expand_as", "broadcast_to") and is_tensor(node.args[0])
+    source = node.args[0] if expanded else node
+    shape = value(source).shape
+    if expanded:
+        wide = value(node).shape
+        others = [dim for dim in range(len(wide)) if dim != inner]
+        if len(shape) != len(wide) or not statically_true(*(shape[d] == wide[d] for d in others)):
+            return None
+        return (
+            operand._replace(node=source, repeats=True)
+            if statically_true(shape[inner] == 1)
+            else None
+        )
+    source = _inserted_at(node, inner)
+    if source is None:
+        return None
+    return operand.moved(source, lambda dim: dim - (dim > inner))._replace(inner=None)
 
 
 def _scaled(operand: Operand) -> Operand | None:
@@ -105,7 +162,7 @@ def _repeated(operand: Operand, path: list[Node]) -> Operand | None:
     Kernels of grouped heads read the same; `k.repeat(1, n, 1, 1)`, where it is head h % H_kv, is another thing.
     """
     head = operand.dims[H]
-    if head is None or not is_tensor(operand.node):
+    if head is None or operand.inner is not None or not is_tensor(operand.node):
         return None
     source = _interleaved(operand.node, head) or _expanded_and_merged(operand.node, head, path)
     source = source or _expanded_from_one(operand.node, head)

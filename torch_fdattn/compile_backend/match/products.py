@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.graph.dims import einsum_parts
+from torch_fdattn.compile_backend.graph.dims import einsum_labels
 from torch_fdattn.compile_backend.graph.nodes import arguments, is_tensor, op_name, tensor
 from torch_fdattn.compile_backend.report import Unsupported
 
-#: Batch dims of a product of 3 and of 4 dimensions.
-_BATCH = {3: "x", 4: "xy"}
+#: Batch dims of a product of 3, 4 and 5 dimensions.
+_BATCH = {3: "x", 4: "xy", 5: "xyz"}
 
 
 class Product(NamedTuple):
@@ -21,6 +20,11 @@ class Product(NamedTuple):
     right: Node
     labels: tuple[str, str, str]  #: of left, right and the result
     factor: float = 1.0
+    added: tuple[Node, float] | None = None  #: what baddbmm adds, and its factor
+
+    @property
+    def is_plain(self) -> bool:
+        return self.factor == 1 and self.added is None
 
 
 def product(node: object) -> Product | None:
@@ -29,15 +33,15 @@ def product(node: object) -> Product | None:
     if name in ("matmul", "bmm"):
         return _labelled(node, *arguments(node, input=None, other=None))
     if name == "baddbmm":
-        _added, left, right, beta, alpha = arguments(
+        added, left, right, beta, alpha = arguments(
             node, input=None, batch1=None, batch2=None, beta=1, alpha=1
         )
-        if beta != 0:
-            raise Unsupported("mask", "baddbmm adds a tensor to the scores (beta is not 0)")
-        if not isinstance(alpha, (int, float)):
-            raise Unsupported("scale", "baddbmm's alpha is not known before the call")
+        if not isinstance(alpha, (int, float)) or not isinstance(beta, (int, float)):
+            raise Unsupported("scale", "baddbmm's alpha or beta is not known before the call")
         found = _labelled(node, left, right)
-        return None if found is None else found._replace(factor=float(alpha))
+        if found is None:
+            return None
+        return found._replace(factor=float(alpha), added=(added, float(beta)) if beta else None)
     return _einsum(node) if name == "einsum" else None
 
 
@@ -52,9 +56,7 @@ def _labelled(node: Node, left: object, right: object) -> Product | None:
 
 
 def _einsum(node: Node) -> Product | None:
-    parsed = einsum_parts(node)
-    if parsed is None or not all(
-        re.fullmatch(r"\w+", x) and len({*x}) == len(x) for x in parsed[1]
-    ):
+    parsed = einsum_labels(node)
+    if parsed is None or not all(len({*x}) == len(x) for x in parsed[1]):
         return None
     return Product(node, *parsed[0], parsed[1])

@@ -52,10 +52,10 @@ def match(node: Node, masks: MaskRecovery) -> MatchedAttention | None:
             raise Unsupported("mask", "both attn_mask and is_causal are given")
         # A bool mask is True where a key is seen; any other is added.
         kind = "visible" if tensor(attn_mask).dtype == torch.bool else "added"
-        terms = [MaskTerm(attn_mask, kind, fill=float("-inf"))]
-    rank = tensor(q).dim()
+        dims = ("b", "h", "q", "k") if tensor(q).dim() == 4 else ("b", "q", "k")
+        terms = [MaskTerm(attn_mask, kind, fill=float("-inf"), dims=dims)]
     attention.mask = top_left(score_sizes(*given[:2])) if is_causal else masks.recover(
-        terms, score_sizes(*given[:2]), rank, tensor(q).dtype, node, safe=True
+        terms, score_sizes(*given[:2]), tensor(q).dtype, node, safe=True
     )  # fmt: skip
     if terms:
         attention.notes.append(f"mask: {attention.mask.name}")

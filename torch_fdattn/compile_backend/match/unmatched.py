@@ -28,6 +28,7 @@ from torch_fdattn.compile_backend.graph.nodes import (
     value,
 )
 from torch_fdattn.compile_backend.match import scores
+from torch_fdattn.compile_backend.match.frame import Frame
 from torch_fdattn.compile_backend.match.written_softmax import dim_of_sum
 from torch_fdattn.compile_backend.report import Unsupported, where
 
@@ -82,7 +83,9 @@ class Unmatched:
         for node in between:
             if op_name(node) not in _ORDINARY and node.op != "placeholder":
                 raise Unsupported("unknown-op", f"{described(node)} ({where(node)})")
-        scores.below_softmax(softmax.all_input_nodes[0])  # which says what it does not know of them
+        frame = Frame.of(softmax, _dim(softmax))
+        if frame is not None:  # says what is not known of the scores
+            scores.below_softmax(softmax.all_input_nodes[0], frame)
         raise Unsupported("weights-unknown", "operations of attention in an order that no form has")
 
     def is_router(self, softmax: Node) -> bool:

@@ -1,4 +1,4 @@
-"""From a softmax down to the product with V: casts, and dropout that does nothing."""
+"""From a softmax down to the product with V: casts, copies, other orders of dims, and dropout that does nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.graph.nodes import described, op_name, tensor
+from torch_fdattn.compile_backend.match.frame import Frame, Labels
 from torch_fdattn.compile_backend.match.products import Product, product
 from torch_fdattn.compile_backend.match.scores import cast_of
 from torch_fdattn.compile_backend.report import Unsupported
@@ -15,16 +16,16 @@ from torch_fdattn.compile_backend.report import Unsupported
 @dataclass
 class MatchedWeights:
     product: Product
-    value: Node  #: V as the product has it
-    labels: tuple[str, str]  #: of the weights and of V in the product
+    labels: Labels  #: of the dims of the weights that go into the product
+    is_left: bool  #: whether they are its left factor
     #: from the softmax, excluded, to the product, excluded
     path: list[Node] = field(default_factory=list)
     without_last: bool = False  #: whether the last column, a sink's, is cut off
 
 
-def follow(softmax: Node) -> MatchedWeights:
+def follow(softmax: Node, frame: Frame) -> MatchedWeights:
     path: list[Node] = []
-    node, cut = softmax, None
+    node, cut, labels = softmax, None, frame.softmax
     while True:
         users = list(node.users)
         if len(users) != 1:
@@ -33,10 +34,11 @@ def follow(softmax: Node) -> MatchedWeights:
         below = users[0]
         second = product(below)
         if second is not None:
-            weights = _with_weights(second, node, path)
-            weights.without_last = cut is not None
-            return weights
-        if cut is None and _is_without_last(below):
+            return MatchedWeights(second, labels, _is_left(second, node), path, cut is not None)
+        moved = frame.below(below, node, labels)
+        if moved is not None:
+            labels = moved
+        elif cut is None and _is_without_last(below) and frame.is_over_keys(labels, -1):
             cut = below
         elif op_name(below) == "dropout":
             _check_idle(below)
@@ -64,16 +66,13 @@ def _used_by(name: str) -> str:
     return f"the weights go into {name}, not into a product with v"
 
 
-def _with_weights(second: Product, weights: Node, path: list[Node]) -> MatchedWeights:
-    left, right, _out = second.labels
-    if second.factor != 1:
-        raise Unsupported("product", "the product with v is scaled")
-    if second.left is weights and second.right is not weights:
-        return MatchedWeights(second, second.right, (left, right), path)
-    # `bkhd,bhqk->bqhd`: einsum alone names what is summed; elsewhere weights on the right are another product.
-    if second.right is weights and second.left is not weights and op_name(second.node) == "einsum":
-        return MatchedWeights(second, second.left, (right, left), path)
-    raise Unsupported("product", "the weights are not the left factor of the product with v")
+def _is_left(second: Product, weights: Node) -> bool:
+    """Whether weights are the left factor of the product with v, or the right one."""
+    if not second.is_plain:
+        raise Unsupported("product", "the product with v is scaled, or something is added to it")
+    if second.left is second.right:
+        raise Unsupported("product", "the weights are multiplied by themselves")
+    return second.left is weights
 
 
 def _check_idle(node: Node) -> None:

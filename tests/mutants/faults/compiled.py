@@ -1,0 +1,38 @@
+"""Faults of the compile backend."""
+
+from __future__ import annotations
+
+from tests.mutants.faults.fault import Fault
+from tests.mutants.faults.runs import TORCH_SDPA, WRITTEN_FORMS
+
+_BACKEND = "torch_fdattn/compile_backend"
+FAULTS = (
+    Fault(
+        "scores are written to whose older view is read later", f"{_BACKEND}/graph/functional.py",
+        "        position[user] >= position[node]\n", "        position[user] < 0\n", WRITTEN_FORMS,
+    ),
+    Fault(
+        "a write under no_grad has a gradient", f"{_BACKEND}/graph/functional.py",
+        "if any(_sets_grad_mode(x) for x in _between(before[0], node)):", "if False:", WRITTEN_FORMS,
+    ),
+    Fault(
+        "a temperature of each key is multiplied into q", f"{_BACKEND}/match/scores.py",
+        "if self.frame.is_over_keys((label,), 0)", "if False", WRITTEN_FORMS,
+    ),
+    Fault(
+        "keys of a head that all groups share are a group's", f"{_BACKEND}/match/roles.py",
+        "((groups, inner), (groups, 1), (1, 1))", "((groups, inner), (groups, 1), (1, 1), (1, inner))", WRITTEN_FORMS,
+    ),
+    Fault(
+        "ties of a maximum have a whole gradient", f"{_BACKEND}/masks/floors.py",
+        "if not alone or floor.halves_ties:", "if not alone:", WRITTEN_FORMS,
+    ),
+    Fault(
+        "SDPA for queries that stand at an offset", f"{_BACKEND}/torch_sdpa.py",
+        "call.structure.start is None and equal", "True", TORCH_SDPA,
+    ),
+    Fault(
+        "SDPA for queries without keys", f"{_BACKEND}/torch_sdpa.py",
+        'mask.kept or mask.levels or mask.empty != "zero" or', "mask.levels or", TORCH_SDPA,
+    ),
+)  # fmt: skip
