@@ -51,7 +51,7 @@ class Recorder:
 def check(fn, *args, lower="aot_eager", rtol=1e-4, atol=1e-5, dynamic=None, exact=False) -> Found:
     """Runs fn compiled and eagerly on the same inputs; outputs and gradients must agree."""
     torch._dynamo.reset()
-    backend = Recorder(lower)
+    backend = Recorder(lower, head_dims=2 if dynamic else 0)
     compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     torch.manual_seed(1)

@@ -206,7 +206,7 @@ def test_learned_slopes_of_hidden_rows():
     [("given", "aot_eager"), ("beside a causal mask", "eager"), ("made in the graph", "aot_eager")],
 )
 def test_sizes_that_are_symbols(name, lower):
-    """No guards are added, and the sums are the same."""
+    """No guards are added but those of the head dim, and the sums are the same."""
     keep = KEEP & torch.tensor([[False], [True]])
     mask = torch.where(keep[:, None, None], 0.0, -1e4)
     check(
