@@ -84,6 +84,7 @@ ALLOWED = {
     "ops/attention/tuning.py": {"_memories": "what autotune found, by file", "_where": "a device with its software"},
     "ops/decode/schedule.py": {"num_sms": "of a device", "fast_memory": "of a device"},
     "ops/determinism.py": {"_generators": "of seeds, which `set_deterministic` makes"},
+    "ops/layout.py": {"_warn_once": "said once"},
     "ops/library.py": {"launches": "a count for tests", "register_dtensor_rules": "done once"},
     "sources.py": {"hash_of": "of files that do not change"},
 }  # fmt: skip

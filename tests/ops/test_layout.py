@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_fdattn as fa
+from torch_fdattn.ops import layout
 
 OPS = torch.ops.fdattn
 
@@ -192,11 +193,14 @@ def _call(q_shape, k_shape, device, **options):
 
 
 def test_exchanged_dims_are_warned_of_once(device):
+    layout._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
             _call(*_TURNED, device, causal=True)
             _call((1, 20, 8, 16), (1, 20, 2, 16), device, causal=True)
+            with warnings.catch_warnings():  # as libraries do in between
+                warnings.simplefilter("default")
     assert [str(x.message).count('layout="bshd" takes these') for x in caught] == [1]
 
 
@@ -210,12 +214,14 @@ def test_exchanged_dims_are_warned_of_once(device):
     ],
 )
 def test_others_are_not_warned_of(shapes, options, device):
+    layout._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _call(*shapes, device, **options)
 
 
 def test_given_positions_are_not_warned_of(device):
+    layout._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         starts = torch.zeros(1, dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@ Kernels take any strides, so a call in "bshd" is the same call on transposed vie
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Literal
 
@@ -38,16 +39,17 @@ def from_bhsd(state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def warn_of_exchanged_dims(q: Tensor, k: Tensor) -> None:
-    """Of a causal call, aligned at the last key, whose first queries see no key, as if heads were the sequence.
-
-    The text is without shapes, so that Python's default filter shows it once.
-    """
+    """Of a causal call, aligned at the last key, whose first queries see no key, as if heads were the sequence; once."""
     (heads, queries), (kv_heads, keys) = q.shape[1:3], k.shape[1:3]
     numbers = heads, queries, kv_heads, keys
     if all(type(x) is int for x in numbers) and keys < queries < heads == kv_heads:
-        warnings.warn(
-            "causal attention of more queries than keys: the first queries see no key. There are more heads than "
-            "queries, as if q, k and v were (batch, sequence, heads, head_dim): "
-            'layout="bshd" takes these',
-            stacklevel=3,
-        )
+        _warn_once()
+
+
+@functools.cache  # Python's own filter forgets what it has shown whenever some library changes the filters
+def _warn_once() -> None:
+    warnings.warn(
+        "causal attention of more queries than keys: the first queries see no key. There are more heads than queries, "
+        'as if q, k and v were (batch, sequence, heads, head_dim): layout="bshd" takes these',
+        stacklevel=4,
+    )
