@@ -139,7 +139,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_layers",
                 "kv_cache",
                 "engine",
-                only=f"not ({COMPILED} or test_drawn)",
+                only=f"not ({COMPILED} or test_drawn or test_transformers_generate or (test_inference_form and first))",
                 marked="not slow",
             ),
             one_sided(
@@ -160,7 +160,8 @@ def layers(kind: str) -> list[Layer]:
                 "call_depth",
                 "float8_weights",
                 "compiled_matmuls",
-                only="not compiled_once",
+                # Whole layers over two ranks are run without the interpreter, their launches in it.
+                only="not compiled_once and (not test_tp_inference or TestLaunches)",
                 marked="not slow",
             ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.
