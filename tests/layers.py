@@ -24,7 +24,7 @@ class Layer:
 INTERPRET = {"TRITON_INTERPRET": "1"}
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
-#: `cpu` is to take about 12 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+#: `cpu` is to take about 14 minutes on two processors: what it leaves out, `slow` and `gpu` run.
 _QUICK = ("-m", "not slow")
 _ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
@@ -139,7 +139,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_layers",
                 "kv_cache",
                 "engine",
-                only=f"not ({COMPILED} or test_drawn)",
+                only=f"not ({COMPILED} or test_drawn or test_transformers_generate or (test_inference_form and first))",
                 marked="not slow",
             ),
             one_sided(
@@ -160,7 +160,8 @@ def layers(kind: str) -> list[Layer]:
                 "call_depth",
                 "float8_weights",
                 "compiled_matmuls",
-                only="not compiled_once",
+                # Whole layers over two ranks are run without the interpreter, their launches in it.
+                only="not compiled_once and (not test_tp_inference or TestLaunches)",
                 marked="not slow",
             ),
             # More than one peer to wait for, overlapping groups; shares that do not divide.

@@ -12,7 +12,9 @@ from .interpreting import needs_interpreter
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("work", "calls"), [("decode", 5), ("tp_linear", 10)])
+@pytest.mark.parametrize(
+    ("work", "calls"), [pytest.param("decode", 5, marks=pytest.mark.slow), ("tp_linear", 10)]
+)
 def test_a_few_calls(work: str, calls: int) -> None:
     done = subprocess.run(
         [

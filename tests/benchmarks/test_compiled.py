@@ -29,7 +29,11 @@ def figures(case, ways) -> dict[str, dict]:
     }
 
 
-@pytest.mark.parametrize("case", TINY, ids=lambda case: case.use)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if x.use == "prefill" else ()) for x in TINY],
+    ids=lambda case: case.use,
+)
 def test_every_use(case, monkeypatch) -> None:
     from torch._dynamo.utils import counters
 

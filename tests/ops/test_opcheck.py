@@ -100,7 +100,8 @@ def scores(device):
     [
         (PLAIN, (True, False, False)),
         (PLAIN, (False, True, False)),
-        *((layouts, (True, True, True)) for layouts in LAYOUTS[1:]),
+        pytest.param(LAYOUTS[1], (True, True, True), marks=pytest.mark.slow),
+        *((layouts, (True, True, True)) for layouts in LAYOUTS[2:]),
     ],
     ids=lambda kind: "-".join(dict.fromkeys(map(str, kind))),
 )

@@ -69,12 +69,12 @@ def test_modes_and_subclasses_see_the_op(device):
     [
         ("decode_forward", "bhsd", True),
         ("decode_forward", "transposed", False),
-        ("decode_forward", "slice", True),
+        pytest.param("decode_forward", "slice", True, marks=pytest.mark.slow),
         ("paged_decode_forward", "bshd", False),
         ("paged_decode_forward", "slice", True),
-        ("decode_out", "bhsd", False),
+        pytest.param("decode_out", "bhsd", False, marks=pytest.mark.slow),
         ("decode_out", "bshd", True),
-        ("paged_decode_out", "bhsd", True),
+        pytest.param("paged_decode_out", "bhsd", True, marks=pytest.mark.slow),
         ("paged_decode_out", "transposed", False),
     ],
 )
