@@ -177,11 +177,19 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def _cut(tensors: tuple[Tensor, ...], sequences: slice, rows: slice) -> tuple[Tensor, ...]:
+    """These sequences and rows of each, all of which have as many; themselves where that is all."""
+    batch, _, length, _ = tensors[0].shape
+    if sequences == slice(0, batch) and rows == slice(0, length):
+        return tensors
+    return tuple(x[sequences, :, rows] for x in tensors)
+
+
 def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of the part's rows; None: the kernel may have lost or spread a NaN."""
     v_dim = v.shape[3]
-    of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
-    q, k, v = _as_kernel_takes(q[part.sequences, :, part.rows], *of_keys)
+    k, v = _cut((k, v), part.sequences, part.keys)
+    q, k, v = _as_kernel_takes(*_cut((q,), part.sequences, part.rows), k, v)
     k, v = (_heads(x, q.shape[1]) for x in (k, v))
     out, lse = _FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
     # Of a row without a finite score the kernel says lse 0: of one whose keys are all hidden, and of NaN.
@@ -202,8 +210,8 @@ def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
 
 def _backward(part: Part, dout, q, k, v, out, lse, scale: float) -> tuple[Tensor, ...]:
     kv_heads, dims = k.shape[1], (q.shape[3], k.shape[3], v.shape[3])
-    of_rows = (x[part.sequences, :, part.rows] for x in (dout, q, out))
-    of_keys = (x[part.sequences, :, part.keys] for x in (k, v))
+    of_rows = _cut((dout, q, out), part.sequences, part.rows)
+    of_keys = _cut((k, v), part.sequences, part.keys)
     dout, q, out, k, v = _as_kernel_takes(*of_rows, *of_keys)
     k, v = (_heads(x, q.shape[1]) for x in (k, v))
     lse = lse[part.sequences, :, part.rows]
