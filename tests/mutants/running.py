@@ -46,14 +46,15 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def command(tests: Tests, folder: Path) -> list[str]:
-    """pytest, which stops at the first failure."""
-    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.paths]
+    """pytest, which stops at the first failure; what is slow is not run: `make test` itself must notice."""
+    marked = "interpreter and not slow" if tests.interpret and not tests.ranks else "not slow"
+    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.paths, "-m", marked]
     if tests.ranks:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", str(tests.ranks)]
         logs = ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0:3"]
         return [*torchrun, *logs, *pytest]
-    return [*pytest, "-m", "interpreter", "-n", "2"] if tests.interpret else pytest
+    return [*pytest, "-n", "2"] if tests.interpret else pytest
 
 
 def run(tests: Tests, fault: Fault | None = None, limit_s: float = LIMIT_S) -> Outcome:
