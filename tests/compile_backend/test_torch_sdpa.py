@@ -97,6 +97,26 @@ def test_what_sdpa_has_no_word_for_is_ours(fn):
     assert ops(check(fn, *qkv())) == ["attention"]
 
 
+def test_queries_that_are_the_last_of_the_keys_are_ours():
+    """SDPA's causal mask begins at the first key."""
+
+    def fn(q, k, v):
+        return written(q, k, v, torch.ones(4, 8, dtype=torch.bool).tril(4))
+
+    assert ops(check(fn, *qkv(4, 8))) == ["attention"]
+
+
+def test_numbers_that_are_added_are_ours(monkeypatch):
+    """Where the promise says that they hide no row, too."""
+    promised = dict(sdpa_on_cpu=True, no_fully_masked_rows=True)
+    monkeypatch.setattr(harness, "rewrite", lambda gm: _rewrite(gm, **promised))
+
+    def fn(q, k, v, bias):
+        return (q @ k.transpose(-1, -2) * 0.25 + bias).softmax(-1) @ v
+
+    assert ops(check(fn, *qkv(), torch.randn(8, 8))) == ["attention"]
+
+
 def test_rows_without_keys_are_ours():
     def fn(q, k, v, valid):
         return written(q, k, v, valid[:, None, None])
