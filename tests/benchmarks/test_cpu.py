@@ -50,11 +50,10 @@ def test_every_kind(case) -> None:
 
 
 def test_a_wrong_result_gives_no_figures(monkeypatch) -> None:
-    calls = cpu.calls_of
-    monkeypatch.setattr(
-        cpu, "calls_of", lambda case: calls(case)._replace(ours=lambda q, k, v: v * 0.5)
-    )
-    found = figures(next(case for case in TINY if case.queries == 1))
+    calls = cpu.calls_of(TINY[0])
+    wrong = calls._replace(ours=lambda q, k, v: calls.torchs(q, k, v) * 0.5)
+    monkeypatch.setattr(cpu, "calls_of", lambda case: wrong)
+    found = figures(TINY[0])
     assert "differs from SDPA by" in found["fdattn", "error"]
     assert ("fdattn", "eager_us") not in found
     assert ("sdpa", "eager_us") in found

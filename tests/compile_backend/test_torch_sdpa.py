@@ -18,6 +18,7 @@ OP = "scaled_dot_product_attention"
 @pytest.fixture(autouse=True)
 def as_inductor_gets_it(monkeypatch):
     """The pass as it is for Inductor, lowered by AOTAutograd alone."""
+    launches.clear()
     monkeypatch.setattr(
         harness, "rewrite", lambda gm, **options: _rewrite(gm, sdpa_on_cpu=True, **options)
     )

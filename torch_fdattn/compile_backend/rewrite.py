@@ -129,16 +129,23 @@ class _GraphPass:
         if attention is None:
             return None, []
         self._check_untransformed(node)
+        try:
+            return self._chosen(form, attention), attention.notes
+        except _UNEXPECTED as error:
+            raise _unexpected(error) from error
+
+    def _chosen(self, form: Any, attention: MatchedAttention) -> str:
+        """The op that has taken the place of an attention."""
         call = choose(attention)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
         elif self.sdpa_on_cpu and torch_sdpa.takes(attention, call):
             call = replace(call, op=torch_sdpa.OP)
             if form is sdpa:  # which stays
-                return call.op, attention.notes
+                return call.op
         if not self.dryrun:
             emit(attention, call, self.masks)
-        return call.op, attention.notes
+        return call.op
 
     def _check_untransformed(self, node: Node) -> None:
         if node in self.transformed:
@@ -149,6 +156,8 @@ class _GraphPass:
         try:
             return form.match(node, self.masks)
         except _UNEXPECTED as error:
-            raise Unsupported(
-                "unexpected", f"a call in a form that is not known ({error})"
-            ) from error
+            raise _unexpected(error) from error
+
+
+def _unexpected(error: Exception) -> Unsupported:
+    return Unsupported("unexpected", f"a call in a form that is not known ({error})")

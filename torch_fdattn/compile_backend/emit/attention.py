@@ -73,7 +73,7 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
         if attention.mask.empty != "zero" and not statically_true(attention.k.size(S) == 0):
             out = with_empty_rows(add, attention, given, pair, out, (queries, keys, v))
         _replace(add, attention, out, given)
-    except Unsupported:
+    except Exception:  # what nobody thought of too: the graph must stay as it was
         add.undo()
         given.undo()
         raise

@@ -10,6 +10,7 @@ from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.report import Unsupported
 
 _ORDER = ("b", "bh", "g", "n", "h", "q", "k")
+_FOUR = ("b", "h", "q", "k")
 
 
 def taken_apart(add: Adder, node: Node, dim: int, heads: object) -> Node:
@@ -34,12 +35,13 @@ def in_four_dims(
         else:
             node = taken_apart(add, node, at, attention.q.size(1))
             own[at : at + 1] = ["b", "h"]
-    if "n" in own:
+    if "n" in own or "g" in own:
         node, own = _with_heads(add, node, own, attention.groups)
-    for i, name in enumerate(("b", "h", "q", "k")):
-        if name not in own and own and i > ("b", "h", "q", "k").index(own[0]):
-            node = add("unsqueeze", node, i - ("b", "h", "q", "k").index(own[0]))
-            own.insert(i - ("b", "h", "q", "k").index(own[0]), name)
+    behind = _FOUR[_FOUR.index(own[0]) :] if own else ()
+    for at, name in enumerate(behind):  # what is broadcast in front of its first dim needs none
+        if name not in own:
+            node = add("unsqueeze", node, at)
+            own.insert(at, name)
     return node
 
 
@@ -47,6 +49,9 @@ def _with_heads(
     add: Adder, node: Node, own: list[str], groups: tuple[int, int]
 ) -> tuple[Node, list[str]]:
     """Heads in place of groups and heads of a group."""
+    if "n" not in own:
+        at = own.index("g") + 1
+        node, own = add("unsqueeze", node, at), [*own[:at], "n", *own[at:]]
     at = own.index("n")
     if "g" not in own:
         node, own = add("unsqueeze", node, at), [*own[:at], "g", *own[at:]]

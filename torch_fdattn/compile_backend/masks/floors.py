@@ -15,7 +15,13 @@ import torch
 from torch_fdattn.compile_backend.masks.expressions import both
 from torch_fdattn.compile_backend.masks.structure import Sizes, structured
 from torch_fdattn.compile_backend.masks.terms import Floor, ParsedTerm
+from torch_fdattn.compile_backend.masks.values import SWALLOWS, lowest
 from torch_fdattn.compile_backend.report import Unsupported
+
+
+def may_hide(read: ParsedTerm) -> bool:
+    """Whether numbers that the call is given are added, which may hide what the graph does not say."""
+    return read.term.is_added and read.bias is not None and lowest(read.bias) <= SWALLOWS
 
 
 def is_of_no_effect(reads: Sequence[ParsedTerm], sizes: Sizes) -> bool:

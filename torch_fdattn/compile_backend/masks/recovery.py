@@ -108,6 +108,8 @@ class MaskRecovery:
             makers += nodes
         _check_writes(reads)
         rows = HiddenRows(safe, value(until).requires_grad, sinks, self._promised)
+        if floor is not None and not self._promised:
+            reads = [x.as_tensor() if floors.may_hide(x) else x for x in reads]
         if floor is not None and not self._promised and not floors.is_of_no_effect(reads, sizes):
             limited = floors.limited(reads, floor, rows.needs_gradient)
             reads = reads if limited is None else limited

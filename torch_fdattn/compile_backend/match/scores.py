@@ -5,6 +5,7 @@ The walk upwards reaches last what was computed first: a scaling that it reaches
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,7 +126,12 @@ class _Walk:
         below = cast_of(node)
         if below is not None:
             found = self.follow(below, labels, factor)
-            found.masks = [_narrowed(mask, value(node).dtype) for mask in found.masks]
+            dtype = value(node).dtype
+            found.masks = [_narrowed(mask, dtype) for mask in found.masks]
+            if found.floor and torch.finfo(dtype).max < torch.finfo(found.floor.dtype).max:
+                raise Unsupported(
+                    "mask-value", f"scores are limited to {found.floor.number:g}, then {dtype}"
+                )
             return found
         scaled = scaling(node)
         if scaled is not None:
@@ -262,6 +268,8 @@ class _Walk:
                 f"scores are limited to {floor:g}, which does not hide them for certain",
             )
         found = self.follow(scores, labels)
+        if floor == -math.inf:  # which limits nothing
+            return found
         if found.floor:
             raise Unsupported("scores-unknown", "scores that are limited twice")
         found.floor = Floor(floor, dtype, halves_ties=name in ("max", "maximum"))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_fdattn.environment import INTERPRET
 from torch_fdattn.launch import prepared
 from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
@@ -138,10 +137,8 @@ def decode_eagerly(
     others = (
         kv_lens, q_start, kv_start, page_table, k_scale, v_scale, alibi_slopes, attn_mask, sinks
     )  # fmt: skip
-    key = known = None
     try:
-        # Nothing is bound on a CPU, where the key would take as long as the checks.
-        key = None if q.device.type == "cpu" and not INTERPRET else (
+        key = (
             "decode", q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape,
             v.stride(), v.dtype, v.device, mask[3:], scale, dtype, softcap, batch_invariant,
             None if kv_lens is None else (kv_lens.shape, kv_lens.stride(), kv_lens.dtype, kv_lens.device),
@@ -152,7 +149,7 @@ def decode_eagerly(
         )  # fmt: skip
         known = prepared.checked(key)
     except AttributeError:  # something that is no tensor: the checks say what
-        pass
+        known = key = None
     if known is None:
         call = checked_call(q, k, v, page_table, plain_numbers(q, options), global_lens)
         return _first_call(key, call, written, leave_parts)
