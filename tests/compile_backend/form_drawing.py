@@ -90,7 +90,8 @@ class Form:
             shape = draw.choice(
                 ((1, HEADS, queries, keys), (1, 1, queries, keys), (BATCH, 1, 1, keys))
             )
-            return torch.randn(shape).to(self.dtype).requires_grad_(draw.random() < 0.5)
+            bias = torch.randn(shape).to(self.dtype)
+            return torch.nn.Parameter(bias) if draw.random() < 0.5 else bias  # learned, or data
         if kind == "bool":
             return (
                 torch.rand(draw.choice(((1, 1, queries, keys), (BATCH, HEADS, queries, keys))))
@@ -283,6 +284,8 @@ class Form:
         """The output and the gradients of all that has one."""
         *qkv, dout = (x.to(dtype) for x in self.inputs(sample))
         given = [x.detach().to(dtype) if x.is_floating_point() else x for x in self.given]
+        learned = [isinstance(x, torch.nn.Parameter) for x in self.given]
+        given = [torch.nn.Parameter(x) if y else x for x, y in zip(given, learned, strict=True)]
         if not self.trained:
             return {"out": function(*qkv, *given)}
         wanted = [x.requires_grad for x in self.given]

@@ -51,8 +51,9 @@ def choose(attention: MatchedAttention) -> OpCall:
     scale = attention.scale
     if scale is not None and not 1e-37 <= scale <= 1e37:
         raise Unsupported("scale", f"the scale is {scale:g}, not a positive number")
-    if attention.temperatures and dtype == torch.float16:
-        raise Unsupported("scale", "a temperature of float16 queries, whose product may overflow")
+    wide = [x.node for x in attention.temperatures if is_tensor(x.node)]
+    if dtype == torch.float16 and any(tensor(x).dtype != dtype for x in wide):
+        raise Unsupported("scale", "float16 queries times a wider temperature may overflow")
     check_hidden_rows(attention)
     _check_gradients(attention)
     # Kernels are made for a head dim, as are all graphs but those that were called with several.
