@@ -157,7 +157,6 @@ def layers(kind: str) -> list[Layer]:
                 "row_norm",
                 "tp_inference",
                 "gathered_swiglu",
-                "call_depth",
                 "float8_weights",
                 "compiled_matmuls",
                 # Whole layers over two ranks are run without the interpreter, their launches in it.

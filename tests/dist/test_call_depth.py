@@ -17,6 +17,7 @@ import torch_fdattn
 from torch_fdattn.dist import decode
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED
 from torch_fdattn.dist.symm.availability import available
+from torch_fdattn.environment import INTERPRET
 
 PACKAGE = str(Path(torch_fdattn.__file__).parent) + os.sep
 MAX_FILES = 6
@@ -71,4 +72,5 @@ def test_repeated_call(group, rank_device, strategy: str) -> None:
         call()
     found = deepest(call)
     assert {"dist/functional.py", "dist/decode/op.py"} <= set(found)  # it watched the call
-    assert len(found) <= MAX_FILES, found
+    # Interpreted kernels are never bound: launches.py and device.py stand in the place of driver_launch.py.
+    assert len(found) <= MAX_FILES + INTERPRET, found
