@@ -151,7 +151,8 @@ def test_where_ours_is_faster(monkeypatch):
     monkeypatch.setattr(torch_sdpa, "WINDOW_KEYS", 8)
     assert ops(check(banded, *qkv())) == ["attention"]
     for dtype, op in ((torch.float32, OP), (torch.bfloat16, "decode")):
-        inputs = qkv(1, 64, grad=False, dtype=dtype)
+        assert ops(check(sdpa, *qkv(1, 64, grad=False, dtype=dtype), rtol=2e-2, atol=2e-2)) == [OP]
+        inputs = qkv(1, 512, grad=False, dtype=dtype)
         assert ops(check(lambda q, k, v: sdpa(q, k, v), *inputs, rtol=2e-2, atol=2e-2)) == [op]
 
 

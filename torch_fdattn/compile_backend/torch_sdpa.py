@@ -20,6 +20,8 @@ from torch_fdattn.ops.attention import cpu
 OP = sdpa.FORM
 #: Keys from which on a window is worth our op, which reads the window's band alone.
 WINDOW_KEYS = 1024
+#: And a decode in half precision, which torch's kernel computes in it, ours in float32.
+DECODE_KEYS = 512
 
 
 def applies(lower: str) -> bool:
@@ -36,7 +38,8 @@ def takes(attention: MatchedAttention, call: OpCall) -> bool:
 def _is_slow(attention: MatchedAttention, call: OpCall) -> bool:
     """Where torch's kernel takes several times as long as ours (docs/notes/cpu.md)."""
     if call.op == "decode":
-        return call.dtype in (torch.bfloat16, torch.float16)
+        many = statically_true(attention.k.size(S) >= DECODE_KEYS)
+        return many and call.dtype in (torch.bfloat16, torch.float16)
     return call.structure.left >= 0 and statically_true(attention.k.size(S) >= WINDOW_KEYS)
 
 
