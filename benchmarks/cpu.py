@@ -34,7 +34,7 @@ from .shapes import CpuCase
 WINDOW, PAGE = 256, 16
 #: Keys up to which a step is measured, and the time of one sample.
 STEP_KEYS, SAMPLE_US = 1024, 30e3
-OURS, EAGER, COMPILED = "fdattn", "sdpa", "inductor"
+OURS, EAGER, COMPILED = "fdattn", "sdpa", "inductor"  # the names in the results
 
 
 class Calls(NamedTuple):
