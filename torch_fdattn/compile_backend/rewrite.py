@@ -6,7 +6,6 @@ Every attention that is provably the same function as an op of ours is replaced;
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -41,7 +40,7 @@ def rewrite(
     dryrun: only says what would be replaced.
     context: over whose ranks the tokens are split; then sites that are left see local tokens alone.
     no_fully_masked_rows: the caller's promise that masks leave every query a key.
-    sdpa_on_cpu: attention of CPU tensors becomes, or stays, torch's SDPA where it can (`torch_sdpa.py`).
+    sdpa_on_cpu: SDPA of CPU tensors stays torch's own but where ours is much faster (`torch_sdpa.py`).
     """
     report = Report()
     graphs = {name: x for name, x in gm.named_modules() if isinstance(x, GraphModule)}
@@ -130,19 +129,17 @@ class _GraphPass:
             return None, []
         self._check_untransformed(node)
         try:
-            return self._chosen(form, attention), attention.notes
+            return self._chosen(attention), attention.notes
         except _UNEXPECTED as error:
             raise _unexpected(error) from error
 
-    def _chosen(self, form: Any, attention: MatchedAttention) -> str:
-        """The op that has taken the place of an attention."""
+    def _chosen(self, attention: MatchedAttention) -> str:
+        """The op that computes an attention now."""
         call = choose(attention)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
-        elif self.sdpa_on_cpu and torch_sdpa.takes(attention, call):
-            call = replace(call, op=torch_sdpa.OP)
-            if form is sdpa:  # which stays
-                return call.op
+        elif self.sdpa_on_cpu and torch_sdpa.stays(attention, call):
+            return torch_sdpa.OP
         if not self.dryrun:
             emit(attention, call, self.masks)
         return call.op

@@ -28,11 +28,7 @@ FAULTS = (
         "if not alone or floor.halves_ties:", "if not alone:", WRITTEN_FORMS,
     ),
     Fault(
-        "SDPA for queries that stand at an offset", f"{_BACKEND}/torch_sdpa.py",
-        "call.structure.start is None and equal", "True", TORCH_SDPA,
-    ),
-    Fault(
-        "SDPA without the numbers that are added", f"{_BACKEND}/torch_sdpa.py",
-        "mask.kept or mask.levels or", "mask.levels or", TORCH_SDPA,
+        "attention that is written out stays", f"{_BACKEND}/torch_sdpa.py",
+        "attention.form == sdpa.FORM and on_cpu", "on_cpu", TORCH_SDPA,
     ),
 )  # fmt: skip

@@ -8,9 +8,7 @@ import operator
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.nn.functional import scaled_dot_product_attention
 
-from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.emit.empty_rows import with_empty_rows
 from torch_fdattn.compile_backend.emit.mask_arguments import MaskArguments
@@ -43,12 +41,6 @@ def emit(attention: MatchedAttention, call: OpCall, masks: MaskRecovery) -> None
         q, k, v = (_ordered(add, x, call.dtype) for x in (attention.q, attention.k, attention.v))
         for temperature in attention.temperatures:
             q = _at_temperature(add, q, temperature, attention)
-        if call.op == torch_sdpa.OP:
-            out = add(
-                scaled_dot_product_attention, q, k, v, **torch_sdpa.arguments(attention, call)
-            )
-            _replace(add, attention, out, given)
-            return
         options = given.options(call.structure, _scale(attention, call)) | call.options
         queries, keys = q, k
         q, k = given.without_swallowed(q, k)
