@@ -96,14 +96,14 @@ def watch(ranks: Ranks, call: Callable[[], object]) -> list[Span]:
 
 
 def spans(events: Sequence, on_gpu: bool) -> list[Span]:
-    """The device's events after the last `_SLEEP`, or, on a CPU, those that no other contains."""
+    """The device's events after the last `_SLEEP` of `watch`, or, on a CPU, those that no other contains."""
     device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
         (event.name, event.device_resource_id if on_gpu else event.thread, event.time_range)
         for event in events
         if event.device_type == device_type and (on_gpu or event.cpu_parent is None)
     ]
-    woken = max((time.end for name, _, time in found if _SLEEP in name), default=-math.inf)
+    woken = _woken([time for name, _, time in found if _SLEEP in name])
     if on_gpu and found and woken < 0:
         raise ValueError(
             f"no {_SLEEP} among {len(found)} events: the kernel of torch.cuda._sleep has another name"
@@ -116,6 +116,17 @@ def spans(events: Sequence, on_gpu: bool) -> list[Span]:
         (Span(name, row, time.start - begin, time.elapsed_us()) for name, row, time in found),
         key=lambda span: (span.row, span.start),
     )
+
+
+def _woken(sleeps: Sequence) -> float:
+    """When the watched call may begin: at the end of the first sleep behind the longest, or of that where it is alone.
+
+    torch's fused ops sleep for a moment themselves, in a call as in the one before it.
+    """
+    if not sleeps:
+        return -math.inf
+    queueing = max(sleeps, key=lambda time: time.elapsed_us()).end
+    return min((time.end for time in sleeps if time.start >= queueing), default=queueing)
 
 
 def draw(path: str, title: str, results: Results, watched: Mapping[str, Sequence[Span]]) -> None:

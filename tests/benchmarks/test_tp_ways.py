@@ -337,5 +337,13 @@ def test_spans_begin_behind_the_kernel_that_calls_are_queued_behind() -> None:
     found = spans(events, on_gpu=True)
     assert [(span.row, span.start, span.duration) for span in found] == [(7, 0, 38), (9, 39, 9)]
     assert spans(events[:2], on_gpu=True) == []
+    # torch's fused ops sleep themselves: before, in the call that is not watched, and in the one that is.
+    own = [
+        event(sleep, DeviceType.CUDA, 500, 501),
+        event(sleep, DeviceType.CUDA, 31000, 31001),
+        event(sleep, DeviceType.CUDA, 31039, 31040, row=20),
+    ]
+    slept = spans([*events, *own], on_gpu=True)
+    assert [span.start for span in slept] == [0, 39, 37]
     with pytest.raises(ValueError, match="no spin_kernel among 1 events"):
         spans(events[:1], on_gpu=True)
