@@ -55,6 +55,17 @@ def test_a_plan_serves_calls_of_equal_metadata(device):
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.interpreter
+def test_a_plan_for_each_scale(device):
+    q, k, v = (make_tensor((1, 1, n, 16), device=device) for n in (1, 32, 32))
+    for _ in range(2):
+        for scale in (0.5, 2.0):
+            out, lse = torch_fdattn.decode(q, k, v, scale=scale)
+            exact_out, exact_lse = attention_oracle(q.double(), k.double(), v.double(), scale=scale)
+            torch.testing.assert_close(out.double(), exact_out, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.interpreter
 def test_a_plan_for_each_set_of_options(device, monkeypatch):
