@@ -6,8 +6,8 @@
     varlen            documents packed one after the other: SDPA for each, ours by `varlen_attention`
     decode, paged     one query; pages are gathered for SDPA, which gets a mask of the lengths
 
-Compiled, both backends get SDPA, but in varlen and paged, where ours gets our own op. A step is forward and backward.
-Outputs must agree, or there is an error in place of figures.
+Compiled, both backends get the code that calls SDPA; of varlen and paged the call of our own op is a third. A step is
+forward and backward. Outputs must agree, or there is an error in place of figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from .shapes import CpuCase
 WINDOW, PAGE = 256, 16
 #: Keys up to which a step is measured, and the time of one sample.
 STEP_KEYS, SAMPLE_US = 1024, 30e3
-OURS, EAGER, COMPILED = "fdattn", "sdpa", "inductor"  # the names in the results
+OURS, OUR_OP, EAGER, COMPILED = (
+    "fdattn",
+    "fdattn_op",
+    "sdpa",
+    "inductor",
+)  # the names in the results
 
 
 class Calls(NamedTuple):
@@ -43,7 +48,7 @@ class Calls(NamedTuple):
     inputs: tuple[Tensor, ...]
     torchs: Callable[..., Tensor]
     ours: Callable[..., Tensor]
-    compiled: Callable[..., Tensor]  #: what `backend="fdattn"` is given
+    own_op: bool = False  #: whether a compiled program would rather call ours than SDPA
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
@@ -70,8 +75,10 @@ def measure(run: Run, case: CpuCase) -> None:
         _record(run, case, "eager_us", eager, calls.inputs)
         compiled = {
             COMPILED: torch.compile(calls.torchs, fullgraph=True),
-            OURS: torch.compile(calls.compiled, backend="fdattn", fullgraph=True),
+            OURS: torch.compile(calls.torchs, backend="fdattn", fullgraph=True),
         }
+        if calls.own_op:
+            compiled[OUR_OP] = torch.compile(calls.ours, backend="fdattn", fullgraph=True)
         _record(run, case, "compiled_us", compiled, calls.inputs)
     if case.queries > 1 and case.kv_len <= STEP_KEYS:
         inputs = tuple(x.requires_grad_() for x in calls.inputs)
@@ -120,15 +127,11 @@ def calls_of(case: CpuCase) -> Calls:
     return _KINDS[case.kind](case, q, k, v, functools.partial(sdpa, enable_gqa=grouped))
 
 
-def _by_sdpa(inputs: tuple[Tensor, ...], torchs: Callable, ours: Callable) -> Calls:
-    return Calls(inputs, torchs, ours, torchs)
-
-
 def _plain(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> Calls:
     import torch_fdattn
 
     causal = case.kind == "causal"
-    return _by_sdpa(
+    return Calls(
         (q, k, v),
         lambda q, k, v: attend(q, k, v, is_causal=causal),
         lambda q, k, v: torch_fdattn.attention(q, k, v, causal=causal)[0],
@@ -139,7 +142,7 @@ def _padded(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) ->
     import torch_fdattn
 
     lens, seen = _lengths(case)
-    return _by_sdpa(
+    return Calls(
         (q, k, v),
         lambda q, k, v: attend(q, k, v, attn_mask=seen),
         lambda q, k, v: torch_fdattn.attention(q, k, v, lens)[0],
@@ -159,7 +162,7 @@ def _window(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) ->
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch_fdattn.attention(q, k, v, causal=True, window=(width - 1, 0))[0]
 
-    return _by_sdpa((q, k, v), torchs, ours)
+    return Calls((q, k, v), torchs, ours)
 
 
 def _varlen(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> Calls:
@@ -178,13 +181,13 @@ def _varlen(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) ->
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch_fdattn.varlen_attention(q, k, v, begins, causal=True)[0]
 
-    return Calls((q, k, v), torchs, ours, ours)
+    return Calls((q, k, v), torchs, ours, own_op=True)
 
 
 def _decode(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> Calls:
     import torch_fdattn
 
-    return _by_sdpa((q, k, v), attend, lambda q, k, v: torch_fdattn.decode(q, k, v)[0])
+    return Calls((q, k, v), attend, lambda q, k, v: torch_fdattn.decode(q, k, v)[0])
 
 
 def _paged(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> Calls:
@@ -207,7 +210,7 @@ def _paged(case: CpuCase, q: Tensor, k: Tensor, v: Tensor, attend: Callable) -> 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch_fdattn.paged_decode(q, k, v, table, lens)[0]
 
-    return Calls((q, as_pages(k), as_pages(v)), torchs, ours, ours)
+    return Calls((q, as_pages(k), as_pages(v)), torchs, ours, own_op=True)
 
 
 def _lengths(case: CpuCase) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,8 @@ def test_every_kind(case) -> None:
     assert not [key for key in found if key[1] in ("error", "not_measured")], found
     pairs = {(name, "eager_us") for name in ("sdpa", "fdattn")}
     pairs |= {(name, "compiled_us") for name in ("inductor", "fdattn")}
+    if case.kind in ("varlen", "paged"):
+        pairs.add(("fdattn_op", "compiled_us"))
     if case.queries > 1:
         pairs |= {(name, "step_ms") for name in ("sdpa", "fdattn")}
     assert pairs <= set(found)
