@@ -10,9 +10,10 @@ from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.configs import dot_precision
 from torch_fdattn.ops.attention.inputs import empty_state
+from torch_fdattn.ops.decode.cpu import DecodeOnCpu
 from torch_fdattn.ops.decode.entry import call_op, check_types, out_to_bhsd, pair_of_tensors
 from torch_fdattn.ops.decode.inputs import check_workspace, checked_call, plain_numbers
-from torch_fdattn.ops.decode.op import PreparedDecode
+from torch_fdattn.ops.decode.op import PreparedDecode, prepare
 from torch_fdattn.ops.layout import Layout, from_bhsd, to_bhsd
 from torch_fdattn.ops.options import DecodeOptions, options_to_mask, window_bounds
 from torch_fdattn.ops.positions import Mask
@@ -49,11 +50,11 @@ class DecodePlan:
         self._held = [x for x in held if x is not None]
         # torch's own setting decides how float32 is multiplied.
         self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
-        self._prepared: PreparedDecode | None = None
+        self._prepared: PreparedDecode | DecodeOnCpu | None = None
         out, lse = empty_state(q, v)
         self._written = dict(out=_metadata(out), lse=_metadata(lse))
         if library.can_call_kernel(q, *self._held):
-            self._prepared = PreparedDecode.of(call, out, lse)
+            self._prepared = prepare(call, out, lse)
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_lens: Tensor | None = None, *,
@@ -104,7 +105,7 @@ class DecodePlan:
         ):
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         if workspace is not None:
-            check_workspace(workspace, prepared.plan.floats, q.device)
+            check_workspace(workspace, prepared.floats, q.device)
         if out is not None:
             torch.autograd.graph.increment_version([*out])
         elif workspace is not None:

@@ -75,6 +75,9 @@ def _width(run: _Run) -> int:
 
 def _runs(q: Tensor, k: Tensor, mask: Mask, alone: bool) -> Iterator[_Run]:
     batch, capacity = q.shape[0], k.shape[2]
+    if not alone and mask.kv_lens is None and mask.q_start is None and mask.kv_start is None:
+        yield _Run(slice(0, batch), capacity, capacity - q.shape[2], mask)
+        return
     bounds = [[None] * batch if x is None else x.tolist() for x in mask[:3]]
     numbered = zip(*bounds, range(batch) if alone else [0] * batch, strict=True)
     start = 0

@@ -22,8 +22,8 @@ from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import attend
 from torch_fdattn.ops.attention.configs import dot_precision
-from torch_fdattn.ops.attention.cpu import attention_on_cpu
-from torch_fdattn.ops.attention.inputs import copy_state, empty_state
+from torch_fdattn.ops.attention.inputs import empty_state
+from torch_fdattn.ops.decode.cpu import DecodeOnCpu
 from torch_fdattn.ops.decode.inputs import (
     QUANTISED,
     DecodeCall,
@@ -33,7 +33,6 @@ from torch_fdattn.ops.decode.inputs import (
     checked_call,
     plain_numbers,
 )
-from torch_fdattn.ops.decode.reference import decode_reference, paged_decode_reference
 from torch_fdattn.ops.options import (
     COMPOSITE_SCHEMA,
     DECODE_SCHEMA,
@@ -62,8 +61,8 @@ class PreparedDecode:
 
     @classmethod
     def of(cls, call: DecodeCall, out: Tensor, lse: Tensor) -> PreparedDecode | None:
-        """None: the reference runs, or nothing, or more launches than one call of the kernels."""
-        if not library.use_triton(call.q) or not out.numel():
+        """None: nothing runs, or more launches than one call of the kernels."""
+        if not out.numel():
             return None
         from torch_fdattn.ops.decode.launch import DecodeLaunchPlan, fits_one_launch
 
@@ -78,7 +77,7 @@ class PreparedDecode:
         if self.out == (q.shape, q.stride(), q.dtype):
             self.out = None
         self.lse_shape = tuple(lse.shape)
-        self._floats, self._strided_lengths = plan.floats, plan.strided_lengths
+        self.floats, self._strided_lengths = plan.floats, plan.strided_lengths
         self._calls = PreparedCall(), PreparedCall()  # without the merge, and with it
 
     def run(
@@ -102,10 +101,10 @@ class PreparedDecode:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
             workspace = None
         parts = None
-        if self._floats:
+        if self.floats:
             parts = workspace
             if parts is None:
-                parts = torch.empty(self._floats, dtype=torch.float32, device=q.device)
+                parts = torch.empty(self.floats, dtype=torch.float32, device=q.device)
         if self._strided_lengths:
             lengths = (x if x is None else x.contiguous() for x in others[:3])
             others = *lengths, *others[3:]
@@ -166,9 +165,11 @@ def _first_call(key: tuple | None, call: DecodeCall, written: Written | None, le
         if workspace is not None:
             needed = workspace_size(q, cache.k, cache.v, cache.page_table, options.batch_invariant)
             check_workspace(workspace, needed, q.device)
-    made = PreparedDecode.of(call, out, lse)
+    made = prepare(call, out, lse)
     if made is None:
-        _run_unprepared(call, out, lse, workspace)
+        from torch_fdattn.ops.decode.launch import launch_decode
+
+        launch_decode(call, out, lse, workspace)
         return (out, lse, None) if leave_parts else (out, lse)
     results = made.run(q, cache.k, cache.v, call.tensors, (out, lse, workspace), leave_parts)
     if key is not None:
@@ -176,21 +177,11 @@ def _first_call(key: tuple | None, call: DecodeCall, written: Written | None, le
     return results
 
 
-def _run_unprepared(call: DecodeCall, out: Tensor, lse: Tensor, workspace: Tensor | None) -> None:
+def prepare(call: DecodeCall, out: Tensor, lse: Tensor) -> PreparedDecode | DecodeOnCpu | None:
+    """What runs a checked call and all that have its metadata; None: more or fewer launches than one of the kernels."""
     if library.use_triton(call.q):
-        from torch_fdattn.ops.decode.launch import launch_decode
-
-        launch_decode(call, out, lse, workspace)
-        return
-    library.launches["decode_forward/cpu"] += 1
-    q, (k, v, page_table, *scales), options, _ = call
-    rest = options.mask, options.scale, *scales, options.scores
-    attend_here = functools.partial(attention_on_cpu, alone=options.batch_invariant)
-    if page_table is None:
-        state = decode_reference(q, k, v, *rest, attend_here)
-    else:
-        state = paged_decode_reference(q, k, v, page_table, *rest, attend_here)
-    copy_state(out, lse, state)
+        return PreparedDecode.of(call, out, lse)
+    return DecodeOnCpu(call.options)
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:

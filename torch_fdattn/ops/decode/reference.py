@@ -25,11 +25,11 @@ def decode_reference(
 
     attend: what computes attention over the dense keys, in place of the reference.
     """
-    longest = _longest(mask, k_cache.shape[2])
-    k, v = (
-        _dequantised(cache[:, :, :longest], None if x is None else x[:, :, :longest], q)
-        for cache, x in ((k_cache, k_scale), (v_cache, v_scale))
-    )
+    longest = longest_of(mask, k_cache.shape[2])
+    if longest < k_cache.shape[2]:
+        k_cache, v_cache = k_cache[:, :, :longest], v_cache[:, :, :longest]
+        k_scale, v_scale = (None if x is None else x[:, :, :longest] for x in (k_scale, v_scale))
+    k, v = _dequantised(k_cache, k_scale, q), _dequantised(v_cache, v_scale, q)
     if options is not None and options.attn_mask is not None and options.attn_mask.shape[-1] > 1:
         options = options._replace(attn_mask=options.attn_mask[..., :longest])
     return attend(q, k, v, mask, scale, options)
@@ -41,33 +41,53 @@ def paged_decode_reference(
     attend: Callable = attention_reference,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As above over pages (P, H_kv, page, D); scales (P, H_kv, page)."""
-    k, v, keys_in = gathered(q, k_cache, v_cache, page_table, mask, k_scale, v_scale)
+    longest = longest_of(mask, page_table.shape[1] * k_cache.shape[2])
+    k, v, keys_in = gathered(q, k_cache, v_cache, page_table, longest, k_scale, v_scale)
     return attend(q, k, v, mask, scale, options, keys_in)
 
 
 def gathered(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, mask: Mask, k_scale: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, longest: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """k and v (B, H_kv, longest, D) from pages, and keys_in (B, longest), False on pages outside [0, P)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """k and v (B, H_kv, longest, D) from pages, and keys_in (B, longest), False on pages outside [0, P); None: all are in."""
     pages, _, page = k_cache.shape[:3]
-    longest = _longest(mask, page_table.shape[1] * page)
-    ids = page_table[:, : -(-longest // page)].long()
-    keys_in = ((ids >= 0) & (ids < pages)).repeat_interleave(page, 1)[:, :longest]
-    ids = ids.clamp(0, max(pages - 1, 0))
+    ids = page_table[:, : -(-longest // page)]
+    keys_in = None
+    if not _all_below(pages, ids):
+        keys_in = ((ids >= 0) & (ids < pages)).repeat_interleave(page, 1)[:, :longest]
+        ids = ids.clamp(0, max(pages - 1, 0))
 
     def dense(cache: Tensor, scales: Tensor | None) -> Tensor:
         if not pages:
             return q.new_zeros(page_table.shape[0], cache.shape[1], longest, cache.shape[3])
-        x = _dequantised(cache[ids], None if scales is None else scales[ids], q)
-        return x.transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        x = _pages_in_order(cache, ids)
+        x = _dequantised(x, None if scales is None else _pages_in_order(scales, ids), q)
+        return x if x.shape[2] == longest else x[:, :, :longest]
 
     k, v = dense(k_cache, k_scale), dense(v_cache, v_scale)
-    v = v.masked_fill(~keys_in[:, None, :, None], 0.0)  # what stands there may be NaN
+    if keys_in is not None:
+        v = v.masked_fill(~keys_in[:, None, :, None], 0.0)  # what stands there may be NaN
     return k, v, keys_in
 
 
-def _longest(mask: Mask, capacity: int) -> int:
+def _all_below(bound: int, ids: Tensor) -> bool:
+    if not ids.numel():
+        return True
+    low, high = torch.aminmax(ids)
+    return int(low) >= 0 and int(high) < bound
+
+
+def _pages_in_order(pages: Tensor, ids: Tensor) -> Tensor:
+    """(B, H_kv, ids · page, …) of pages (P, H_kv, page, …) and their ids (B, ids), one sequence after the other."""
+    batch, count = ids.shape
+    found = pages.new_empty(batch, pages.shape[1], count, *pages.shape[2:])
+    for b in range(batch):
+        torch.index_select(pages, 0, ids[b], out=found[b].transpose(0, 1))
+    return found.flatten(2, 3)
+
+
+def longest_of(mask: Mask, capacity: int) -> int:
     if mask.kv_lens is None or not mask.kv_lens.numel():
         return capacity
     return min(max(int(mask.kv_lens.max()), 0), capacity)

@@ -6,8 +6,17 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.ops import library
 from torch_fdattn.ops.layout import Layout
-from torch_fdattn.ops.options import window_bounds
+from torch_fdattn.ops.options import (
+    AttentionOptions,
+    default_scale,
+    options_to_mask,
+    window_bounds,
+)
+from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.scores import Scores
+from torch_fdattn.ops.varlen_attention import op
 
 
 def varlen_attention(
@@ -75,10 +84,17 @@ def varlen_attention(
     )  # fmt: skip
     checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     checks.expect_bool(causal=causal)
-    checks.expect_str(layout=layout)
+    k, v = op.pages_to_bhsd(layout, k, v, page_table)
+    given = cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start
+    unseen = library.can_bypass_dispatcher(q, k, v, *given, alibi_slopes, sinks, attn_mask)
+    if unseen and dropout_seed is None and dropout_p == 0:
+        strided = checks.plain_int("kv_block", kv_block), checks.plain_int("kv_stride", kv_stride)
+        mask = options_to_mask(*given[3:], causal, left, right, *strided)
+        scores = Scores(checks.plain_float("softcap", softcap), alibi_slopes, sinks, attn_mask)
+        scale = checks.plain_float("scale", default_scale(q, scale))
+        return op.attend_eagerly(q, k, v, Packed(*given[:3]), AttentionOptions(mask, scale, scores))
     return torch.ops.fdattn.varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lens, q_start, kv_start, causal=causal,
-        window_left=left, window_right=right, kv_block=kv_block, kv_stride=kv_stride, scale=scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p,
-        dropout_seed=dropout_seed, layout=layout,
+        q, k, v, *given, causal=causal, window_left=left, window_right=right, kv_block=kv_block,
+        kv_stride=kv_stride, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        attn_mask=attn_mask, dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from torch_fdattn import checks
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
-from torch_fdattn.ops.attention.cpu import attention_backward_on_cpu, attention_on_cpu
+from torch_fdattn.ops.attention.cpu import LARGE, attention_backward_on_cpu, attention_on_cpu
 from torch_fdattn.ops.attention.derivative_op import (
     FLAGS,
     STATE_SCHEMA,
@@ -31,8 +31,9 @@ from torch_fdattn.ops.attention.derivative_op import (
 )
 from torch_fdattn.ops.attention.inputs import check_state, copy_state, empty_gradients, empty_state
 from torch_fdattn.ops.attention.op import key_of, seeded_dropout
+from torch_fdattn.ops.attention.reference import accumulated
 from torch_fdattn.ops.launch import contiguous_mask
-from torch_fdattn.ops.layout import check_layout, to_bhsd
+from torch_fdattn.ops.layout import Layout, check_layout, to_bhsd
 from torch_fdattn.ops.options import (
     COMPOSITE_SCHEMA,
     LAYOUT_SCHEMA,
@@ -68,15 +69,22 @@ def _empty_state(q: Tensor, v: Tensor, out_dtype: torch.dtype | None) -> tuple[T
 
 def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k, page_table)
-    key = key_of("varlen_attention_forward", q, k, v, *packed, *tail)
-    options = AttentionOptions.from_raw(tail)
-    call = prepared.checked(key)
+    return attend_eagerly(q, k, v, packed, AttentionOptions.from_raw(tail))
+
+
+def attend_eagerly(q, k, v, packed: Packed, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """The raw forward."""
+    page_table = packed.page_table
+    key = key_of("varlen_attention_forward", q, k, v, *packed, *options.to_raw())
+    call, runs_kernels = prepared.checked(key), _runs_kernels(q, packed)
+    mask, scale, scores, dropout, _ = options
     if call is None:
         check_varlen(q, k, v, packed, options)
-        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
-    mask, scale, scores, dropout, _ = options
+        # Where lengths lie on the host, a mask's size is compared with them in every call.
+        known = runs_kernels or scores.attn_mask is None
+        call = prepared.prepare(key if known else None)
     out, lse = _empty_state(q, v, options.dtype)
-    if call is not None:
+    if runs_kernels:
         from torch_fdattn.ops.attention.forward import forward_launches
 
         mask = contiguous_mask(mask)
@@ -93,10 +101,11 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):
         copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
     else:
         library.launches["varlen_attention_forward/cpu"] += 1
-        state = varlen_attention_reference(
-            q, k, v, packed, mask, scale, scores, dropout, attention_on_cpu
+        if page_table is None and q.numel() + k.numel() <= LARGE:
+            q, k, v = map(accumulated, (q, k, v))  # once, in place of each sequence's own
+        varlen_attention_reference(
+            q, k, v, packed, mask, scale, scores, dropout, attention_on_cpu, (out, lse)
         )
-        copy_state(out, lse, state)
     return out, lse
 
 
@@ -240,14 +249,20 @@ def _differentiable_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *tail):
     )
 
 
+def pages_to_bhsd(layout: Layout, k: Tensor, v: Tensor, page_table: Tensor | None):
+    """(k, v), of which pages alone have a layout: packed tokens are (T, H, D) in both."""
+    check_layout(layout)
+    if layout == "bhsd" or page_table is None:
+        return k, v
+    return to_bhsd(layout, k=k, v=v)
+
+
 def _varlen_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k=None, page_table=None, kv_lens=None, q_start=None, kv_start=None, *,
     causal=False, window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None, layout="bhsd",
 ):  # fmt: skip
-    check_layout(layout)
-    if layout != "bhsd" and page_table is not None:
-        k, v = to_bhsd(layout, k=k, v=v)
+    k, v = pages_to_bhsd(layout, k, v, page_table)
     mask = options_to_mask(
         kv_lens, q_start, kv_start, causal, window_left, window_right, kv_block, kv_stride
     )

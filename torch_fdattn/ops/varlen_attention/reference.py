@@ -19,7 +19,7 @@ from torch_fdattn.ops.attention.reference import (
     attention_reference,
     attention_tangent_reference,
 )
-from torch_fdattn.ops.decode.reference import gathered
+from torch_fdattn.ops.decode.reference import gathered, longest_of
 from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import FAR, Mask
 from torch_fdattn.ops.scores import Scores
@@ -27,26 +27,33 @@ from torch_fdattn.ops.scores import Scores
 
 def varlen_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, mask: Mask, scale: float, options: Scores,
-    dropout: Dropout = NO_DROPOUT, attend: Callable = attention_reference,
+    dropout: Dropout = NO_DROPOUT, attend: Callable = attention_reference, written: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (T, H, DV), lse (H, T)) in the accumulation dtype.
 
-    attend: what computes attention over a sequence, in place of the reference.
+    attend: what computes attention over a sequence, in place of the reference; written: what to write into.
     """
-    out = accumulated(q).new_zeros(*q.shape[:2], v.shape[-1])
-    lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
+    if written is None:
+        like = accumulated(q)
+        written = like.new_empty(*q.shape[:2], v.shape[-1]), like.new_empty(q.shape[1::-1])
+    out, lse = written[0].zero_(), written[1].fill_(float("-inf"))
+    queries, outs = by_heads(q), by_heads(out)
+    if packed.page_table is None:
+        all_k, all_v = by_heads(k), by_heads(v)
     for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
         keys_in = None
         if packed.page_table is None:
-            own_k, own_v = by_heads(k[keys]), by_heads(v[keys])
+            own_k, own_v = all_k[:, :, keys], all_v[:, :, keys]
         else:
-            own_k, own_v, keys_in = gathered(q, k, v, packed.page_table[b : b + 1], own_mask)
+            table = packed.page_table[b : b + 1]
+            longest = longest_of(own_mask, table.shape[1] * k.shape[2])
+            own_k, own_v, keys_in = gathered(q, k, v, table, longest)
             entries = _with_columns(own_options.attn_mask, own_k.shape[2])
             own_options = own_options._replace(attn_mask=entries)
         own = attend(
-            by_heads(q[rows]), own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
+            queries[:, :, rows], own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
         )
-        out[rows], lse[:, rows] = own[0][0].transpose(0, 1), own[1][0]
+        outs[:, :, rows], lse[:, rows] = own[0], own[1][0]
     return out, lse
 
 
@@ -128,8 +135,9 @@ def _sequences(
     rows_of = _slices(packed.cu_seqlens_q, q.shape[0])
     cu_seqlens_k = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
     for b, (rows, keys) in enumerate(zip(rows_of, _slices(cu_seqlens_k, k.shape[0]), strict=True)):
-        own_mask = Mask(*(None if x is None else x[b : b + 1] for x in mask[:3]), *mask[3:])
-        own_options = options
+        own_mask, own_options = mask, options
+        if any(x is not None for x in mask[:3]):
+            own_mask = Mask(*(None if x is None else x[b : b + 1] for x in mask[:3]), *mask[3:])
         if options.alibi_slopes is not None and options.alibi_slopes.dim() == 2:
             own_options = options._replace(alibi_slopes=options.alibi_slopes[b : b + 1])
         if options.attn_mask is not None:

@@ -1,0 +1,91 @@
+"""Decode of CPU tensors: pages that are gathered for each sequence alone, and for all of many short ones."""
+
+import pytest
+import torch
+
+import torch_fdattn
+from tests.ops.decode.inputs import in_pages, int32
+from torch_fdattn.ops.decode import cpu, reference
+from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.testing import attention_oracle, make_tensor
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter runs the kernels")
+PAGE = 16
+
+
+def pages(batch, capacity=64, dtype=torch.float32):
+    """q, dense keys and values, the same in pages of another order, their table, lengths with an empty sequence."""
+    q = make_tensor((batch, 4, 1, 32), dtype=dtype)
+    k, v = (make_tensor((batch, 2, capacity, 32), dtype=dtype) for _ in range(2))
+    (k_pages, table), (v_pages, _) = in_pages(k, PAGE), in_pages(v, PAGE)
+    order = torch.randperm(k_pages.shape[0])
+    table = order.argsort()[table.long()].to(torch.int32)
+    lens = int32(*(b * capacity // batch for b in range(batch)))
+    return q, k, v, k_pages[order], v_pages[order], table, lens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [2, 8, 9, 24])
+def test_few_and_many_sequences(batch, dtype):
+    q, k, v, k_pages, v_pages, table, lens = pages(batch, dtype=dtype)
+    out, lse = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens)
+    bits = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), exact, rtol=bits, atol=bits)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+def test_what_lies_beyond_the_lengths_may_be_anything(few, monkeypatch):
+    """Page ids, and NaN on the pages; a page that does not exist hides its keys."""
+    monkeypatch.setattr(cpu, "FEW_SEQUENCES", few)
+    q, k, v, k_pages, v_pages, table, lens = pages(3)
+    expected = torch_fdattn.decode(q, k, v, lens)
+    used = torch.arange(4) * PAGE < lens[:, None]
+    table = torch.where(used, table, -7)
+    unused = torch.ones(k_pages.shape[0], dtype=torch.bool)
+    unused[table[used].long()] = False
+    k_pages[unused], v_pages[unused] = torch.nan, torch.nan
+    found = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    table[2, 0] = 1000
+    mask = torch.ones(3, 1, 1, 64, dtype=torch.bool)
+    mask[2, :, :, :PAGE] = False
+    expected = torch_fdattn.decode(q, k, v, lens, attn_mask=mask)
+    found = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+def test_scores_and_scales_of_each_sequence(few, monkeypatch):
+    monkeypatch.setattr(cpu, "FEW_SEQUENCES", few)
+    q, k, v, k_pages, v_pages, table, lens = pages(3)
+    scores = dict(
+        alibi_slopes=torch.rand(3, 4), sinks=torch.randn(4), q_start=lens + 2, window=(20, -1)
+    )
+    expected = torch_fdattn.decode(q, k, v, lens, causal=False, **scores)
+    found = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens, causal=False, **scores)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    scale = torch.rand(k_pages.shape[0], 2, PAGE) + 0.5
+    k_pages, v_pages = (x.to(torch.float8_e4m3fn) for x in (k_pages, v_pages))
+    found = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens, k_scale=scale, v_scale=scale)  # fmt: skip
+    plain = (x.float() * scale[..., None] for x in (k_pages, v_pages))
+    expected = torch_fdattn.paged_decode(q, *plain, table, lens)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_each_sequence_reads_its_own_pages_alone(monkeypatch):
+    """Where one sequence is long and the others are short, the short ones gather what they hold."""
+    counts, gathered = [], reference.gathered
+    monkeypatch.setattr(
+        cpu, "gathered", lambda q, k, v, table, longest, *scales: (
+            counts.append(longest), gathered(q, k, v, table, longest, *scales)
+        )[1],
+    )  # fmt: skip
+    q, _, _, k_pages, v_pages, table, lens = pages(4)
+    torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
+    assert counts == lens.tolist()
