@@ -76,8 +76,9 @@ class DecodePlan:
         if self._layout == "bhsd":
             return self._call(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         views = to_bhsd(self._layout, q=q, k_cache=k_cache, v_cache=v_cache)
-        out = out_to_bhsd(self._layout, out)
-        return from_bhsd(self._call(*views, kv_lens, page_table, out, workspace))
+        of_out = out_to_bhsd(self._layout, out)
+        state = self._call(*views, kv_lens, page_table, of_out, workspace)
+        return from_bhsd(state) if out is None else tuple(out)
 
     def _call(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
         if torch.compiler.is_compiling():

@@ -82,6 +82,7 @@ def test_decode_writes_into_given_tensors(cache):
     workspace = fa.decode_workspace(*turned, layout="bshd")
     assert workspace.shape == fa.decode_workspace(*tensors).shape
     found = fa.decode(*turned, lens, layout="bshd", out=(out, lse), workspace=workspace)
+    assert found[0] is out
     assert found[0].data_ptr() == out.data_ptr()
     assert found[1].data_ptr() == lse.data_ptr()
     same((out, lse), expected)
@@ -94,7 +95,7 @@ def test_a_plan(cache):
     for _ in range(3):
         same(plan(*turned, lens), expected)
     out = torch.empty_like(turned[0]), torch.empty_like(expected[1])
-    plan(*turned, lens, out=out)
+    assert plan(*turned, lens, out=out)[0] is out[0]
     same(out, expected)
     with pytest.raises(ValueError, match="q must be as planned"):
         plan(*tensors, lens)

@@ -76,7 +76,7 @@ def decode(
     """
     if layout != "bhsd":
         q, k_cache, v_cache = to_bhsd(layout, q=q, k_cache=k_cache, v_cache=v_cache)
-        out = out_to_bhsd(layout, out)
+        given, out = out, out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
@@ -91,7 +91,9 @@ def decode(
         state = op.decode_eagerly(q, k_cache, v_cache, None, options)
     else:
         state = call_op((q, k_cache, v_cache), options, out, workspace)
-    return state if layout == "bhsd" else from_bhsd(state)
+    if layout == "bhsd":
+        return state
+    return from_bhsd(state) if out is None else tuple(given)
 
 
 def paged_decode(
@@ -129,7 +131,7 @@ def paged_decode(
     """
     if layout != "bhsd":
         q, k_cache, v_cache = to_bhsd(layout, q=q, k_cache=k_cache, v_cache=v_cache)
-        out = out_to_bhsd(layout, out)
+        given, out = out, out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
     if scale is not None:
@@ -144,7 +146,9 @@ def paged_decode(
         state = op.decode_eagerly(q, k_cache, v_cache, page_table, options)
     else:
         state = call_op((q, k_cache, v_cache, page_table), options, out, workspace)
-    return state if layout == "bhsd" else from_bhsd(state)
+    if layout == "bhsd":
+        return state
+    return from_bhsd(state) if out is None else tuple(given)
 
 
 def decode_workspace(
