@@ -5,6 +5,7 @@ import torch
 
 import torch_fdattn
 from tests.ops.decode.inputs import in_pages, int32
+from torch_fdattn.ops.attention import cpu as attention_cpu
 from torch_fdattn.ops.decode import cpu, reference
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import attention_oracle, make_tensor
@@ -25,8 +26,11 @@ def pages(batch, capacity=64, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch", [2, 8, 9, 24])
-def test_few_and_many_sequences(batch, dtype):
+@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize("batch", [1, 3, 24])
+def test_sequences_together_and_each_alone(batch, few, dtype, monkeypatch):
+    for module in (cpu, attention_cpu):
+        monkeypatch.setattr(module, "FEW_KEYS", few)
     q, k, v, k_pages, v_pages, table, lens = pages(batch, dtype=dtype)
     out, lse = torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
     exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens)
@@ -35,10 +39,11 @@ def test_few_and_many_sequences(batch, dtype):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("few", [0, 1 << 16])
 def test_what_lies_beyond_the_lengths_may_be_anything(few, monkeypatch):
     """Page ids, and NaN on the pages; a page that does not exist hides its keys."""
-    monkeypatch.setattr(cpu, "FEW_SEQUENCES", few)
+    for module in (cpu, attention_cpu):
+        monkeypatch.setattr(module, "FEW_KEYS", few)
     q, k, v, k_pages, v_pages, table, lens = pages(3)
     expected = torch_fdattn.decode(q, k, v, lens)
     used = torch.arange(4) * PAGE < lens[:, None]
@@ -58,9 +63,10 @@ def test_what_lies_beyond_the_lengths_may_be_anything(few, monkeypatch):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("few", [0, 1 << 16])
 def test_scores_and_scales_of_each_sequence(few, monkeypatch):
-    monkeypatch.setattr(cpu, "FEW_SEQUENCES", few)
+    for module in (cpu, attention_cpu):
+        monkeypatch.setattr(module, "FEW_KEYS", few)
     q, k, v, k_pages, v_pages, table, lens = pages(3)
     scores = dict(
         alibi_slopes=torch.rand(3, 4), sinks=torch.randn(4), q_start=lens + 2, window=(20, -1)
@@ -86,6 +92,7 @@ def test_each_sequence_reads_its_own_pages_alone(monkeypatch):
             counts.append(longest), gathered(q, k, v, table, longest, *scales)
         )[1],
     )  # fmt: skip
+    monkeypatch.setattr(cpu, "FEW_KEYS", 0)
     q, _, _, k_pages, v_pages, table, lens = pages(4)
     torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
     assert counts == lens.tolist()

@@ -18,7 +18,7 @@ import os
 import torch
 from torch import Tensor
 
-from torch_fdattn.ops.attention.cpu_parts import Part, are_small, parts
+from torch_fdattn.ops.attention.cpu_parts import FEW_KEYS, Part, are_small, parts, together
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import (
     attention_backward_reference,
@@ -54,6 +54,12 @@ def attention_on_cpu(
         return tuple(torch.cat(x) for x in zip(*states, strict=True))
     if not _takes(q, k, v, mask, scores, dropout) or not _holds_all(keys_in, mask):
         return attention_reference(*call)
+    several = q.shape[0] > 1 and any(x is not None for x in mask[:3])
+    if several and q.shape[2] <= FEW_QUERIES and k.numel() <= FEW_KEYS:
+        state = _forward(together(q, k, mask, scores), q, k, v, scale)
+        if state is not None and not state[0].isnan().any():
+            return _with_sinks(state, scores)
+        # Else what lies beyond a length may be NaN.
     # Copies of one sequence's keys stay in the processor's caches.
     copied = k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES
     each = copied and k[0].numel() >= LARGE
@@ -64,14 +70,17 @@ def attention_on_cpu(
             return attention_reference(*call)
         states.append((part, state))
     if len(states) == 1 and states[0][1][1].shape == q.shape[:3]:
-        out, lse = states[0][1]
-    else:
-        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        for part, (own_out, own_lse) in states:
-            out[part.sequences, :, part.rows] = own_out
-            lse[part.sequences, :, part.rows] = own_lse
-    return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
+        return _with_sinks(states[0][1], scores)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32)
+    for part, (own_out, own_lse) in states:
+        out[part.sequences, :, part.rows] = own_out
+        lse[part.sequences, :, part.rows] = own_lse
+    return _with_sinks((out, lse), scores)
+
+
+def _with_sinks(state: tuple[Tensor, Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
+    return state if scores.sinks is None else add_sinks(*state, scores.sinks)
 
 
 def attention_backward_on_cpu(

@@ -18,6 +18,8 @@ CAUSAL_ROWS, MIN_ROWS, MAX_ROWS = 1024, 128, 1024
 MAX_BIAS = 1 << 24
 
 
+#: Elements of all keys up to which few queries of all sequences are one part, whatever their lengths.
+FEW_KEYS = 1 << 16
 #: Sequences up to which each may be a part, however small, and multiplications of a part that is small.
 FEW_SEQUENCES, SMALL = 8, 1 << 17
 
@@ -45,8 +47,8 @@ class _Run(NamedTuple):
 
     sequences: slice
     kv_len: int
-    offset: int  # of the first query's position from the first key's
-    mask: Mask  # of one of them
+    offset: int | None  # of the first query's position from the first key's; None: each has its own
+    mask: Mask  # of one of them, or of each
 
 
 def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False) -> Iterator[Part]:
@@ -67,6 +69,29 @@ def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False)
             if hides or scores.alibi_slopes is not None:
                 bias = _with_positions(bias, run, rows, keys, hides, scores.alibi_slopes)
             yield Part(run.sequences, rows, keys, bias=bias)
+
+
+def together(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part:
+    """All sequences as one part, whatever their lengths and positions: NaN beyond a length reaches its results."""
+    rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
+    run = _Run(slice(0, q.shape[0]), k.shape[2], None, mask)
+    entries = scores.attn_mask
+    bias = None if entries is None else _bias_of_mask(_of_four_dims(entries))
+    is_last = mask.q_start is None and q.shape[2] == 1  # of the keys, and so before none of them
+    if mask.window_left < 0 and (mask.window_right < 0 or is_last) and scores.alibi_slopes is None:
+        bias = _with_lengths(bias, mask.kv_lens, k.shape[2])
+    else:
+        bias = _with_positions(bias, run, rows, keys, True, scores.alibi_slopes)
+    return Part(run.sequences, rows, keys, bias=bias)
+
+
+def _with_lengths(bias: Tensor | None, kv_lens: Tensor | None, capacity: int) -> Tensor | None:
+    """The bias with -inf from each sequence's length on."""
+    if kv_lens is None:
+        return bias
+    beyond = (torch.arange(capacity) >= kv_lens[:, None])[:, None, None]
+    bias = torch.zeros(beyond.shape, dtype=torch.float32) if bias is None else bias
+    return bias.masked_fill(beyond, float("-inf"))
 
 
 def _width(run: _Run) -> int:
@@ -141,7 +166,9 @@ def _with_positions(
 ) -> Tensor:
     """The bias less what ALiBi takes, and -inf where a row does not see a key: (B or 1, H or 1, rows, keys)."""
     q_pos, k_pos, lens = query_key_positions(run.mask, rows.stop, keys.stop, torch.device("cpu"))
-    if run.mask.q_start is None:  # the last of the keys, whatever part is looked at
+    if (
+        run.offset is not None and run.mask.q_start is None
+    ):  # the last of the keys, whatever part is looked at
         q_pos = k_pos[:, :1] + run.offset + torch.arange(rows.stop)
     q_pos, k_pos = q_pos[:, rows], k_pos[:, keys]
     if slopes is not None:
@@ -152,7 +179,9 @@ def _with_positions(
     if bias is None:
         bias = torch.zeros(1, 1, q_pos.shape[1], k_pos.shape[1], dtype=torch.float32)
     if hides:  # last: what is hidden may hold anything
-        seen = sees(run.mask, q_pos, k_pos, lens.clamp(min=k_pos.shape[1]))
+        if run.offset is not None:
+            lens = lens.clamp(min=k_pos.shape[1])
+        seen = sees(run.mask, q_pos, k_pos, lens)
         bias = bias.masked_fill(~seen[:, None], float("-inf"))
     return bias
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.cpu import LARGE, attention_on_cpu, of_sequence
-from torch_fdattn.ops.attention.cpu_parts import FEW_SEQUENCES
+from torch_fdattn.ops.attention.cpu_parts import FEW_KEYS, FEW_SEQUENCES
 from torch_fdattn.ops.attention.inputs import copy_state, empty_state
 from torch_fdattn.ops.decode.inputs import Cache
 from torch_fdattn.ops.decode.reference import decode_reference, gathered, paged_decode_reference
@@ -64,5 +64,5 @@ def decode_on_cpu(
 
 def _is_by_sequence(q: Tensor, cache: Cache) -> bool:
     """Whether each sequence's pages are gathered alone: its keys only, which then are in the processor's caches."""
-    keys = cache.capacity * cache.k.shape[1] * cache.k.shape[3]
-    return q.shape[0] > 0 and (q.shape[0] <= FEW_SEQUENCES or keys >= LARGE)
+    batch, keys = q.shape[0], cache.capacity * cache.k.shape[1] * cache.k.shape[3]
+    return batch * keys > FEW_KEYS and (batch <= FEW_SEQUENCES or keys >= LARGE)

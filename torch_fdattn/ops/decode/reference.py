@@ -79,12 +79,15 @@ def _all_below(bound: int, ids: Tensor) -> bool:
 
 
 def _pages_in_order(pages: Tensor, ids: Tensor) -> Tensor:
-    """(B, H_kv, ids · page, …) of pages (P, H_kv, page, …) and their ids (B, ids), one sequence after the other."""
+    """(B, H_kv, ids · page, …) of pages (P, H_kv, page, …) and their ids (B, ids)."""
     batch, count = ids.shape
-    found = pages.new_empty(batch, pages.shape[1], count, *pages.shape[2:])
-    for b in range(batch):
-        torch.index_select(pages, 0, ids[b], out=found[b].transpose(0, 1))
-    return found.flatten(2, 3)
+    if batch > 1:
+        found = pages.index_select(0, ids.flatten()).unflatten(0, (batch, count))
+        return found.transpose(1, 2).flatten(2, 3)
+    found = pages.new_empty(pages.shape[1], count, *pages.shape[2:])
+    if batch:  # one copy: of many keys, two take longer than attention itself
+        torch.index_select(pages, 0, ids[0], out=found.transpose(0, 1))
+    return found.flatten(1, 2).expand(batch, -1, *[-1] * (pages.dim() - 2))
 
 
 def longest_of(mask: Mask, capacity: int) -> int:
