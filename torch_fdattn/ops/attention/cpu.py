@@ -54,12 +54,9 @@ def attention_on_cpu(
         return tuple(torch.cat(x) for x in zip(*states, strict=True))
     if not _takes(q, k, v, mask, scores, dropout) or not _holds_all(keys_in, mask):
         return attention_reference(*call)
-    several = q.shape[0] > 1 and any(x is not None for x in mask[:3])
-    if several and q.shape[2] <= FEW_QUERIES and k.numel() <= FEW_KEYS:
-        state = _forward(together(q, k, mask, scores), q, k, v, scale)
-        if state is not None and not state[0].isnan().any():
-            return _with_sinks(state, scores)
-        # Else what lies beyond a length may be NaN.
+    if _are_together(q, k, mask):
+        state = _forward_together(q, k, v, mask, scores, scale)
+        return attention_reference(*call) if state is None else _with_sinks(state, scores)
     # Copies of one sequence's keys stay in the processor's caches.
     copied = k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES
     each = copied and k[0].numel() >= LARGE
@@ -161,6 +158,30 @@ def _takes(q, k, v, mask: Mask, scores: Scores, dropout: Dropout) -> bool:
         and not (mask.kv_block and mask.window_left >= 0)
         and not are_small(q, k, mask, scores)
     )
+
+
+def _are_together(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    """Whether sequences of different lengths are one part: so few keys, all of which some query may see."""
+    return (
+        mask.kv_lens is not None
+        and mask.q_start is None
+        and mask.window_left < 0
+        and q.shape[0] > 1
+        and q.shape[2] <= FEW_QUERIES
+        and k.numel() <= FEW_KEYS
+    )
+
+
+def _forward_together(q, k, v, mask: Mask, scores: Scores, scale: float):
+    part = together(q, k, mask, scores)
+    state = _forward(part, q, k, v, scale)
+    if state is None or state[0].isnan().any():  # maybe of what lies beyond a length
+        beyond = (torch.arange(k.shape[2]) >= mask.kv_lens[:, None])[:, None, :, None]
+        k, v = (x.masked_fill(beyond, 0.0) for x in (k, v))
+        state = _forward(
+            part, q, k, v, scale
+        )  # by the same kernel: bits do not follow from what lies there
+    return state
 
 
 def _holds_all(keys_in: Tensor | None, mask: Mask) -> bool:

@@ -72,26 +72,18 @@ def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False)
 
 
 def together(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part:
-    """All sequences as one part, whatever their lengths and positions: NaN beyond a length reaches its results."""
+    """All sequences, the last of whose keys the queries are, as one part: NaN beyond a length reaches its results."""
     rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
-    run = _Run(slice(0, q.shape[0]), k.shape[2], None, mask)
     entries = scores.attn_mask
     bias = None if entries is None else _bias_of_mask(_of_four_dims(entries))
-    is_last = mask.q_start is None and q.shape[2] == 1  # of the keys, and so before none of them
-    if mask.window_left < 0 and (mask.window_right < 0 or is_last) and scores.alibi_slopes is None:
-        bias = _with_lengths(bias, mask.kv_lens, k.shape[2])
+    if scores.alibi_slopes is None and (mask.window_right < 0 or q.shape[2] == 1):
+        beyond = (torch.arange(keys.stop) >= mask.kv_lens[:, None])[:, None, None]
+        bias = torch.zeros(beyond.shape, dtype=torch.float32) if bias is None else bias
+        bias = bias.masked_fill(beyond, float("-inf"))
     else:
+        run = _Run(slice(0, q.shape[0]), keys.stop, None, mask)
         bias = _with_positions(bias, run, rows, keys, True, scores.alibi_slopes)
-    return Part(run.sequences, rows, keys, bias=bias)
-
-
-def _with_lengths(bias: Tensor | None, kv_lens: Tensor | None, capacity: int) -> Tensor | None:
-    """The bias with -inf from each sequence's length on."""
-    if kv_lens is None:
-        return bias
-    beyond = (torch.arange(capacity) >= kv_lens[:, None])[:, None, None]
-    bias = torch.zeros(beyond.shape, dtype=torch.float32) if bias is None else bias
-    return bias.masked_fill(beyond, float("-inf"))
+    return Part(slice(0, q.shape[0]), rows, keys, bias=bias)
 
 
 def _width(run: _Run) -> int:
