@@ -80,11 +80,6 @@ def _all_below(bound: int, ids: Tensor) -> bool:
 
 def _pages_in_order(pages: Tensor, ids: Tensor) -> Tensor:
     """(B, H_kv, ids · page, …) of pages (P, H_kv, page, …) and their ids (B, ids)."""
-    if pages.dtype in (
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    ):  # of which index_select may know nothing
-        return _pages_in_order(pages.view(torch.uint8), ids).view(pages.dtype)
     batch, count = ids.shape
     if batch > 1:
         found = pages.index_select(0, ids.flatten()).unflatten(0, (batch, count))
