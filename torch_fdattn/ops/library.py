@@ -117,8 +117,8 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
         torch.Tag.nondeterministic_seeded,
     ) * seeded  # compilers must neither merge nor repeat it
     library.define(schema, tags=(*_TAGS, *drawing))
-    for key in ("CPU", "CUDA"):
-        library.impl(name, kernel, key)
+    library.impl(name, without_autocast(kernel), "CPU")
+    library.impl(name, kernel, "CUDA")
     torch.library.register_fake(f"fdattn::{name}", fake, lib=library)
 
     overload = getattr(torch.ops.fdattn, name).default
@@ -172,6 +172,19 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
 
     # torch's own way for this fails where an optional tensor that would be written to is missing.
     library.impl(name, carry_out_signs, "Negative")
+
+
+def without_autocast(function: Callable) -> Callable:
+    """`function` of CPU tensors, whose torch ops autocast would else compute in its own dtype."""
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return guarded
 
 
 def _written(overload: torch._ops.OpOverload) -> tuple[int | str, ...]:

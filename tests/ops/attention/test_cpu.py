@@ -308,3 +308,22 @@ def test_the_reference_alone(monkeypatch):
     found = torch_fdattn.attention(q, k, v, causal=True, scale=0.25)
     expected = attention_reference(q, k, v, Mask(window_right=0), 0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_products_that_overflow_are_nan():
+    """As the reference has it; the kernel says 0."""
+    q = torch.tensor([3.0, -3.0]).repeat(8)[None, None, None]
+    out, lse = torch_fdattn.attention(q, torch.full((1, 1, 1, 16), 3e38), torch.ones(1, 1, 1, 16))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_autocast_changes_nothing_of_a_backward():
+    """Where the reference answers."""
+    q, k, v = tensors()
+    q.requires_grad_()
+    loss = torch_fdattn.attention(q, k, v, softcap=5.0)[0].square().sum()
+    (expected,) = torch.autograd.grad(loss, q, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = torch.autograd.grad(loss, q)
+    assert torch.equal(found, expected)

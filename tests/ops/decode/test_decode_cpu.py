@@ -1,5 +1,8 @@
 """Decode of CPU tensors: pages that are gathered for each sequence alone, and for all of many short ones."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -98,3 +101,44 @@ def test_each_sequence_reads_its_own_pages_alone(monkeypatch):
     q, _, _, k_pages, v_pages, table, lens = pages(4)
     torch_fdattn.paged_decode(q, k_pages, v_pages, table, lens)
     assert counts == lens.tolist()
+
+
+def small():
+    q, lens = torch.randn(2, 8, 1, 64), int32(20, 33)
+    return q, torch.randn(2, 2, 33, 64), torch.randn(2, 2, 33, 64), lens
+
+
+def test_autocast_changes_nothing_of_a_plan():
+    """Where the reference answers, too."""
+    call = small()
+    plan = torch_fdattn.plan_decode(*call, softcap=5.0)
+    expected = plan(*call)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(plan(*call)[0], expected)
+
+
+def test_a_remembered_call_holds_no_tensor_of_the_first():
+    mask = torch.randn(2, 1, 1, 33)
+    held = weakref.ref(mask)
+    torch_fdattn.decode(*small(), attn_mask=mask)
+    del mask
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_remembered_call_refuses_what_the_first_does(paged):
+    q, k, v, lens = small()
+    options = dict(q_start=lens - 1, kv_block=4)
+    call = torch_fdattn.paged_decode if paged else torch_fdattn.decode
+    table = (int32(0, 1).view(2, 1),) if paged else ()
+    call(q, k, v, *table, lens, **options, kv_stride=8)
+    with pytest.raises(TypeError, match="kv_stride must be an int"):
+        call(q, k, v, *table, lens, **options, kv_stride=8.0)
+
+
+def test_a_mask_without_dims():
+    call = small()
+    expected = torch_fdattn.decode(*call)[0]
+    found = torch_fdattn.decode(*call, attn_mask=torch.tensor(0.5))[0]
+    torch.testing.assert_close(found, expected)

@@ -93,9 +93,8 @@ def attention_backward_on_cpu(
     of_entries = score_grads.alibi_slopes is not None or score_grads.attn_mask is not None
     if dlse is not None or of_entries or not _takes(q, k, v, mask, scores, dropout):
         return attention_backward_reference(*call)
-    finite = lse.masked_fill(
-        lse == float("-inf"), 0.0
-    )  # P = exp(-inf - lse) = 0 where all is hidden
+    # P = exp(-inf - lse) = 0 where all is hidden.
+    finite = lse.masked_fill(lse == float("-inf"), 0.0)
     sums: list[Tensor] | None = None
     for part in parts(q, k, mask, scores):
         grads = _backward(part, dout, q, k, v, out, finite, scale)
@@ -239,12 +238,10 @@ def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
             hidden = (part.bias == float("-inf")).all(-1)
             lse = lse.masked_fill(suspect & hidden, float("-inf"))
             suspect = suspect & ~hidden
-        if suspect.any() and not (q.isfinite().all() and k.isfinite().all()):
-            return None
-    if (
-        part.bias is not None and lse.isnan().any()
-    ):  # maybe of a key that the bias hides: NaN - inf is NaN
-        return None
+        if suspect.any() and not (q.abs().amax() * k.abs().amax() * (2 * q.shape[3])).isfinite():
+            return None  # of NaN, infinities and products that overflow
+    if part.bias is not None and lse.isnan().any():
+        return None  # maybe of a key that the bias hides: NaN - inf is NaN
     return (out if out.shape[3] == v_dim else out[..., :v_dim]), lse
 
 

@@ -16,8 +16,6 @@ from torch_fdattn.ops.scores import MASK_LIMIT, Scores
 CAUSAL_ROWS, MIN_ROWS, MAX_ROWS = 1024, 128, 1024
 #: Elements of one bias.
 MAX_BIAS = 1 << 24
-
-
 #: Elements of all keys up to which few queries of all sequences are one part, whatever their lengths.
 FEW_KEYS = 1 << 16
 #: Sequences up to which each may be a part, however small, and multiplications of a part that is small.

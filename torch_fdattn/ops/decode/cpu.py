@@ -24,7 +24,9 @@ class DecodeOnCpu:
     floats = 0  #: of a workspace
 
     def __init__(self, options: DecodeOptions) -> None:
-        self._options = options
+        # Without the first call's tensors, which a remembered call would keep alive.
+        mask, scores = Mask(None, None, None, *options.mask[3:]), Scores(options.scores.softcap)
+        self._options = options._replace(mask=mask, scores=scores, k_scale=None, v_scale=None)
 
     def run(self, q, k, v, others, written=None, leave_parts=False):
         library.launches["decode_forward/cpu"] += 1
@@ -40,6 +42,7 @@ class DecodeOnCpu:
         return (out, lse, None) if leave_parts else (out, lse)
 
 
+@library.without_autocast  # a plan may be called within it
 def decode_on_cpu(
     q: Tensor, cache: Cache, mask: Mask, scale: float, scores: Scores, alone: bool = False
 ) -> tuple[Tensor, Tensor]:

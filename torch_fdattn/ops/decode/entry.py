@@ -79,6 +79,8 @@ def decode(
         given, out = out, out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
+    if type(kv_block) is not int or type(kv_stride) is not int:
+        checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if scale is not None:
         scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)
@@ -134,6 +136,8 @@ def paged_decode(
         given, out = out, out_to_bhsd(layout, out)
     if type(causal) is not bool or type(batch_invariant) is not bool:
         checks.expect_bool(causal=causal, batch_invariant=batch_invariant)
+    if type(kv_block) is not int or type(kv_stride) is not int:
+        checks.expect_int64(kv_block=kv_block, kv_stride=kv_stride)
     if scale is not None:
         scale = checks.number("scale", scale)
     left, right = (-1, -1) if window is None else window_bounds(window)

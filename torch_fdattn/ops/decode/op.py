@@ -193,7 +193,7 @@ def _metadata(tensor: Tensor | None) -> tuple | None:
 def workspace_size(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, batch_invariant: bool
 ) -> int:
-    """Elements of a workspace for such a call; none where the reference runs."""
+    """Elements of a workspace for such a call; none on a CPU."""
     if not library.use_triton(q) or not q.numel():
         return 0
     from torch_fdattn.ops.decode.inputs import Cache

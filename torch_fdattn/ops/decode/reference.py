@@ -30,8 +30,9 @@ def decode_reference(
         k_cache, v_cache = k_cache[:, :, :longest], v_cache[:, :, :longest]
         k_scale, v_scale = (None if x is None else x[:, :, :longest] for x in (k_scale, v_scale))
     k, v = _dequantised(k_cache, k_scale, q), _dequantised(v_cache, v_scale, q)
-    if options is not None and options.attn_mask is not None and options.attn_mask.shape[-1] > 1:
-        options = options._replace(attn_mask=options.attn_mask[..., :longest])
+    entries = None if options is None else options.attn_mask
+    if entries is not None and entries.dim() and entries.shape[-1] > 1:
+        options = options._replace(attn_mask=entries[..., :longest])
     return attend(q, k, v, mask, scale, options)
 
 

@@ -76,15 +76,13 @@ def attend_eagerly(q, k, v, packed: Packed, options: AttentionOptions) -> tuple[
     """The raw forward."""
     page_table = packed.page_table
     key = key_of("varlen_attention_forward", q, k, v, *packed, *options.to_raw())
-    call, runs_kernels = prepared.checked(key), _runs_kernels(q, packed)
-    mask, scale, scores, dropout, _ = options
+    call = prepared.checked(key)
     if call is None:
         check_varlen(q, k, v, packed, options)
-        # Where lengths lie on the host, a mask's size is compared with them in every call.
-        known = runs_kernels or scores.attn_mask is None
-        call = prepared.prepare(key if known else None)
+        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
+    mask, scale, scores, dropout, _ = options
     out, lse = _empty_state(q, v, options.dtype)
-    if runs_kernels:
+    if call is not None:
         from torch_fdattn.ops.attention.forward import forward_launches
 
         mask = contiguous_mask(mask)
