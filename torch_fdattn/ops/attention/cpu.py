@@ -177,9 +177,8 @@ def _forward_together(q, k, v, mask: Mask, scores: Scores, scale: float):
     if state is None or state[0].isnan().any():  # maybe of what lies beyond a length
         beyond = (torch.arange(k.shape[2]) >= mask.kv_lens[:, None])[:, None, :, None]
         k, v = (x.masked_fill(beyond, 0.0) for x in (k, v))
-        state = _forward(
-            part, q, k, v, scale
-        )  # by the same kernel: bits do not follow from what lies there
+        # By the same kernel: bits do not follow from what lies there.
+        state = _forward(part, q, k, v, scale)
     return state
 
 
