@@ -75,7 +75,7 @@ _CAPABILITIES = {
 
 
 def capabilities() -> list[Layer]:
-    """The tests of CPU tensors as older CPUs, other thread counts and a busy machine run them."""
+    """The tests of CPU tensors as older CPUs, other thread counts and a busy machine run them, and by the reference alone."""
     names, own = list(_CAPABILITIES), torch.backends.cpu.get_cpu_capability()
     supported = names[: names.index(own) + 1] if own in names else []
     busy = ("-n", str(2 * (os.cpu_count() or 1)), "--dist", "worksteal")
@@ -95,6 +95,8 @@ def capabilities() -> list[Layer]:
             title = f"CPU, {aten}, threads: {threads}"
             environment = {**limits, "OMP_NUM_THREADS": threads}
             found.append(Layer(title, (*files, *alone, *busy, *_QUICK), 0, environment))
+    reference = {"TORCH_FDATTN_REFERENCE": "1", "OMP_NUM_THREADS": "1"}
+    found.append(Layer("CPU, the reference alone", (*files, *alone, *busy, *_QUICK), 0, reference))
     return found
 
 

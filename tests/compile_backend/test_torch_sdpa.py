@@ -17,6 +17,7 @@ OP = "scaled_dot_product_attention"
 def as_inductor_gets_it(monkeypatch):
     """The pass as it is for Inductor, lowered by AOTAutograd alone."""
     launches.clear()
+    monkeypatch.setattr(cpu, "REFERENCE_ALONE", False)
     monkeypatch.setattr(
         harness, "rewrite", lambda gm, **options: _rewrite(gm, sdpa_on_cpu=True, **options)
     )

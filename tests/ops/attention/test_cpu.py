@@ -19,6 +19,12 @@ pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter runs the kern
 NAN = float("nan")
 
 
+@pytest.fixture(autouse=True)
+def with_the_kernel(monkeypatch):
+    """Where the rest of the suite takes the reference alone, too."""
+    monkeypatch.setattr(cpu, "REFERENCE_ALONE", False)
+
+
 def draw_mask(rng: random.Random, batch: int, kv_len: int) -> Mask:
     def ints(low: int, high: int) -> torch.Tensor | None:
         if rng.random() < 0.5:
