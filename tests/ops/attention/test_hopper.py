@@ -16,7 +16,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def attend(q, k, v, mask=Mask(), scale=None):
+ALL = Mask()
+
+
+def attend(q, k, v, mask=ALL, scale=None):
     from torch_fdattn.launch.launches import run
     from torch_fdattn.ops.attention.hopper.launch import forward_launch, takes
 
@@ -34,7 +37,7 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def check(q, k, v, mask=Mask(), lens=None):
+def check(q, k, v, mask=ALL, lens=None):
     found = attend(q, k, v, mask)
     kept = torch.arange(k.shape[2], device="cuda") < (k.shape[2] if lens is None else mask.kv_lens[:, None])  # fmt: skip
     k, v = (x.masked_fill(~kept.view(-1, 1, k.shape[2], 1), 0.0) for x in (k, v))

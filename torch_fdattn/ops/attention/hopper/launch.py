@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -12,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
+from torch_fdattn.ops.decode.schedule import num_sms
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
@@ -20,8 +19,6 @@ HEAD_DIMS = (64, 128, 256)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly: an H100's L2 has 50 MB.
 _SECTION_BYTES = 32 << 20
-#: Where no GPU is asked: an H100's.
-_SMS = 132
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> bool:
@@ -59,7 +56,7 @@ def forward_launch(
     in_registers = head_dim == 128 and mask.window_left < 0 and aligned
     tiles = cdiv(q_len, rows) * heads * batch
     return Launch(
-        attention_forward_kernel, min(tiles, _sms(q.device)),
+        attention_forward_kernel, min(tiles, num_sms(q.device)),
         _described(q, ROWS.value), _described(k, keys), _described(v, keys), _described(out, ROWS.value),
         lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
@@ -90,10 +87,3 @@ def _is_describable(x: Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
     )
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
