@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import triton
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from torch_fdattn.launch.driver_launch import DriverLaunch
@@ -55,7 +56,8 @@ def compile_launch(launch: Launch, arch: Arch):
     options, signature, constants, attrs = kernel._pack_args(
         backend, launch.kwargs, bound, specialization, options
     )
-    source = ASTSource(kernel, signature, constants, attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=arch.target, options=options.__dict__)
     if arch.target.backend == "cuda":
         assert knows_parameters(launch, compiled), compiled.asm["ptx"].partition("{")[0]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.environment import INTERPRET
 from torch_fdattn.launch import prepared
@@ -55,7 +54,7 @@ class Launch:
         first = self.arguments[0]
         while type(first) is tuple:
             first = first[0]
-        return (first.base if type(first) is TensorDescriptor else first).device
+        return _base(first).device
 
     def through_triton(self) -> object | None:
         """Launches, and returns the compiled kernel, if there is one."""
@@ -126,13 +125,18 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRET
 
 
+def _is_descriptor(value: object) -> bool:
+    """Of Triton's or of Gluon's, which says how blocks lie in shared memory, too."""
+    return hasattr(value, "block_shape")
+
+
 def _base(value) -> Tensor:
-    return value.base if isinstance(value, TensorDescriptor) else value
+    return value.base if _is_descriptor(value) else value
 
 
 def _tensors(values: Iterable) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, (Tensor, TensorDescriptor)):
+        if isinstance(value, Tensor) or _is_descriptor(value):
             yield _base(value)
         elif type(value) is tuple:
             yield from _tensors(value)
@@ -152,8 +156,9 @@ def _sign(values: Iterable, key: list[object]) -> None:
                 _sign(value, key)
         elif isinstance(value, Tensor):
             key.append(value.dtype)
-        elif kind is TensorDescriptor:
+        elif _is_descriptor(value):
             about = value.shape, value.strides, value.block_shape
             key += [value.base.dtype, value.padding, *map(tuple, about)]
+            key.append(getattr(value, "layout", None))
         else:
             key.append(value)

@@ -1,0 +1,89 @@
+"""The launch of Hopper's forward: what it takes, its descriptors, and the order of its tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
+from torch_fdattn.ops.attention.hopper.rows import ROWS
+from torch_fdattn.ops.decode.schedule import num_sms
+from torch_fdattn.ops.launch import cdiv
+from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.positions import Mask
+
+HEAD_DIMS = (64, 128, 256)
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+#: Keys and values of a section of heads, which its tiles read repeatedly: an H100's L2 has 50 MB.
+_SECTION_BYTES = 32 << 20
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> bool:
+    """Whether the kernel can read and write these tensors, and hide what the mask hides."""
+    return (
+        q.dtype in _DTYPES
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] in HEAD_DIMS
+        and out.dtype == q.dtype
+        and not mask.kv_block
+        and all(map(_is_describable, (q, k, v, out)))
+    )
+
+
+def keys_of_a_block(head_dim: int) -> int:
+    """With 256, 128 keys and values twice do not fit beside the queries."""
+    return 128 if head_dim <= 128 else 64
+
+
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor
+) -> Launch:  # fmt: skip
+    """What writes attention of q, k, v into out and lse (fp32, contiguous).
+
+    counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    mask, keys = options.mask, keys_of_a_block(head_dim)
+    rows = GROUPS.value * ROWS.value
+    ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
+    # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
+    # blocks to hide there is no room.
+    aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % rows == 0
+    in_registers = head_dim == 128 and mask.window_left < 0 and aligned
+    tiles = cdiv(q_len, rows) * heads * batch
+    return Launch(
+        attention_forward_kernel, min(tiles, num_sms(q.device)),
+        _described(q, ROWS.value), _described(k, keys), _described(v, keys), _described(out, ROWS.value),
+        lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
+        _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
+        mask.window_left, mask.window_right, options.scale,
+        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
+        Q_IN_REGISTERS=in_registers, num_warps=4,
+    )  # fmt: skip
+
+
+def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
+    """Heads of a section: sections of equal size, so that no small one is left at the end."""
+    most = max(1, _SECTION_BYTES // max(1, bytes_of_a_kv_head)) * group
+    return cdiv(heads, cdiv(heads, most))
+
+
+def _described(x: Tensor, rows: int) -> TensorDescriptor:
+    block = [1, 1, rows, x.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def _is_describable(x: Tensor) -> bool:
+    """Whether x lies as a descriptor needs it: 16-byte steps, the last dim contiguous, no dim expanded or empty."""
+    steps = [*x.stride()[:3]]
+    return (
+        x.stride(3) == 1
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    )
