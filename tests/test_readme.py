@@ -41,8 +41,8 @@ def _generate() -> list[str]:
 
 def test_the_command_line_is_understood() -> None:
     """Every option of README's command exists; the model is another, that is not there."""
-    pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-    pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+    pytest.importorskip("typer", reason="needs the extra cli")
+    pytest.importorskip("rich", reason="needs the extra cli")
     from typer.testing import CliRunner
 
     from torch_fdattn.cli import app

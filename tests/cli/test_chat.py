@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 pytest.importorskip("jinja2", reason="chat templates need jinja2")
 
 from typer.testing import CliRunner

@@ -8,8 +8,8 @@ import re
 import pytest
 from torch.distributed import distributed_c10d
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 
 from tests.cli.commands import (
     PARIS,
@@ -20,6 +20,7 @@ from tests.cli.commands import (
     run,
     tiny_options,
 )
+from torch_fdattn.extras import install_command
 from torch_fdattn.models import InferenceTransformer
 from torch_fdattn.version import __version__
 
@@ -219,6 +220,6 @@ def test_without_the_extra_it_says_so():
     result = run("-c", code)
     assert result.stdout == "2\n2\n"
     assert result.stderr == "".join(
-        f"fdattn: the command line needs the package {package}: pip install 'torch-fdattn[cli]'\n"
+        f"fdattn: the command line needs the package {package}: {install_command('cli')}\n"
         for package in ("typer", "rich")
     )

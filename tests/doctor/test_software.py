@@ -147,7 +147,7 @@ def test_extras():
     found = software.check_extras(cpu_machine(missing={"models": ["gguf", "jinja2"], "cli": []}))
     one(found, "ok", "complete: cli, bench")
     missing = one(found, "note", "models: missing gguf, jinja2")
-    assert missing.remedy == "pip install 'torch-fdattn[models]'"
+    assert missing.remedy == "pip install -e '.[models]' in torch_fdattn's checkout"
 
 
 @pytest.mark.parametrize(

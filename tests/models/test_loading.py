@@ -298,7 +298,7 @@ def test_a_hub_id_goes_to_the_hub(monkeypatch, folder):
 @pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
 def test_missing_packages_name_the_extra(monkeypatch, folder, package):
     monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
-    with pytest.raises(MissingExtra, match=rf"{package}: pip install 'torch-fdattn\[models\]'"):
+    with pytest.raises(MissingExtra, match=rf"{package}: pip install -e '\.\[models\]'"):
         load_model(folder if package == "safetensors" else "some/model")
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from torch_fdattn.environment import interpreting
+from torch_fdattn.extras import install_command
 
 from .findings import Finding
 from .machine import EXTRAS, Machine
@@ -57,7 +58,7 @@ def check_extras(machine: Machine) -> list[Finding]:
     for extra, names in machine.missing.items():
         if names:
             text = f"{extra}: missing {', '.join(names)}"
-            found.append(Finding("note", "extras", text, f"pip install 'torch-fdattn[{extra}]'"))
+            found.append(Finding("note", "extras", text, install_command(extra)))
     return found
 
 
