@@ -49,7 +49,7 @@ def test_it_begins_with_the_answer_and_warns_of_nothing():
     assert "arning" not in done.stderr
 
 
-@pytest.mark.parametrize("question", ["Who are you?", 'Is "$HOME" `pwd`, $$5 or \'#1\'?'])
+@pytest.mark.parametrize("question", ["Who are you?", "Is \"$HOME\" `pwd`, $$5 or '#1'?"])
 def test_a_question_of_ones_own(question):
     """As it was typed, whatever make and the shell make of its characters elsewhere."""
     done = make("demo", "PYTHON=printf '<%s>'", f"QUESTION={question}")
