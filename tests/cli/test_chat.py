@@ -63,6 +63,18 @@ def test_reset_forgets_and_exit_ends(tiny):
     assert again == [one, one, two]
 
 
+def test_a_command_that_is_none_is_not_asked(tiny):
+    result = talk(tiny, "/help\n/a question\n")
+    assert result.stderr == "fdattn: /help is no command: /reset, /exit\n"
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_terminal_is_greeted(tiny, monkeypatch):
+    monkeypatch.setattr(terminal, "_at_terminal", lambda: True)
+    result = talk(tiny, "/exit\n")
+    assert result.stderr.startswith(f"{tiny} on cpu; /reset forgets, /exit ends\n> ")
+
+
 def test_nothing_to_read_is_a_good_end(tiny):
     result = talk(tiny, "")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")

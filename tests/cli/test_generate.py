@@ -205,7 +205,10 @@ def test_a_full_disk_is_one_line_in_every_command(command):
 def test_a_process_of_its_own_prints_no_traceback():
     result = run("-m", "torch_fdattn", "generate", "--model", "no-such-model", "--prompt", "x")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "fdattn: no-such-model: no such file or folder\n"
+    assert result.stderr == (
+        "fdattn: no-such-model: no such file or folder; "
+        "a model is a folder, a .gguf file, a hub id (owner/name), or smollm2\n"
+    )
 
 
 def test_without_the_extra_it_says_so():

@@ -8,6 +8,7 @@ code 2; 1 where the output cannot be written.
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from typing import Annotated
 
@@ -27,7 +28,7 @@ from torch_fdattn.cli.setup import (
     make_engine,
     make_sampling,
 )
-from torch_fdattn.cli.terminal import any_text, lines, note, report, write, write_tokens
+from torch_fdattn.cli.terminal import any_text, greet, lines, note, report, write, write_tokens
 from torch_fdattn.cli.world import join
 from torch_fdattn.engine import Chat, PromptError, Stats
 from torch_fdattn.models import load_tokenizer, resolve
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of the commands too
 )
+_COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)  # what a model is not asked
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
 
 Model = Annotated[
@@ -191,11 +193,15 @@ def chat(
                 sampling=sampling, note=lambda sentence: note(sentence, world),
             )  # fmt: skip
             any_text()
+            name = path.stem if path.is_file() else model
+            greet(f"{name} on {world.device}; /reset forgets, /exit ends", world)
             for line in lines(world):
                 if line == "/exit":
                     break
                 if line == "/reset":
                     conversation.reset()
+                elif _COMMAND.fullmatch(line):
+                    note(f"{line} is no command: /reset, /exit", world)
                 elif line:
                     try:
                         for piece in conversation.reply(line):
