@@ -102,7 +102,7 @@ $(KERNELS:%=debug-%): debug-%: $(TESTED)  ## The same, interpreted, every call o
 	$(PYTHON) -m benchmarks ladder --kernel $* --debug $(LADDER)
 
 docs: $(TESTED)  ## The documents and the API reference as pages, in build/site.
-	$(PYTHON) -m mkdocs build --strict -f docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict -f docs/mkdocs.yml
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .
