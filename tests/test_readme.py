@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 
 
 def test_snippets_run(capsys, caplog, monkeypatch) -> None:
+    pytest.importorskip("transformers.utils.logging").get_logger()  # sets its root logger up
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to caplog
     snippets, _ = python_blocks(README)
     assert len(snippets) == 4
