@@ -38,9 +38,11 @@ $(VENV)/.ready-test: $(VENV)/.ready
 	touch $@
 
 demo: export OMP_NUM_THREADS ?= 1
+# Through the environment, unexpanded: neither make nor the shell reads a question's ", $ or `.
+demo: export ASKED := $(value QUESTION)
 demo: $(READY)  ## A real model answers on two processes, its KV cache sharded over them; QUESTION="…" for another one.
 	@$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m torch_fdattn generate \
-		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$(QUESTION)" --max-new-tokens 64
+		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$$ASKED" --max-new-tokens 64
 	@echo "A conversation: $(PYTHON) -m torch_fdattn chat --model smollm2"
 
 test: $(TESTED)  ## The tests that need no GPU, in about 14 minutes on two processors.
@@ -100,7 +102,7 @@ $(KERNELS:%=debug-%): debug-%: $(TESTED)  ## The same, interpreted, every call o
 	$(PYTHON) -m benchmarks ladder --kernel $* --debug $(LADDER)
 
 docs: $(TESTED)  ## The documents and the API reference as pages, in build/site.
-	$(PYTHON) -m mkdocs build --strict -f docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict -f docs/mkdocs.yml
 
 lint: $(TESTED)
 	$(PYTHON) -m ruff check .

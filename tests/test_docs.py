@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .documents import ROOT, python_blocks, run_in_order, run_on_two_ranks
+from .documents import ROOT, python_blocks, run_each, run_on_two_ranks
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -71,8 +71,8 @@ def test_no_paths_of_one_machine(path: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_blocks(page)[0]], ids=lambda page: page.stem
 )
-def test_examples_run_in_order(page: Path) -> None:
-    run_in_order(python_blocks(page)[0], page.name)
+def test_examples_run(page: Path) -> None:
+    run_each(python_blocks(page)[0], page.name)
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_the_site_is_built(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="needs the extra torch-fdattn[docs]")
-    pytest.importorskip("mkdocstrings", reason="needs the extra torch-fdattn[docs]")
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml"]
     done = subprocess.run(
         [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,

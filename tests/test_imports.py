@@ -195,3 +195,13 @@ def test_works_without_triton_and_extras() -> None:
         "print(torch_fdattn.attention(*[torch.ones(1, 1, 2, 16)] * 3)[0].sum().item())"
     )
     assert run(code) == "32.0"
+
+
+def test_models_and_engine_import_without_extras() -> None:
+    """numpy, of the extra `models`, is needed by GGUF files alone."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'gguf', 'safetensors', 'tokenizers']));"
+        "import torch_fdattn.engine, torch_fdattn.models as models;"
+        "print(models.resolve.__name__)"
+    )
+    assert run(code) == "resolve"

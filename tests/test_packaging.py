@@ -115,3 +115,13 @@ def test_public_entries_are_annotated(module):
         if signature.return_annotation is signature.empty:
             bare.append(f"{name} -> ?")
     assert not bare
+
+
+def test_no_text_tells_to_install_from_an_index():
+    """No package index has torch_fdattn: a remedy names the checkout (`torch_fdattn.extras`)."""
+    folders = ("torch_fdattn", "examples", "benchmarks", "docs", "tests")
+    files = [
+        *ROOT.glob("*.md"), ROOT / "Makefile",
+        *(x for name in folders for kind in ("*.py", "*.md") for x in (ROOT / name).rglob(kind)),
+    ]  # fmt: skip
+    assert not [x for x in files if "torch-fdattn" + "[" in x.read_text(encoding="utf-8")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import shlex
 import subprocess
@@ -10,25 +11,29 @@ import sys
 
 import pytest
 
-from .documents import ROOT, python_blocks, run_in_order, run_on_two_ranks
+from .documents import ROOT, python_blocks, run_each, run_on_two_ranks
 
 README = ROOT / "README.md"
 
 
-def test_snippets_run_in_order(capsys) -> None:
+def test_snippets_run(capsys, caplog, monkeypatch) -> None:
+    pytest.importorskip("transformers.utils.logging").get_logger()  # sets its root logger up
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to caplog
     snippets, _ = python_blocks(README)
     assert len(snippets) == 4
-    names = run_in_order(snippets, "README.md")
-    assert names["out"].shape == (2, 32, 1, 128)
+    names = run_each(snippets, "README.md")
     assert names["y"].shape == (2, 64, 256)
     assert names["tokens"].shape == (2, 24)
-    assert "1 of 1 attention sites rewritten, in 1 graph" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("torch.Size([2, 32, 1, 128])\n")
+    assert "1 of 1 attention sites rewritten, in 1 graph" in printed
+    assert "attention mask" not in caplog.text  # transformers warns of prompts without one
 
 
 def test_the_script_runs_on_two_ranks(tmp_path) -> None:
     _, scripts = python_blocks(README)
-    assert list(scripts) == ["sharded_decode.py"]
-    out = run_on_two_ranks("sharded_decode.py", scripts["sharded_decode.py"], tmp_path)
+    assert list(scripts) == ["sharded_cache.py"]
+    out = run_on_two_ranks("sharded_cache.py", scripts["sharded_cache.py"], tmp_path)
     # Ranks write text and newline apart (torchrun's children are unbuffered), so lines may mix.
     for rank in range(2):
         assert out.count(f"rank {rank}: (2, 32, 1, 128)") == 1
@@ -41,8 +46,8 @@ def _generate() -> list[str]:
 
 def test_the_command_line_is_understood() -> None:
     """Every option of README's command exists; the model is another, that is not there."""
-    pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-    pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+    pytest.importorskip("typer", reason="needs the extra cli")
+    pytest.importorskip("rich", reason="needs the extra cli")
     from typer.testing import CliRunner
 
     from torch_fdattn.cli import app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from torch_fdattn.extras import install_command
 from torch_fdattn.stdout import unwritable_is_one_line
 
 
@@ -24,8 +25,7 @@ def _main() -> None:
 
             raise SystemExit(doctor.main(json="--json" in sys.argv[2:])) from None
         print(
-            f"fdattn: the command line needs the package {missing}: "
-            "pip install 'torch-fdattn[cli]'",
+            f"fdattn: the command line needs the package {missing}: {install_command('cli')}",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

@@ -52,7 +52,7 @@ def expect_types(
     for name, tensor in zip(("kv_lens", "q_start", "kv_start"), lengths, strict=False):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(
-                f"{name} must be an int32 tensor of shape (batch,) or None, got {type(tensor).__name__}"
+                f"{name} must be an int32 (or int64) tensor of shape (batch,) or None, got {type(tensor).__name__}"
             )
     if scale is not None and type(scale) is not float:
         expect_convertible("scale", scale)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fdattn.extras import install_command
+
 from ..cases import SWEEPS
 from ..metrics import METRICS
 from ..results import Results
@@ -146,7 +148,7 @@ def _draw(results: Results, axis: str | None) -> Figure:
     try:
         import matplotlib.figure
     except ImportError as failure:
-        raise RuntimeError("plots need matplotlib: pip install 'torch-fdattn[bench]'") from failure
+        raise RuntimeError(f"plots need matplotlib: {install_command('bench')}") from failure
     possible = plottable(results)
     if not possible:
         raise ValueError(

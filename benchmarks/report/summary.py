@@ -19,7 +19,7 @@ LAUNCH_LAYER = "2026-11-27T14:01:00Z"
 EAGER_NOTE = "Eager calls were measured before the launch layer of fb42e1f."
 NOTE = (
     "Each row compares ours (with its strategy) with the peer that is fastest in that row. "
-    "**Bold**: ours is slower. Below each table: GPU, commit, date. cuDNN and FlashAttention-2 take no lengths "
+    "**Bold**: ours is slower, as far as two digits show it. Below each table: GPU, commit, date. cuDNN and FlashAttention-2 take no lengths "
     "in decode and are compared with ours without lengths (`full`)."
 )
 

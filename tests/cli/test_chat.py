@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 pytest.importorskip("jinja2", reason="chat templates need jinja2")
 
 from typer.testing import CliRunner
@@ -61,6 +61,18 @@ def test_reset_forgets_and_exit_ends(tiny):
     one, two = talk(tiny, "aaa\naa\n").stdout.splitlines()
     again = talk(tiny, "aaa\n/reset\naaa\naa\n/exit\naaa\n").stdout.splitlines()
     assert again == [one, one, two]
+
+
+def test_a_command_that_is_none_is_not_asked(tiny):
+    result = talk(tiny, "/help\n/a question\n")
+    assert result.stderr == "fdattn: /help is no command: /reset, /exit\n"
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_terminal_is_greeted(tiny, monkeypatch):
+    monkeypatch.setattr(terminal, "_at_terminal", lambda: True)
+    result = talk(tiny, "/exit\n")
+    assert result.stderr.startswith(f"{tiny} on cpu; /reset forgets, /exit ends\n> ")
 
 
 def test_nothing_to_read_is_a_good_end(tiny):

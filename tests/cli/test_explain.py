@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 
 from tests.cli.commands import invoke, refused
+from tests.documents import ROOT, python_blocks
 
 CASE = """\
 import torch
@@ -52,6 +53,9 @@ def wrong():
 
 def wronger():
     return fn, 3
+
+def alone():
+    return fn, torch.ones(3)
 
 def raising(q, k, v):
     if q.sum() > 1e9:
@@ -157,7 +161,12 @@ def test_a_file_elsewhere(folder, monkeypatch, tmp_path_factory):
         ("case.py:", "TARGET must be FILE.py:NAME or MODULE:NAME, got case.py:"),
         ("missing.py:make", "missing.py: no such file"),
         ("no.such.module:make", "no.such.module: no such module"),
-        ("case.py:nothing", "case.py:nothing must be a function, got nothing"),
+        (
+            "case.py:nothing",
+            "case.py has no function nothing; without arguments it has: qkv, make, all_ours, none, ours, defaults, wrong, "
+            "wronger, alone, raises, raises_in_a_trace, raises_itself, too_few",
+        ),
+        ("helper:make", "helper has no function make; without arguments it has: none"),
         ("case.py:number", "case.py:number must be a function, got int"),
         (
             "case.py:fn",
@@ -175,10 +184,21 @@ def test_a_file_elsewhere(folder, monkeypatch, tmp_path_factory):
         ),
         ("case.py:wrong", r"must return \(function, arguments\) or .*, got function"),
         ("case.py:wronger", r"must return .*, got \('function', 'int'\)"),
+        ("case.py:alone", r"got \('function', 'Tensor'\); arguments is a tuple: \(tensor,\)"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(folder, target, message):
     refused(message, "explain", target)
+
+
+def test_what_the_documents_show_can_be_explained(folder):
+    """The page's complete file, and the example."""
+    snippets, _ = python_blocks(ROOT / "docs" / "torch-compile.md")
+    (snippet,) = (x for x in snippets if "def make():" in x)
+    (folder / "model.py").write_text(snippet)
+    for target, sites in (("model.py", 1), (ROOT / "examples" / "compile_sdpa.py", 2)):
+        result = invoke("explain", f"{target}:make")
+        assert result.stdout.endswith(f"{sites} of {sites} attention sites rewritten, in 1 graph\n")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import re
 import pytest
 from torch.distributed import distributed_c10d
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 
 from tests.cli.commands import (
     PARIS,
@@ -20,6 +20,7 @@ from tests.cli.commands import (
     run,
     tiny_options,
 )
+from torch_fdattn.extras import install_command
 from torch_fdattn.models import InferenceTransformer
 from torch_fdattn.version import __version__
 
@@ -204,7 +205,10 @@ def test_a_full_disk_is_one_line_in_every_command(command):
 def test_a_process_of_its_own_prints_no_traceback():
     result = run("-m", "torch_fdattn", "generate", "--model", "no-such-model", "--prompt", "x")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "fdattn: no-such-model: no such file or folder\n"
+    assert result.stderr == (
+        "fdattn: no-such-model: no such file or folder; "
+        "a model is a folder, a .gguf file, a hub id (owner/name), or smollm2\n"
+    )
 
 
 def test_without_the_extra_it_says_so():
@@ -219,6 +223,6 @@ def test_without_the_extra_it_says_so():
     result = run("-c", code)
     assert result.stdout == "2\n2\n"
     assert result.stderr == "".join(
-        f"fdattn: the command line needs the package {package}: pip install 'torch-fdattn[cli]'\n"
+        f"fdattn: the command line needs the package {package}: {install_command('cli')}\n"
         for package in ("typer", "rich")
     )

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer", reason="needs the extra torch-fdattn[cli]")
-pytest.importorskip("rich", reason="needs the extra torch-fdattn[cli]")
+pytest.importorskip("typer", reason="needs the extra cli")
+pytest.importorskip("rich", reason="needs the extra cli")
 
 from tests.cli.commands import invoke
+from torch_fdattn.cli.setup import CacheKind, DType, KVDType, KVStrategy, TPStrategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,14 @@ def test_h_is_help(command):
     assert short.exit_code == 0, short.output
     assert short.stdout == long.stdout
     assert re.search(r"(?<!-)-h\b", short.stdout)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_names_to_choose_from_are_not_broken(command):
+    """At 80 columns, as CliRunner has them."""
+    shown = invoke(command, "--help").stdout
+    for kind in (DType, TPStrategy, KVStrategy, CacheKind, KVDType):
+        assert not [name for name in kind if not re.search(rf"(?<![\w|]){name}[,.\s]", shown)]
 
 
 @pytest.mark.parametrize("module", ["torch_fdattn", "benchmarks"])

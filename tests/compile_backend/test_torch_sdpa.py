@@ -43,6 +43,11 @@ def test_an_sdpa_site_stays(masked):
     found = check(fn, q, k, v, mask, exact=True)
     assert ops(found) == [OP]
     assert not launches
+    report = found.report
+    assert (report.rewritten, report.left) == ([], [])
+    assert str(report).startswith("0 of 1 attention sites rewritten, 1 torch's own, in 1 graph")
+    assert "scaled_dot_product_attention -> torch's own" in str(report)
+    report.check("options require all, and")  # accepts it
 
 
 def test_what_is_written_out_is_ours():

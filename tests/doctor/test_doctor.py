@@ -77,7 +77,7 @@ def test_a_broken_check_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor.host, "check_container", raising(RuntimeError("planted")))
     found = doctor.judge(cpu_machine(), {})
     one(found, "warn", "a check failed: RuntimeError: planted")
-    one(found, "ok", "CPU tensors: the reference")
+    one(found, "ok", "CPU tensors: torch's flash kernel")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,8 +54,17 @@ def test_versions_at_the_lower_bound_are_supported():
     assert not [finding for finding in found if finding.level != "ok"]
 
 
+def test_versions_that_were_not_tested_yet_are_a_note():
+    found = software.check_versions(cpu_machine(torch="2.14.1+cpu", triton="3.8.0"), {})
+    one(found, "note", "2.14.1+cpu (supported: >= 2.11), newer than the newest tested, 2.13.0")
+    one(found, "note", "3.8.0 (supported: >= 3.6), newer than the newest tested, 3.7.1")
+    one(software.check_versions(cpu_machine(torch="2.13.1"), {}), "ok", "2.13.1 (supported")
+    pinned = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    assert all(f"{name}=={version}" in pinned for name, version in software.NEWEST_TESTED.items())
+
+
 def test_missing_triton_is_a_note_on_cpu_and_a_failure_with_gpus():
-    text = "not installed: CPU reference only"
+    text = "not installed: CPU tensors only"
     one(software.check_versions(cpu_machine(triton=None), {}), "note", text)
     one(software.check_versions(gpu_machine(triton=None), {}), "fail", text)
 
@@ -129,7 +139,8 @@ def test_runtime_and_backends_are_named():
 @pytest.mark.parametrize(
     ("machine", "env", "level", "text"),
     [
-        (cpu_machine(), {}, "ok", "CPU tensors: the reference in plain PyTorch"),
+        (cpu_machine(), {}, "ok", "CPU tensors: torch's flash kernel; the reference in plain"),
+        (cpu_machine(), {"TORCH_FDATTN_REFERENCE": "1"}, "note", "the reference for all calls"),
         (gpu_machine(), {}, "ok", "CUDA tensors: portable Triton kernels"),
         (gpu_machine(triton=None), {}, "fail", "CUDA tensors: none, because triton is missing"),
         (cpu_machine(), {"TRITON_INTERPRET": "1"}, "note", "CPU tensors: the Triton kernels, int"),
@@ -147,7 +158,7 @@ def test_extras():
     found = software.check_extras(cpu_machine(missing={"models": ["gguf", "jinja2"], "cli": []}))
     one(found, "ok", "complete: cli, bench")
     missing = one(found, "note", "models: missing gguf, jinja2")
-    assert missing.remedy == "pip install 'torch-fdattn[models]'"
+    assert missing.remedy == "pip install -e '.[models]' in torch_fdattn's checkout"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_versions(monkeypatch):
         with pytest.raises(ImportError, match=r"needs transformers >= 5\.5, got transformers \d"):
             dropin.register()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install \"torch-fdattn\[transformers\]\""):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[transformers\]'"):
         dropin.register()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
-pytest.importorskip("safetensors", reason="needs the extra torch-fdattn[models]")
+pytest.importorskip("safetensors", reason="needs the extra models")
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -44,7 +44,8 @@ def refused(name, message, load=load_model) -> None:
 def test_missing_files(folder, tmp_path):
     refused(tmp_path / "nowhere", "nowhere: no such file or folder")
     refused(tmp_path / "nowhere.gguf", r"nowhere\.gguf: no such file or folder")
-    refused("no-such-name", "no-such-name: no such file or folder")
+    taken = r"a folder, a \.gguf file, a hub id \(owner/name\), or smollm2"
+    refused("no-such-name", f"no-such-name: no such file or folder; a model is {taken}")
     (tmp_path / "weights.zip").touch()
     refused(tmp_path / "weights.zip", r"weights\.zip: must be a folder or a \.gguf file")
     (folder / "model.safetensors").unlink()
@@ -298,7 +299,7 @@ def test_a_hub_id_goes_to_the_hub(monkeypatch, folder):
 @pytest.mark.parametrize("package", ["safetensors", "huggingface_hub"])
 def test_missing_packages_name_the_extra(monkeypatch, folder, package):
     monkeypatch.setitem(sys.modules, package, None)  # importing it now raises ModuleNotFoundError
-    with pytest.raises(MissingExtra, match=rf"{package}: pip install 'torch-fdattn\[models\]'"):
+    with pytest.raises(MissingExtra, match=rf"{package}: pip install -e '\.\[models\]'"):
         load_model(folder if package == "safetensors" else "some/model")
 
 

@@ -203,6 +203,7 @@ def test_exchanged_dims_are_warned_of_once(device):
             with warnings.catch_warnings():  # as libraries do in between
                 warnings.simplefilter("default")
     assert [str(x.message).count('layout="bshd" takes these') for x in caught] == [1]
+    assert caught[0].filename == __file__  # the caller's line, however deep the op ran
 
 
 @pytest.mark.parametrize(

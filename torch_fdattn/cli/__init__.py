@@ -8,10 +8,13 @@ code 2; 1 where the output cannot be written.
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError, one_line_errors
@@ -27,7 +30,7 @@ from torch_fdattn.cli.setup import (
     make_engine,
     make_sampling,
 )
-from torch_fdattn.cli.terminal import any_text, lines, note, report, write, write_tokens
+from torch_fdattn.cli.terminal import any_text, greet, lines, note, report, write, write_tokens
 from torch_fdattn.cli.world import join
 from torch_fdattn.engine import Chat, PromptError, Stats
 from torch_fdattn.models import load_tokenizer, resolve
@@ -39,7 +42,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # of the commands too
 )
+_COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)  # what a model is not asked
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
+
+
+def _one_of(kind: type[StrEnum], what: str) -> OptionInfo:
+    """An option with names to choose from, in its help: as the option's type a table breaks them in mid-word."""
+    return typer.Option(metavar="<name>", help=f"{what} One of {', '.join(kind)}.")
+
 
 Model = Annotated[
     str, typer.Option(help="Folder with safetensors, .gguf file, hub id, or smollm2.")
@@ -48,20 +58,22 @@ MaxNewTokens = Annotated[int, typer.Option(min=1)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 TopP = Annotated[float, typer.Option(max=1.0, help="Draw from this share of the mass.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
-DTypeOption = Annotated[DType, typer.Option(help="auto: the checkpoint's.")]
+DTypeOption = Annotated[DType, _one_of(DType, "auto: the checkpoint's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
 KVBlock = Annotated[
     int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
 ]
-KVCacheOption = Annotated[CacheKind, typer.Option(help="One run of memory, or pages as they fill.")]
+KVCacheOption = Annotated[
+    CacheKind, _one_of(CacheKind, "One run of memory, or pages as they fill.")
+]
 PageSize = Annotated[
     int | None, typer.Option(min=1, max=2**30, help="Positions of a page; default 16.")
 ]
 KVDTypeOption = Annotated[
-    KVDType, typer.Option(help="How K and V are stored; auto: in the model's dtype.")
+    KVDType, _one_of(KVDType, "How K and V are stored; auto: in the model's dtype.")
 ]
 StrategyOption = Annotated[
-    KVStrategy, typer.Option(help="How ranks that share the cache merge their results.")
+    KVStrategy, _one_of(KVStrategy, "How ranks that share the cache merge their results.")
 ]
 PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
 TensorParallel = Annotated[
@@ -69,7 +81,7 @@ TensorParallel = Annotated[
 ]
 TPStrategyOption = Annotated[
     TPStrategy,
-    typer.Option(help="Activations replicated, or sharded along tokens; auto: as measured."),
+    _one_of(TPStrategy, "Activations replicated, or sharded along tokens; auto: as measured."),
 ]
 
 
@@ -191,11 +203,15 @@ def chat(
                 sampling=sampling, note=lambda sentence: note(sentence, world),
             )  # fmt: skip
             any_text()
+            name = path.stem if path.is_file() else model
+            greet(f"{name} on {world.device}; /reset forgets, /exit ends", world)
             for line in lines(world):
                 if line == "/exit":
                     break
                 if line == "/reset":
                     conversation.reset()
+                elif _COMMAND.fullmatch(line):
+                    note(f"{line} is no command: /reset, /exit", world)
                 elif line:
                     try:
                         for piece in conversation.reply(line):

@@ -23,10 +23,12 @@ def load_case(target: str) -> tuple[Callable, tuple, dict[str, Any]]:
     source, colon, name = target.rpartition(":")
     if not (source and colon and name.isidentifier()):
         raise UsageError(f"TARGET must be FILE.py:NAME or MODULE:NAME, got {target}")
-    make = getattr(_module(source), name, None)
-    if not callable(make):
-        what = "nothing" if make is None else type(make).__name__
-        raise UsageError(f"{target} must be a function, got {what}")
+    module = _module(source)
+    if not hasattr(module, name):
+        cases = ", ".join(_cases(module)) or "none"
+        raise UsageError(f"{source} has no function {name}; without arguments it has: {cases}")
+    if not callable(make := getattr(module, name)):
+        raise UsageError(f"{target} must be a function, got {type(make).__name__}")
     if needed := _needed(make):
         given = ", ".join(needed)
         case = f"{name}({given}), (tensors,)" if inspect.isclass(make) else f"{name}, ({given},)"
@@ -44,9 +46,20 @@ def load_case(target: str) -> tuple[Callable, tuple, dict[str, Any]]:
     shown = (
         tuple(type(x).__name__ for x in found) if isinstance(found, tuple) else type(found).__name__
     )
+    one_alone = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], torch.Tensor)
     raise UsageError(
         f"{target} must return (function, arguments) or (function, arguments, keywords), got {shown}"
+        + "; arguments is a tuple: (tensor,)" * one_alone
     )
+
+
+def _cases(module: object) -> list[str]:
+    """The functions that a file or module itself has and that can be called without arguments."""
+    return [
+        name
+        for name, x in vars(module).items()
+        if inspect.isfunction(x) and x.__module__ == module.__name__ and not _needed(x)
+    ]
 
 
 def _needed(make: Callable) -> list[str]:

@@ -37,6 +37,12 @@ def note(sentence: str, world: World) -> None:
         stderr.print(f"fdattn: {sentence}")
 
 
+def greet(sentence: str, world: World) -> None:
+    """A first line for who sits at a terminal; text that is piped in is no conversation."""
+    if world.rank == 0 and _at_terminal():
+        stderr.print(sentence)
+
+
 def write_tokens(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int], world: World
 ) -> None:
@@ -100,8 +106,12 @@ def _polled_lines() -> Iterator[str | None]:
             return
 
 
+def _at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _ask() -> None:
-    if sys.stdin is not None and sys.stdin.isatty():
+    if _at_terminal():
         print("> ", end="", file=sys.stderr, flush=True)
 
 

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch._dynamo.utils import counters
 
-from torch_fdattn.compile_backend.report import Report
+from torch_fdattn.compile_backend.report import KEPT, Report
 
 log = logging.getLogger(__name__)
 
@@ -15,13 +15,15 @@ log = logging.getLogger(__name__)
 def record(report: Report) -> None:
     """Into counters, logs (TORCH_LOGS="+torch_fdattn") and tlparse's artifacts."""
     for site in (*report, *report.matmuls):
-        counters["fdattn"][f"op/{site.op}" if site.op else f"left/{site.reason}"] += 1
+        if site.op != KEPT:  # counted below
+            counters["fdattn"][f"op/{site.op}" if site.op else f"left/{site.reason}"] += 1
         log.info("%s", site)
         if site.op is None and site.stack_trace:
             log.debug("left as it was:\n%s", site.stack_trace)
     if report.graphs:
         counters["fdattn"]["rewritten"] += len(report.rewritten)
         counters["fdattn"]["left"] += len(report.left)
+        counters["fdattn"]["kept"] += len(report.kept)
     name = "fdattn_attention" if report.graphs else "fdattn_matmuls"
     torch._logging.trace_structured(
         "artifact",

@@ -67,6 +67,10 @@ MATMUL_REASONS = {
 }
 
 
+#: `Site.op` of a call of torch's SDPA that stays, because our op would call the same kernel (`torch_sdpa.py`).
+KEPT = "scaled_dot_product_attention"
+
+
 class UnsupportedAttention(RuntimeError):
     """Attention that was left as it was, with ``require_all`` or ``context_parallel`` among the options."""
 
@@ -87,7 +91,7 @@ class Site:
     form: str  #: what it was written as
     node: str  #: the name of its result in the graph
     #: "attention", "varlen_attention", "decode", "ring_attention" or "dist_decode", or of matmuls
-    #: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; None: it is left
+    #: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; `KEPT`; None: it is left
     op: str | None
     reason: str | None = None  #: a key of `REASONS` or `MATMUL_REASONS`, where it is left
     detail: str = ""
@@ -104,7 +108,8 @@ class Site:
         if self.op is None:
             return f"{self.where}: {self.form}: left as it was, {self.reason}: {self.detail}"
         notes = f" ({', '.join(self.notes)})" if self.notes else ""
-        return f"{self.where}: {self.form} -> fdattn.{self.op}{notes}"
+        op = "torch's own" if self.op == KEPT else f"fdattn.{self.op}"
+        return f"{self.where}: {self.form} -> {op}{notes}"
 
 
 @dataclass
@@ -119,7 +124,12 @@ class Report:
 
     @property
     def rewritten(self) -> list[Site]:
-        return [site for site in self.sites if site.op is not None]
+        return [site for site in self.sites if site.op not in (None, KEPT)]
+
+    @property
+    def kept(self) -> list[Site]:
+        """SDPA of CPU tensors that stays torch's own, which nothing holds against it: `check` accepts it."""
+        return [site for site in self.sites if site.op == KEPT]
 
     @property
     def left(self) -> list[Site]:
@@ -149,8 +159,9 @@ class Report:
             counts = sorted(self.fdattn_calls.items())
             calls = ", ".join(f"{count} of fdattn.{name}" for name, count in counts)
             own = f"; it calls ops of torch_fdattn itself, which stay: {calls}"
+        kept = f"{len(self.kept)} torch's own, " if self.kept else ""
         return (
-            f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, "
+            f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, {kept}"
             f"in {self.graphs} graph{'s' * (self.graphs != 1)}{own}"
         )
 

@@ -25,7 +25,7 @@ from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
 from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
 from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
-from torch_fdattn.compile_backend.report import Report, Site, Unsupported, stack_trace
+from torch_fdattn.compile_backend.report import KEPT, Report, Site, Unsupported, stack_trace
 
 #: What a call in a form that nobody thought of raises.
 _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
@@ -139,7 +139,7 @@ class _GraphPass:
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
         elif self.sdpa_on_cpu and torch_sdpa.stays(attention, call):
-            return torch_sdpa.OP
+            return KEPT
         if not self.dryrun:
             emit(attention, call, self.masks)
         return call.op

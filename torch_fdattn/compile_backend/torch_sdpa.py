@@ -15,8 +15,6 @@ from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import S
 from torch_fdattn.ops.attention import cpu
 
-#: What a report calls it.
-OP = sdpa.FORM
 #: Keys from which on a window is worth our op, which reads the window's band alone.
 WINDOW_KEYS = 1024
 #: And a decode in half precision, which torch's kernel computes in it, ours in float32.

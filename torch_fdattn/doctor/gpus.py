@@ -99,7 +99,8 @@ def _no_gpu(machine: Machine, env: Mapping[str, str]) -> Finding:
         return Finding("fail", "gpu", text, remedy_for(text, remedy))
     if machine.cuda or machine.hip:
         reason = f" ({machine.cuda_error})" if machine.cuda_error else ""
-        remedy = "start the container with --gpus all" if machine.container else ""
+        remedy = "start the container with --gpus all if the host has GPUs"
+        remedy = remedy if machine.container else ""
         return Finding("note", "gpu", f"none found{reason}: everything runs on the CPU", remedy)
     return Finding(
         "note", "gpu", "none found, and torch is a CPU build: everything runs on the CPU"

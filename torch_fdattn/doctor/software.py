@@ -6,12 +6,15 @@ import re
 from collections.abc import Mapping
 
 from torch_fdattn.environment import interpreting
+from torch_fdattn.extras import install_command
 
 from .findings import Finding
 from .machine import EXTRAS, Machine
 from .remedies import NEWER_DRIVER
 
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 11), (2, 11), (3, 6)
+#: What the Makefile pins; pip alone takes whatever is newest.
+NEWEST_TESTED = {"torch": "2.13.0", "triton": "3.7.1"}
 # The NVIDIA driver's least major version for each CUDA major version (minor-version compatibility).
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 
@@ -45,7 +48,7 @@ def check_kernels(machine: Machine, env: Mapping[str, str]) -> list[Finding]:
         text = "TRITON_INTERPRET=1 asks for the interpreter, but triton is not installed"
         found.append(Finding("fail", "kernels", text, "pip install 'triton>=3.6', or unset it"))
     else:
-        found.append(Finding("ok", "kernels", "CPU tensors: the reference in plain PyTorch"))
+        found.append(_cpu_kernels(env))
     return found
 
 
@@ -57,7 +60,7 @@ def check_extras(machine: Machine) -> list[Finding]:
     for extra, names in machine.missing.items():
         if names:
             text = f"{extra}: missing {', '.join(names)}"
-            found.append(Finding("note", "extras", text, f"pip install 'torch-fdattn[{extra}]'"))
+            found.append(Finding("note", "extras", text, install_command(extra)))
     return found
 
 
@@ -73,6 +76,10 @@ def check_unread(machine: Machine) -> list[Finding]:
 
 def _check_minimum(name: str, version: str, minimum: tuple[int, int], remedy: str) -> Finding:
     bound = f"{minimum[0]}.{minimum[1]}"
+    newest = NEWEST_TESTED.get(name)
+    if newest and release(version)[:2] > release(newest)[:2]:
+        text = f"{version} (supported: >= {bound}), newer than the newest tested, {newest}"
+        return Finding("note", name, text)
     if release(version)[:2] >= minimum:
         return Finding("ok", name, f"{version} (supported: >= {bound})")
     return Finding("fail", name, f"{version} is too old (supported: >= {bound})", remedy)
@@ -93,7 +100,7 @@ def _triton(machine: Machine, env: Mapping[str, str]) -> Finding:
     if "triton" in machine.unread:
         text = f"does not import: {machine.unread['triton']}"
         return Finding("fail" if machine.gpus else "warn", "triton", text, remedy)
-    text = "not installed: CPU reference only"
+    text = "not installed: CPU tensors only"
     return Finding(level, "triton", text, remedy if machine.gpus else "")
 
 
@@ -135,6 +142,16 @@ def _nccl(machine: Machine) -> Finding:
     if machine.gloo or machine.nccl:
         return Finding("ok", "backends", text)
     return Finding("note", "backends", f"{text}: only one process can work together")
+
+
+def _cpu_kernels(env: Mapping[str, str]) -> Finding:
+    if env.get("TORCH_FDATTN_REFERENCE") == "1":  # as ops/attention/cpu.py reads it
+        text = (
+            "CPU tensors: the reference for all calls (TORCH_FDATTN_REFERENCE=1): slow, for tests"
+        )
+        return Finding("note", "kernels", text)
+    text = "CPU tensors: torch's flash kernel; the reference in plain PyTorch for softcap, dropout, float64"
+    return Finding("ok", "kernels", text)
 
 
 def _cuda_kernels(machine: Machine, env: Mapping[str, str]) -> Finding:

@@ -22,6 +22,7 @@ from torch_fdattn.dropins import mask_forms, sharded_sequences
 from torch_fdattn.dropins.mask_functions import padding as padding_of
 from torch_fdattn.dropins.mask_functions import window_of
 from torch_fdattn.dropins.model_kinds import Kind, kind_of
+from torch_fdattn.extras import install_command
 from torch_fdattn.functional import attention, decode, varlen_attention
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 
@@ -51,8 +52,8 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     except ImportError as error:
         raise ImportError(
-            'attn_implementation="fdattn" needs transformers >= 5.5: pip install "torch-fdattn[transformers]" '
-            f"({error})"
+            'attn_implementation="fdattn" needs transformers >= 5.5: '
+            f"{install_command('transformers')} ({error})"
         ) from error
     # Before, masks were described by cache positions: another signature under the same name.
     if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from torch_fdattn.extras import install_command
+
 # What reading a file raises where a value is not what the format says.
 MALFORMED = (
     TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError,
@@ -66,5 +68,5 @@ def require(module: str, purpose: str) -> ModuleType:
         if error.name != module.partition(".")[0]:
             raise  # the package is there and something below it is missing: not ours to explain
         raise MissingExtra(
-            f"{purpose} needs the package {error.name}: pip install 'torch-fdattn[models]'"
+            f"{purpose} needs the package {error.name}: {install_command('models')}"
         ) from None

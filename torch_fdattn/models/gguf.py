@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,6 +148,7 @@ class GGUFFile:
     def read(self, name: str) -> Tensor:
         """One tensor by its GGUF name, dequantised to fp32."""
         gguf = require("gguf", "Reading a GGUF file")
+        np = require("numpy", "Reading a GGUF file")
         info = self.tensors[name]
         try:
             kind = gguf.GGMLQuantizationType(info.kind)

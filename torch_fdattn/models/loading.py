@@ -30,6 +30,7 @@ Progress = Callable[[int, int], None]  # (bytes of parameters filled, bytes in a
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors calls them
+_TAKEN = "a model is a folder, a .gguf file, a hub id (owner/name), or smollm2"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
@@ -42,7 +43,7 @@ def resolve(name_or_path: str | Path) -> Path:
         >>> torch_fdattn.models.resolve("no/such/folder/here")
         Traceback (most recent call last):
             ...
-        torch_fdattn.models.errors.ModelError: no/such/folder/here: no such file or folder
+        torch_fdattn.models.errors.ModelError: no/such/folder/here: no such file or folder; a model is a folder, ...
     """
     try:
         path = Path(name_or_path).expanduser()
@@ -50,7 +51,7 @@ def resolve(name_or_path: str | Path) -> Path:
     except (OSError, RuntimeError) as error:  # a name too long, a ~user that is nobody
         reason = getattr(error, "strerror", None) or error
         raise ModelError(
-            f"{reprlib.repr(name_or_path)}: no such file or folder ({reason})"
+            f"{reprlib.repr(name_or_path)}: no such file or folder ({reason}); {_TAKEN}"
         ) from None
     if not str(name_or_path):
         raise ModelError("the model's name or path must not be empty, got ''")
@@ -64,7 +65,7 @@ def resolve(name_or_path: str | Path) -> Path:
     if str(name_or_path) == "smollm2":
         return _smollm2()
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)):
-        raise ModelError(f"{path}: no such file or folder")
+        raise ModelError(f"{path}: no such file or folder; {_TAKEN}")
     hub = require("huggingface_hub", f"Fetching {name_or_path} (no such folder here)")
     try:
         return Path(hub.snapshot_download(str(name_or_path), allow_patterns=_HUB_FILES))

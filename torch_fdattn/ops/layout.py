@@ -6,9 +6,14 @@ Kernels take any strides, so a call in "bshd" is the same call on transposed vie
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import warnings
+from pathlib import Path
+from types import FrameType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from torch_fdattn import checks
@@ -16,6 +21,9 @@ from torch_fdattn import checks
 #: "bhsd": (batch, heads, sequence, head dim), and pages (pages, heads, page, head dim); "bshd": with heads third.
 Layout = Literal["bhsd", "bshd"]
 LAYOUTS = ("bhsd", "bshd")
+_PACKAGES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
 
 
 def check_layout(layout: object) -> None:
@@ -48,8 +56,17 @@ def warn_of_exchanged_dims(q: Tensor, k: Tensor) -> None:
 
 @functools.cache  # Python's own filter forgets what it has shown whenever some library changes the filters
 def _warn_once() -> None:
-    warnings.warn(
+    frame = _callers_frame()
+    warnings.warn_explicit(
         "causal attention of more queries than keys: the first queries see no key. There are more heads than queries, "
         'as if q, k and v were (batch, sequence, heads, head_dim): layout="bshd" takes these',
-        stacklevel=4,
-    )
+        UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"),
+    )  # fmt: skip
+
+
+def _callers_frame() -> FrameType:
+    """The innermost frame outside of this package and torch: how deep an op runs depends on who calls it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return frame

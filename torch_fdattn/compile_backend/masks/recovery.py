@@ -146,7 +146,8 @@ class MaskRecovery:
             if not hides(fill, dtype):
                 raise Unsupported(
                     "mask-value",
-                    f"scores are hidden by {fill:g}, which does not hide them for certain",
+                    f"scores are hidden by {fill:g}, which does not hide them for certain; use -inf or "
+                    "torch.finfo(dtype).min",
                 )
             return ParsedTerm(term, seen, frozenset({fill}), number(0)), makers
         if fake.dtype == torch.bool:  # which adds ones

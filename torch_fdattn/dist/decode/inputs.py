@@ -82,7 +82,9 @@ def check_tensors(q: Tensor, shard: CacheShard, kv_lens: Tensor | None, q_start,
                 f"got {tuple(shard.page_table.shape)}"
             )
     if kv_lens is None:
-        raise TypeError("kv_lens must be an int32 tensor of global lengths (batch,), got None")
+        raise TypeError(
+            "kv_lens must be an int32 (or int64) tensor of global lengths (batch,), got None"
+        )
     # The bound is the same on all ranks, so that under TORCH_FDATTN_CHECK all of them raise or none.
     checks.check_lengths("kv_lens", kv_lens, q, bound=FAR)
     checks.check_lengths("q_start", q_start, q)
