@@ -26,10 +26,9 @@ def _run(call: Append, key: tuple | None = None) -> None:
     known = prepared.checked(key)
     if known is None:
         check(call)
-        # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
-        if library.use_triton(call.k) and library.use_triton(call.k_cache):
-            known = prepared.prepare(key)
-    if known is None:
+        known = prepared.prepare(key)
+    # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
+    if not (library.use_triton(call.k) and library.use_triton(call.k_cache)):
         library.launches["append_kv/cpu"] += 1
         append_reference(call)
         return
@@ -55,12 +54,13 @@ def append_eagerly(*arguments) -> None:
     torch.autograd.graph.increment_version(
         [x for x in (call.k_cache, call.v_cache, call.q) if x is not None]
     )
+    key = ("append_kv", *prepared.metadata(*call))
     if call.k_cache.is_cuda:
-        _run(call, ("append_kv", *prepared.metadata(*call)))
+        _run(call, key)
     else:
         # As where the op is dispatched: the reference may write to inference tensors in any mode.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            _run(call)
+            _run(call, key)
 
 
 library.define_raw(

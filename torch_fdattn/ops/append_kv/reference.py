@@ -20,6 +20,9 @@ from torch_fdattn.ops.rotary import rotate
 
 def append_reference(call: Append) -> None:
     """Writes k and v to the caches, and turns q in place."""
+    if _is_plain(call):
+        _append_slices(call)
+        return
     token = torch.arange(call.k.shape[2], device=call.k.device)
     slots = call.kv_lens.long()[:, None] + token
     real = torch.ones_like(slots, dtype=torch.bool)
@@ -49,6 +52,23 @@ def append_reference(call: Append) -> None:
     ):  # fmt: skip
         scales = None if scale is None else scale.expand(cache.shape[:3])[row, :, slot]
         _as_bits(cache)[row, :, slot] = _as_bits(stored(x[b, :, t], scales, cache.dtype))
+
+
+def _is_plain(call: Append) -> bool:
+    """Whether each sequence's new tokens are written as they are, next to each other."""
+    optional = call.cos, call.page_table, call.k_scale, call.v_scale
+    return call.k_cache.dtype not in QUANTISED and all(x is None for x in optional)
+
+
+def _append_slices(call: Append) -> None:
+    counts = [call.k.shape[2]] * call.k.shape[0]
+    if call.new_lens is not None:
+        counts = [min(new, most) for new, most in zip(call.new_lens.tolist(), counts, strict=True)]
+    for b, (first, count) in enumerate(zip(call.kv_lens.tolist(), counts, strict=True)):
+        begin, end = max(first, 0), min(first + count, call.capacity)
+        if begin < end:
+            for cache, x in ((call.k_cache, call.k), (call.v_cache, call.v)):
+                cache[b, :, begin:end] = x[b, :, begin - first : end - first]
 
 
 def stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,8 @@ def decode_reference(
     if longest < k_cache.shape[2]:
         k_cache, v_cache = k_cache[:, :, :longest], v_cache[:, :, :longest]
         k_scale, v_scale = (None if x is None else x[:, :, :longest] for x in (k_scale, v_scale))
+    if q.shape[0] == 1:  # whose length is that of k now
+        mask = mask._replace(kv_lens=None)
     k, v = _dequantised(k_cache, k_scale, q), _dequantised(v_cache, v_scale, q)
     entries = None if options is None else options.attn_mask
     if entries is not None and entries.dim() and entries.shape[-1] > 1:
