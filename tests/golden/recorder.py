@@ -18,7 +18,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOWEST = JITFunction, "run"
 
@@ -128,7 +127,7 @@ def _text(value: object, names: Names) -> str:
         value = value.value
     if isinstance(value, Tensor):
         return names[value]
-    if isinstance(value, TensorDescriptor):
+    if hasattr(value, "block_shape"):  # a descriptor of Triton's or of Gluon's
         about = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
         return f"descriptor({names[value.base]},{','.join(_text(x, names) for x in about)},{value.padding})"
     if isinstance(value, tuple):

@@ -9,6 +9,8 @@ import torch
 import torch_fdattn
 from tests.golden.calls.common import Call, far, fp32, lengths, new, tf32, trained
 from tests.golden.device import A100, B200, H200, MI300
+from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.positions import Mask
 
 B, H, KV, S, D = 2, 8, 2, 1024, 128
 _FP16, _FP32 = torch.float16, torch.float32
@@ -50,6 +52,7 @@ def calls() -> Iterator[Call]:
     yield from layouts()
     yield from settings()
     yield from raw()
+    yield from hopper()
 
 
 def masks() -> Iterator[Call]:
@@ -191,3 +194,19 @@ def raw() -> Iterator[Call]:
         "attention/raw/backward", torch.ops.fdattn.attention_backward, state | plain | dict(grad_dtype=_FP32),
         ("dq", "dk", "dv"),
     )  # fmt: skip
+
+
+def hopper() -> Iterator[Call]:
+    """The kernel for sm_90, which no op comes to yet."""
+    given = qkv() | dict(
+        kv_lens=lengths(B), counter=lengths(1), out=new(B, H, S, D), lse=fp32(B, H, S)
+    )
+    yield Call("attention/hopper", _by_hopper, given, ())
+
+
+def _by_hopper(q, k, v, kv_lens, counter, out, lse) -> None:
+    from torch_fdattn.launch.launches import run
+    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+
+    options = AttentionOptions(Mask(kv_lens, window_right=0), 0.125)
+    run((forward_launch(q, k, v, options, out, lse, counter),))

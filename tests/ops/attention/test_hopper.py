@@ -12,7 +12,7 @@ from torch_fdattn.testing import attention_oracle
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs an sm_90",
+    reason="needs a CUDA device of sm_90",
 )
 
 
