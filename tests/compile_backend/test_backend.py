@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.compile_backend.harness import Recorder, qkv
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.compile_backend.rewrite import rewrite
+from torch_fdattn.ops.attention import cpu
 from torch_fdattn.ops.library import launches
 
 ROOT = Path(__file__).parents[2]
@@ -58,15 +59,17 @@ def agree(fn, compiled, args):
 @pytest.mark.parametrize(
     "fn", [attend, pytest.param(layer, marks=pytest.mark.slow)], ids=["attention", "layer"]
 )
-def test_inductor_trains(fn):
+def test_inductor_trains(fn, monkeypatch):
     """(Inductor writes and builds no C++ for attention alone.)"""
+    monkeypatch.setattr(cpu, "REFERENCE_ALONE", False)
     args = qkv() if fn is attend else inputs()
     agree(fn, torch.compile(fn, backend=fdattn, fullgraph=True), args)
     assert not launches  # torch's own op, which ours would call
     assert counters["fdattn"] == {"rewritten": 0, "left": 0, "kept": 1}
 
 
-def test_inductor_with_mode_and_options():
+def test_inductor_with_mode_and_options(monkeypatch):
+    monkeypatch.setattr(cpu, "REFERENCE_ALONE", False)
     args = qkv(grad=False)
     for options in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_fusion_size": 3}}):
         torch._dynamo.reset()
