@@ -131,7 +131,7 @@ def _is_descriptor(value: object) -> bool:
 
 
 def _base(value) -> Tensor:
-    return value.base if _is_descriptor(value) else value
+    return value if isinstance(value, Tensor) else value.base
 
 
 def _tensors(values: Iterable) -> Iterator[Tensor]:

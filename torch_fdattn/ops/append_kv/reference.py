@@ -61,6 +61,7 @@ def _is_plain(call: Append) -> bool:
 
 
 def _append_slices(call: Append) -> None:
+    """In order, a copy for each sequence: index tensors cost more than the few tokens that they write."""
     counts = [call.k.shape[2]] * call.k.shape[0]
     if call.new_lens is not None:
         counts = [min(new, most) for new, most in zip(call.new_lens.tolist(), counts, strict=True)]
