@@ -73,8 +73,8 @@ def test_patterns(name):
 
 
 def test_pattern_28_at_a_head_dim_of_16():
-    """Visformer's: q, k and v lie with the head dim before the sequence."""
-    function = torch._dynamo.dont_skip_tracing(fuse_attention._sfdp_pattern_28)
+    """Visformer's: pattern 4 of q, k and v that lie with the head dim before the sequence."""
+    function = torch._dynamo.dont_skip_tracing(fuse_attention._sfdp_pattern_4)
     q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in qkv())
     assert ops(check(lambda q, k, v: function(q, k, v, 0.25, 0.0), q, k, v)) == ["attention"]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from tests.engine.tiny import PROMPTS, greedy, random_model
 from torch_fdattn.engine import Engine, Sampling
+from torch_fdattn.engine.graphs import CapturedStep
 
 pytestmark = pytest.mark.gpu
 
@@ -164,3 +167,35 @@ def test_pages_run_out_before_the_replay():
     assert captured.cache.held == captured.cache.lengths.tolist() == [8, 1, 1, 1]
     captured.truncate(4)
     assert captured.step(tokens).isfinite().all()
+
+
+class Owner:
+    """Of a graph, in a cycle: what Python's collector alone finds."""
+
+    def __init__(self, graph: CapturedStep) -> None:
+        self.graph, self.itself = graph, self
+
+
+@pytest.fixture
+def eager_collector():
+    """Collects whatever is garbage at every 10th allocation."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("eager_collector")
+def test_a_capture_outlives_graphs_that_become_garbage_in_it():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(4, device="cuda")
+    owners = [Owner(CapturedStep(lambda: x + 1, device)) for _ in range(3)]
+
+    def run():
+        owners.pop()  # two warm-ups and the capture
+        kept = [[] for _ in range(1000)]
+        return x + len(kept)
+
+    step = CapturedStep(run, device)
+    assert not owners and gc.isenabled()
+    torch.testing.assert_close(step(), torch.full_like(x, 1001))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
@@ -35,11 +37,26 @@ class CapturedStep(Generic[Result]):
             self._graph = torch.cuda.CUDAGraph()
             # Of this thread only: NCCL's watchdog may query events in its own meanwhile. The stream is
             # named because torch's default one for captures stays on the first device that used it.
-            with torch.cuda.graph(
-                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            with (
+                _without_collection(),
+                torch.cuda.graph(
+                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 self._result = run()
 
     def __call__(self) -> Result:
         self._graph.replay()
         return self._result
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's cyclic collector waits: a graph that it destroyed in a capture would make the capture fail."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -37,7 +38,8 @@ class Adder:
         function = getattr(Tensor, target) if isinstance(target, str) else target
         # Autocast that is on here need not be on where the node stands, and all casts are explicit.
         device = value(self.like).device.type
-        with self.mode, torch.autocast(device, enabled=False):
+        # In C++, ops made of others (matmul, in torch 2.11) ask for sizes as numbers, which adds guards.
+        with self.mode, enable_python_dispatcher(), torch.autocast(device, enabled=False):
             yields = function(*map_arg(args, value), **map_arg(kwargs, value))
         return self.new(target, args, yields=yields, **kwargs)
 
