@@ -17,7 +17,8 @@ def attention(*words: str) -> int:
 @pytest.mark.interpreter
 def test_each_combination_is_an_implementation(kernel_device, tmp_path, capsys) -> None:
     path = tmp_path / "tiles.json"
-    assert attention("--block-n", "32,64", "--block-m", "64", "--json", str(path)) == 0
+    tiles = ("--block-n", "32,64", "--block-m", "64")
+    assert attention(*tiles, "--device", kernel_device, "--json", str(path)) == 0
     results = Results.load(path)
     names = {row.impl for row in results.rows}
     assert names == {"fdattn", "fdattn/m64n32", "fdattn/m64n64"}
