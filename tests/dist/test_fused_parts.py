@@ -19,7 +19,7 @@ from tests.dist.test_strategies import _kernels, expect, expect_by_rule, lengths
 from torch_fdattn.dist import decode
 from torch_fdattn.dist.decode import fused_parts, one_sided
 from torch_fdattn.launch import prepared
-from torch_fdattn.ops.decode import op, schedule
+from torch_fdattn.ops.decode import launch, op, schedule
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.options import DecodeOptions
 from torch_fdattn.ops.positions import Mask
@@ -33,7 +33,7 @@ TILE = 16 if INTERPRET else 128
 
 @pytest.fixture(autouse=True)
 def _split(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(schedule, "num_sms", lambda device: 24)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 24)
     monkeypatch.setattr(schedule, "MIN_SHARE", 1)
     prepared.forget()
     yield

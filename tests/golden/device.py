@@ -54,7 +54,7 @@ def install() -> None:
     from torch_fdattn.dist import consensus, groups
     from torch_fdattn.dist.symm import availability
     from torch_fdattn.dist.symm import channel as channels
-    from torch_fdattn.launch import launches, pdl
+    from torch_fdattn.launch import device, launches, pdl
     from torch_fdattn.ops import library
     from torch_fdattn.ops import pdl as dependent
     from torch_fdattn.ops.attention import configs, dispatch
@@ -75,7 +75,7 @@ def install() -> None:
     everywhere(library.use_triton, lambda tensor: True)
     everywhere(dispatch._rows, rows_for)
     everywhere(configs.device_capability, lambda device: now.device.capability)
-    everywhere(schedule.num_sms, lambda device: now.device.multiprocessors)
+    everywhere(device.num_sms, lambda device: now.device.multiprocessors)
     everywhere(schedule.fast_memory, lambda device: now.device.fast_memory)
     early = pdl.supports_pdl
     everywhere(dependent.uses_pdl, lambda tensor: early(now.device.capability))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.launch.pdl import supports_pdl
 from torch_fdattn.ops.attention.configs import TileConfig, device_capability, dot_precision
@@ -93,9 +94,9 @@ class DecodeLaunchPlan:
         #: Whether the kernel takes the cache as bytes.
         self.as_bytes = k.dtype == torch.float8_e4m3fn and capability < E4M3_CAPABILITY
 
-        num_sms = schedule.num_sms(q.device)
+        sms = num_sms(q.device)
         narrow = k.dtype.itemsize == 1
-        load = batch * kv_heads / num_sms
+        load = batch * kv_heads / sms
         short = load >= CROWDED and cache.capacity <= schedule.SHORT and not batch_invariant
         if batch_invariant:  # nothing that a sequence's bits depend on may follow from the batch
             load = 1.0
@@ -109,7 +110,7 @@ class DecodeLaunchPlan:
             block_d, block_dv = tile_dims(k, v)
         work_tiles = kv_heads * cdiv(rows, config.block_m)
         splits = schedule.choose_splits(
-            batch, work_tiles, cache.capacity, num_sms, load=load, block_n=config.block_n,
+            batch, work_tiles, cache.capacity, sms, load=load, block_n=config.block_n,
             equal_lengths=batch == 1 or all(x is None for x in options.mask[:3]),
             twice=(paged or narrow) and load < MANY,  # page numbers and conversions are more to wait for
             uncut=short, batch_invariant=batch_invariant, target=target_splits,
@@ -180,7 +181,7 @@ class DecodeLaunchPlan:
         if not batch_invariant:
             rows_here = min(rows, config.block_m)
             merge = merge_config(
-                batch * heads * q_len, rows_here, splits.per_work_tile, block_dv, 2 * num_sms
+                batch * heads * q_len, rows_here, splits.per_work_tile, block_dv, 2 * sms
             )
         merge = merge._replace(dims=min(merge.dims, block_dv))
         self.tiles = config, merge

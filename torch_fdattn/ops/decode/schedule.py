@@ -55,14 +55,6 @@ def groups(batch: int) -> tuple[int, int]:
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; few for the interpreter, an H100's for meta tensors."""
-    if device.type != "cuda":
-        return 132 if device.type == "meta" else 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def fast_memory(device: torch.device) -> bool:
     """Whether a CUDA device's memory is of the class of an H200's 4.8 TB/s, not of an H100's 3.35."""
     if device.type != "cuda":

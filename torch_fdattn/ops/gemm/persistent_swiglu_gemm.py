@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.ops.decode.schedule import num_sms
+from torch_fdattn.launch.device import num_sms
 from torch_fdattn.ops.gemm.tile_product import (
     Tile,
     grouped,

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
-from torch_fdattn.ops.decode.schedule import num_sms
+from torch_fdattn.launch.device import num_sms
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
