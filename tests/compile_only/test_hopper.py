@@ -44,7 +44,7 @@ def launch_of(head_dim: int, mask: str, dtype: torch.dtype = torch.bfloat16) -> 
         meta(2, h, n, head_dim, dtype=dtype) for h, n in ((8, queries), (2, keys), (2, keys))
     )
     options = AttentionOptions(positions, head_dim**-0.5)
-    assert takes(q, k, v, q, positions)
+    assert takes(q, k, v, options)
     made = forward_launch(q, k, v, options, q, meta(2, 8, queries), meta(1, **INT))
     return Launch(made.kernel, made.arguments, made.options)
 
@@ -76,7 +76,7 @@ def test_compiles_in_float16():
     "wrong",
     [
         dict(q=torch.float32), dict(head_dim=96), dict(mask=Mask(kv_block=4, kv_stride=8)), dict(stride=12),
-        dict(expanded=True),
+        dict(expanded=True), dict(scale=0.0), dict(scale=-1.0), dict(out=torch.float32),
     ],
     ids=lambda x: next(iter(x)),
 )  # fmt: skip
@@ -86,4 +86,7 @@ def test_what_it_leaves_to_the_portable_kernel(wrong):
     k = meta(2, 8, 128, head_dim + wrong.get("stride", 0), dtype=dtype)[..., :head_dim]
     if wrong.get("expanded"):
         k = k[:, :1].expand(-1, 8, -1, -1)
-    assert not takes(q, k, k, q, wrong.get("mask", Mask()))
+    options = AttentionOptions(
+        wrong.get("mask", Mask()), wrong.get("scale", 1.0), dtype=wrong.get("out")
+    )
+    assert not takes(q, k, k, options)

@@ -40,9 +40,10 @@ class PreparedCall:
     again pay for no binding. Calls that cannot be bound go on through Triton. Any thread and any stream may call it, and a stream may be capturing.
     """
 
-    def __init__(self, owner: object = None) -> None:
-        """owner: kept alive, since a key holds its id."""
+    def __init__(self, owner: object = None, label: str = "") -> None:
+        """owner: kept alive, since a key holds its id; label: the caller's name for what it launches."""
         self._owner = owner
+        self.label = label
         self._runs = 0
         self._steps: tuple[Step, ...] = ()
 
@@ -135,9 +136,9 @@ def checked(key: tuple | None) -> Any:
         return None
 
 
-def prepare(key: tuple | None, owner: object = None) -> PreparedCall:
+def prepare(key: tuple | None, owner: object = None, label: str = "") -> PreparedCall:
     """A new prepared call, remembered under its key; without one its launches are looked up one by one."""
-    call = _EachLaunch() if key is None else PreparedCall(owner)
+    call = (_EachLaunch if key is None else PreparedCall)(owner, label)
     remember(key, call)
     return call
 

@@ -118,7 +118,7 @@ def test_what_is_chosen_is_what_runs(dtype, device) -> None:
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("float64 runs on the CPU only")
     q, k, v = (make_tensor((1, 2, 20, 16), dtype=dtype, device=device).requires_grad_() for _ in range(3))  # fmt: skip
-    kernel = dispatch.choose("forward", q, v, AttentionOptions())
+    kernel = dispatch.choose("forward", q, q, v, AttentionOptions())
     assert kernel == ("triton" if device == "cuda" or (INTERPRET and dtype != torch.float64) else "cpu")  # fmt: skip
     launches.clear()
     torch_fdattn.attention(q, k, v)[0].sum().backward()
@@ -129,14 +129,14 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
     """What a new row above the portable ones does."""
     q = torch.empty(1, 1, 4, 16)
     some = Row("special", ("forward",), frozenset(("CPU", "interpreter")), (torch.float32,), 64, frozenset(("causal", "lengths")), "")  # fmt: skip
-    plain = dispatch.choose("forward", q, q, AttentionOptions())
+    plain = dispatch.choose("forward", q, q, q, AttentionOptions())
     dispatch._rows.cache_clear()
     try:
         with mock.patch.object(dispatch, "TABLE", (some, *TABLE)):
 
             def chosen(way="forward", v=q, mask=None, scores=NO_SCORES, dropout=NO_DROPOUT):
                 options = AttentionOptions(mask or Mask(), 1.0, scores, dropout)
-                return dispatch.choose(way, q, v, options)
+                return dispatch.choose(way, q, q, v, options)
 
             assert chosen() == chosen(mask=Mask(window_right=0)) == "special"
             assert chosen(mask=Mask(window_left=3)) == chosen("backward") == plain

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
+import torch_fdattn
 from tests.ops.decode.inputs import int32
+from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.testing import attention_oracle
@@ -26,8 +28,8 @@ def attend(q, k, v, mask=ALL, scale=None):
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    assert takes(q, k, v, out, mask)
     options = AttentionOptions(mask, q.shape[3] ** -0.5 if scale is None else scale)
+    assert takes(q, k, v, options)
     run((forward_launch(q, k, v, options, out, lse, counter),))
     assert counter.item() == 0
     return out, lse
@@ -109,3 +111,96 @@ def test_two_streams():
                 found.append(attend(*each, Mask(window_right=0))[0])
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, expected))
+
+
+def launched(*inputs, **options):
+    """(results, the kernels that the op launched)."""
+    launches.clear()
+    found = torch_fdattn.attention(*inputs, **options)
+    return found, dict(launches)
+
+
+HERE, PORTABLE = {"attention_forward/hopper": 1}, {"attention_forward/triton": 1}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_op_comes_here_each_time(layout):
+    shapes = (2, 8, 300, 128), (2, 2, 300, 128), (2, 2, 300, 128)
+    tensors = [normal(*shape) for shape in shapes]
+    if layout == "bshd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    first, made = launched(*tensors, causal=True, layout=layout)
+    assert made == HERE
+    for _ in range(4):  # bound, and by the driver
+        again, made = launched(*tensors, causal=True, layout=layout)
+        assert made == HERE
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+    q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in tensors)
+    exact = attention_oracle(q.double(), k.double(), v.double(), causal=True)[0]
+    out = first[0] if layout == "bhsd" else first[0].transpose(1, 2)
+    assert (out.double() - exact).norm() / exact.norm() < 4e-3
+
+
+def test_addresses_that_no_descriptor_can_have():
+    """Those calls alone are the portable kernel's, also of a prepared call."""
+    room = torch.randn(2 * 256 * 64 + 4, device="cuda").bfloat16()
+    apart, aligned = (room[i : i + 2 * 256 * 64].view(1, 2, 256, 64) for i in (4, 0))
+    for _ in range(3):
+        for k, expected in ((apart, PORTABLE), (aligned, HERE)):
+            (out, _), made = launched(aligned, k, k)
+            assert made == expected
+            exact = attention_oracle(*(x.double() for x in (aligned, k, k)))[0]
+            assert (out.double() - exact).norm() / exact.norm() < 4e-3
+
+
+def test_tiles_that_are_asked_for_are_the_portable_kernels():
+    q = normal(1, 2, 256, 64)
+    with torch_fdattn.tiles("forward", block_m=64):
+        assert launched(q, q, q)[1] == PORTABLE
+
+
+def test_gradients():
+    q, k, v = (normal(2, h, 400, 128).requires_grad_() for h in (4, 2, 2))
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    dout = normal(2, 4, 400, 128)
+    (out, _), made = launched(q, k, v, causal=True)
+    assert made == HERE
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    exact = attention_oracle(*doubles, causal=True)[0]
+    for grad, expected in zip(found, torch.autograd.grad(exact, doubles, dout.double()), strict=True):  # fmt: skip
+        assert (grad.double() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_graphs_and_eager_calls_at_once():
+    """A captured launch counts its tiles by itself, on whatever stream it is replayed."""
+    q, k, v = (normal(1, 8, 4096, 128) for _ in range(3))
+    expected = torch_fdattn.attention(q, k, v, causal=True)[0]
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            outs.append(torch_fdattn.attention(q, k, v, causal=True)[0])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = torch_fdattn.attention(q, k, v, causal=True)[0]
+        torch.cuda.synchronize()
+        for out in (*outs, eager):
+            assert torch.equal(out, expected)
+            out.zero_()
+
+
+def test_ten_thousand_launches_of_mixed_shapes():
+    """They do not hang, and the last of each shape is right."""
+    shapes = [(1, 1, 1, 1), (1, 2, 130, 700), (2, 4, 64, 64), (3, 2, 257, 2000), (1, 16, 1024, 1024)]  # fmt: skip
+    calls = []
+    for (batch, heads, queries, keys), head_dim in itertools.product(shapes, (64, 128, 256)):
+        q, k = normal(batch, heads, queries, head_dim), normal(batch, heads, keys, head_dim)
+        calls.append((q, k, k))
+    expected = [torch_fdattn.attention(*call)[0] for call in calls]
+    for i in range(10_000):
+        found = torch_fdattn.attention(*calls[i % len(calls)])[0]
+        if i >= 10_000 - len(calls):
+            assert torch.equal(found, expected[i % len(calls)])

@@ -25,8 +25,8 @@ from torch_fdattn.dist.groups import rank_and_size
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import TICKETS, as_int64, await_flag, read_epoch
 from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
-from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.device import num_sms
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.gemm import persistent_swiglu_gemm
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.library import launches

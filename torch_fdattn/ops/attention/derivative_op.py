@@ -55,7 +55,7 @@ def _gradients(
     call = prepared.checked(key)
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, options)
-        if dispatch.choose("backward", q, v, options) == "triton":
+        if dispatch.choose("backward", q, k, v, options) == "triton":
             call = prepared.prepare(key)
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options

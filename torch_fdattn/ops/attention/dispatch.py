@@ -8,12 +8,14 @@ shows both (held by `tests/ops/attention/test_dispatch.py`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.options import AttentionOptions
 
@@ -36,10 +38,20 @@ class Row(NamedTuple):
     head_dim: int  # at most, the larger one of K and V
     features: frozenset[str]
     note: str
+    #: What else it asks of (q, k, v, options).
+    fits: Callable[[Tensor, Tensor, Tensor, AttentionOptions], bool] | None = None
+
+
+def _fits_hopper(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    from torch_fdattn.ops.attention.hopper.launch import takes
+
+    return not tuning.state.active and takes(q, k, v, options)
 
 
 _BOTH = ("forward", "backward")
 TABLE = (
+    Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions")),
+        "Gluon; head dims 64, 128 and 256, K's and V's equal, rows of whole 16 bytes", _fits_hopper),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
         "the same kernels, interpreted; bf16 is refused"),
@@ -48,7 +60,7 @@ TABLE = (
 )  # fmt: skip
 
 
-def choose(direction: str, q: Tensor, v: Tensor, options: AttentionOptions) -> str:
+def choose(direction: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """The kernel for checked inputs."""
     compiled = library.use_triton(q)  # refuses what no row has, with its reason
     hardware = _gpu(q.device) if q.is_cuda else "interpreter" if compiled else "CPU"
@@ -56,7 +68,11 @@ def choose(direction: str, q: Tensor, v: Tensor, options: AttentionOptions) -> s
     if rows[0].features is FEATURES:
         return rows[0].kernel
     asked = features_of(options)
-    return next(row.kernel for row in rows if asked <= row.features)
+    return next(
+        row.kernel
+        for row in rows
+        if asked <= row.features and (row.fits is None or row.fits(q, k, v, options))
+    )
 
 
 @functools.cache

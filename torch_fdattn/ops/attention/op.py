@@ -9,11 +9,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from torch_fdattn.launch import prepared
 from torch_fdattn.launch.prepared import PreparedCall
+from torch_fdattn.launch.tile_counter import tile_counter
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch, tuning
 from torch_fdattn.ops.attention.autograd import attend
@@ -33,6 +37,9 @@ from torch_fdattn.ops.options import (
 )
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import Scores
+
+if TYPE_CHECKING:
+    from torch_fdattn.launch.launches import Launch
 
 
 def key_of(name: str, q: Tensor, *others) -> tuple | None:
@@ -57,24 +64,46 @@ def attend_eagerly(key: tuple | None, q, k, v, options: AttentionOptions) -> tup
     call = prepared.checked(key)
     if call is None:
         check_inputs(q, k, v, options)
-        if dispatch.choose("forward", q, v, options) == "triton":
-            call = prepared.prepare(key)
+        kernel = dispatch.choose("forward", q, k, v, options)
+        if kernel != "cpu":
+            call = prepared.prepare(key, label=f"attention_forward/{kernel}")
     out, lse = empty_state(q, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is None:
         library.launches["attention_forward/cpu"] += 1
         copy_state(out, lse, attention_on_cpu(q, k, v, mask, scale, scores, None, dropout))
         return out, lse
+    mask, scratch = contiguous_mask(mask), _scratch(call, q, k, scores.attn_mask)
+    tensors = q, k, v, out, lse, *mask[:3], *scores[1:], dropout.seed, *scratch
+    if call.by_driver(tensors):
+        library.launches[call.label] += 1
+    else:
+        call.run(tensors, _launches(call, q, k, v, options._replace(mask=mask), out, lse, *scratch))
+    return out, lse
+
+
+def _scratch(
+    call: PreparedCall, q: Tensor, k: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the kernels need beside the call's tensors: ranges of a mask, a counter of tiles."""
+    counter = tile_counter(q.device) if call.label.endswith("/hopper") else None
+    return empty_ranges(attn_mask, q, k), counter
+
+
+def _launches(
+    call: PreparedCall, q, k, v, options: AttentionOptions, out, lse, ranges: Tensor | None,
+    counter: Tensor | None,
+) -> Iterable[Launch]:  # fmt: skip
+    # Addresses are no part of a call's key: where they are not as the descriptors need them, this call alone is portable.
+    if counter is not None:
+        from torch_fdattn.ops.attention.hopper.launch import forward_launch, is_aligned
+
+        if is_aligned(q, k, v):
+            library.launches[call.label] += 1
+            return (forward_launch(q, k, v, options, out, lse, counter),)
     from torch_fdattn.ops.attention.forward import forward_launches
 
-    mask, ranges = contiguous_mask(mask), empty_ranges(scores.attn_mask, q, k)
-    tensors = q, k, v, out, lse, *mask[:3], *scores[1:], dropout.seed, ranges
-    if call.by_driver(tensors):
-        library.launches["attention_forward/triton"] += 1
-    else:
-        given = options._replace(mask=mask)
-        call.run(tensors, forward_launches(q, k, v, given, out, lse, ranges=ranges))
-    return out, lse
+    return forward_launches(q, k, v, options, out, lse, ranges=ranges)
 
 
 def attend_prepared(
@@ -87,10 +116,10 @@ def attend_prepared(
     # The kernels take copies of strided lengths, which are not these.
     if call is None or not all(x is None or x.is_contiguous() for x in tensors[:3]):
         return None
-    state, ranges = empty_state(q, v), empty_ranges(tensors[-1], q, k)
-    if not call.by_driver((q, k, v, *state, *tensors, None, ranges)):
+    state, scratch = empty_state(q, v), _scratch(call, q, k, tensors[-1])
+    if not call.by_driver((q, k, v, *state, *tensors, None, *scratch)):
         return None
-    library.launches["attention_forward/triton"] += 1
+    library.launches[call.label] += 1
     return state
 
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_fdattn.launch.launches import launch
 from torch_fdattn.launch.device import num_sms
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.gemm.tile_product import (
     Tile,
     grouped,

@@ -7,30 +7,37 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
-from torch_fdattn.launch.device import num_sms
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
-from torch_fdattn.ops.positions import Mask
 
 HEAD_DIMS = (64, 128, 256)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly: an H100's L2 has 50 MB.
 _SECTION_BYTES = 32 << 20
+_LEAST_SCALE = 1e-30
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> bool:
-    """Whether the kernel can read and write these tensors, and hide what the mask hides."""
+def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.dtype in _DTYPES
+        and options.dtype in (None, q.dtype)
         and q.shape[3] == v.shape[3]
         and q.shape[3] in HEAD_DIMS
-        and out.dtype == q.dtype
-        and not mask.kv_block
-        and all(map(_is_describable, (q, k, v, out)))
+        and not options.mask.kv_block
+        # Hidden scores are -inf before they are scaled.
+        and _LEAST_SCALE < options.scale < float("inf")
+        and all(map(_is_describable, (q, k, v)))
     )
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether tensors begin where a descriptor can."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def keys_of_a_block(head_dim: int) -> int:
@@ -80,10 +87,8 @@ def _described(x: Tensor, rows: int) -> TensorDescriptor:
 
 def _is_describable(x: Tensor) -> bool:
     """Whether x lies as a descriptor needs it: 16-byte steps, the last dim contiguous, no dim expanded or empty."""
-    steps = [*x.stride()[:3]]
     return (
         x.stride(3) == 1
         and x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
     )
