@@ -16,8 +16,9 @@ from torch_fdattn.ops.options import AttentionOptions
 
 HEAD_DIMS = (64, 128, 256)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-#: Keys and values of a section of heads, which its tiles read repeatedly: an H100's L2 has 50 MB.
-_SECTION_BYTES = 32 << 20
+#: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
+#: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
+_SECTION_BYTES = 16 << 20
 _LEAST_SCALE = 1e-30
 
 
