@@ -43,7 +43,10 @@ def norm_and_rotate(
             q = F.rms_norm(q, q.shape[-1:], q_weight, eps)
         if k_weight is not None:
             k = F.rms_norm(k, k.shape[-1:], k_weight, eps)
-        return rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
+        heads = torch.cat((q, k), 2).transpose(
+            1, 2
+        )  # so few numbers in a step that calls count, not bytes
+        return rotate(heads, cos, sin).split((q.shape[2], k.shape[2]), 1)
     from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # imports triton
 
     turned_q = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -56,7 +59,8 @@ def _runs_kernel(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor
 ) -> bool:
     return (
-        not torch.compiler.is_compiling()
+        (q.is_cuda or INTERPRET)  # first: a step on a CPU comes here often
+        and not torch.compiler.is_compiling()
         and not torch._C._is_any_autocast_enabled()
         and (q_weight is None) == (k_weight is None)
         and can_call_kernel(q, k, cos, sin, q_weight, k_weight)
@@ -71,8 +75,7 @@ def _fits(
     batch, tokens, _, dims = q.shape
     of_k, of_cos, strides = k.shape, cos.shape, cos.stride()
     return (
-        (q.is_cuda or INTERPRET)
-        and q.dtype in dtypes
+        q.dtype in dtypes
         and all(x is None or x.dtype == q.dtype for x in (k, q_weight, k_weight))
         and all(x is None or x.device == q.device for x in (k, q_weight, k_weight, cos, sin))
         and all(x is None or x.shape == (dims,) for x in (q_weight, k_weight))

@@ -100,11 +100,11 @@ CALLS = {
 def test_agrees_with_the_definition(name, groups, monkeypatch):
     """In fp32 beside fp64; groups: as kernels of torch before 2.13 take heads."""
     if not groups:
-        monkeypatch.setattr(cpu, "_TAKES_GROUPS", False)
+        monkeypatch.setattr(cpu, "TAKES_GROUPS", False)
     (mask, scores), (q, k, v) = CALLS[name], tensors(v_dim=24)
     wide = [x.double() for x in (q, k, v)]
     expected, expected_lse = attention_reference(*wide, mask, 0.25, scores)
-    with mock.patch.object(cpu, "_FORWARD", wraps=cpu._FORWARD) as kernel:
+    with mock.patch.object(cpu, "FORWARD", wraps=cpu.FORWARD) as kernel:
         out, lse = cpu.attention_on_cpu(q, k, v, mask, 0.25, scores)
     assert kernel.called
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -136,7 +136,7 @@ def test_what_the_kernel_cannot_is_the_references(name):
         "gradient of a mask": dict(attn_mask=torch.randn(70, requires_grad=True)),
     }.get(name, {})
     with (
-        mock.patch.object(cpu, "_FORWARD", wraps=cpu._FORWARD) as forward,
+        mock.patch.object(cpu, "FORWARD", wraps=cpu.FORWARD) as forward,
         mock.patch.object(cpu, "_BACKWARD", wraps=cpu._BACKWARD) as backward,
     ):
         out, lse = torch_fdattn.attention(q, k, v, causal=True, **options)
@@ -287,8 +287,8 @@ def test_expanded_tensors():
         seen.append((*args[:3], kwargs["attn_mask"]))
         return forward(*args, **kwargs)
 
-    forward = cpu._FORWARD
-    with mock.patch.object(cpu, "_FORWARD", kernel):
+    forward = cpu.FORWARD
+    with mock.patch.object(cpu, "FORWARD", kernel):
         out, _ = torch_fdattn.attention(q, k, v, attn_mask=entries)
     assert all(x.stride(-2) >= 16 for call in seen for x in call[:3])
     assert all(call[3].shape == (1, 1, 300, 300) for call in seen)
@@ -300,7 +300,7 @@ def test_expanded_tensors():
 def test_many_small_sequences_go_to_the_reference_together():
     q, k, v = tensors(batch=64, q_len=1, kv_len=16)
     lens = torch.arange(64, dtype=torch.int32) % 17
-    with mock.patch.object(cpu, "_FORWARD", wraps=cpu._FORWARD) as kernel:
+    with mock.patch.object(cpu, "FORWARD", wraps=cpu.FORWARD) as kernel:
         torch_fdattn.decode(q, k, v, lens)
         assert not kernel.called
         torch_fdattn.decode(q[:8], k[:8], v[:8], lens[:8])

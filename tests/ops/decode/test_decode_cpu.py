@@ -8,6 +8,7 @@ import torch
 
 import torch_fdattn
 from tests.ops.decode.inputs import in_pages, int32
+from torch_fdattn.launch import prepared
 from torch_fdattn.ops.attention import cpu as attention_cpu
 from torch_fdattn.ops.decode import cpu, reference
 from torch_fdattn.ops.library import INTERPRET
@@ -142,3 +143,83 @@ def test_a_mask_without_dims():
     expected = torch_fdattn.decode(*call)[0]
     found = torch_fdattn.decode(*call, attn_mask=torch.tensor(0.5))[0]
     torch.testing.assert_close(found, expected)
+
+
+def one_row(keys=48, **layout):
+    """A step of one sequence: what `cpu._one_row` answers."""
+    q = make_tensor((1, 6, 1, 32))
+    k, v = (make_tensor((1, 2, keys, 32), **layout) for _ in range(2))
+    return q, k, v
+
+
+def step(q, k, v, lens, monkeypatch=None, **options):
+    """The second call, which is a remembered one; with monkeypatch the general way alone."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(cpu, "_is_one_row", lambda call: False)
+        prepared.forget()
+    for _ in range(2):
+        found = torch_fdattn.decode(q, k, v, lens, **options)
+    return found
+
+
+@pytest.mark.parametrize("length", [48, 17, 1, 0, 100])
+def test_one_row_has_the_bits_of_the_general_way(length, monkeypatch):
+    q, k, v = one_row()
+    k[:, :, length:], v[:, :, length:] = torch.nan, torch.nan
+    lens = int32(length)
+    found = step(q, k, v, lens)
+    for x, y in zip(found, step(q, k, v, lens, monkeypatch), strict=True):
+        assert torch.equal(x, y)
+    # The strides that matter, of dims with more than one element.
+    assert (found[0].shape, found[0].stride(1), found[0].stride(3)) == (q.shape, q.stride(1), 1)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_one_row_keeps_nan(where, monkeypatch):
+    tensors = dict(zip("qkv", one_row(), strict=True))
+    tensors[where][0, 0, 0, 3] = torch.nan
+    found = step(*tensors.values(), int32(30))
+    assert found[0][0, 0].isnan().any()
+    for x, y in zip(found, step(*tensors.values(), int32(30), monkeypatch), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_which_calls_are_one_row(monkeypatch):
+    taken = []
+    is_one_row = cpu._is_one_row
+    monkeypatch.setattr(cpu, "_is_one_row", lambda call: taken.append(is_one_row(call)) or taken[-1])  # fmt: skip
+    q, k, v = one_row()
+    two, lens = make_tensor((1, 6, 2, 32)), int32(30)
+    table = torch.arange(3, dtype=torch.int32)[None]
+    pages = [in_pages(x, PAGE)[0] for x in (k, v)]
+    calls = {
+        "plain": (True, lambda: torch_fdattn.decode(q, k, v, lens)),
+        "no lengths": (True, lambda: torch_fdattn.decode(q, k, v)),
+        "causal": (True, lambda: torch_fdattn.decode(q, k, v, lens, causal=True)),
+        "two tokens": (False, lambda: torch_fdattn.decode(two, k, v, lens)),
+        "a window": (False, lambda: torch_fdattn.decode(q, k, v, lens, window=(4, 0))),
+        "a cap": (False, lambda: torch_fdattn.decode(q, k, v, lens, softcap=5.0)),
+        "a sink": (False, lambda: torch_fdattn.decode(q, k, v, lens, sinks=torch.zeros(6))),
+        "a position": (False, lambda: torch_fdattn.decode(q, k, v, lens, q_start=int32(3), causal=True)),
+        "a mask": (False, lambda: torch_fdattn.decode(q, k, v, lens, attn_mask=torch.zeros(48))),
+        "halves": (False, lambda: torch_fdattn.decode(*(x.half() for x in (q, k, v)), lens)),
+        "pages": (False, lambda: torch_fdattn.paged_decode(q, *pages, table, lens)),
+        "rows that share memory": (False, lambda: torch_fdattn.decode(q, k, v[:, :, :1].expand_as(v), lens)),
+    }  # fmt: skip
+    for name, (expected, call) in calls.items():
+        taken.clear()
+        prepared.forget()
+        call()
+        assert taken == [expected and cpu.TAKES_GROUPS and not cpu.REFERENCE_ALONE], name
+
+
+def test_one_row_into_tensors_of_the_caller():
+    q, k, v = one_row()
+    plan = torch_fdattn.plan_decode(q, k, v, int32(30))
+    out, lse = torch.empty_like(q), torch.empty(1, 6, 1)
+    for length in (30, 4):
+        expected = torch_fdattn.decode(q, k, v, int32(length))
+        found = plan(q, k, v, int32(length), out=(out, lse))
+        assert found[0] is out
+        for x, y in zip((out, lse), expected, strict=True):
+            assert torch.equal(x, y)

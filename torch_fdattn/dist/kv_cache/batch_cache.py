@@ -167,16 +167,19 @@ class BatchKVCache:
         per_token = self.num_layers * kv_heads * head_dim * self.stored_dtype.itemsize
         return 2 * sum(self.held) * per_token
 
-    @torch.no_grad()
     def _write(self, layer: int, k: Tensor, v: Tensor, columns: Columns, stores: bool) -> None:
         """stores: whether any column is known to hold a token, by which scales can be set."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._write(layer, k, v, columns, stores)
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer must be from 0 to {self.num_layers - 1}, got {layer}")
+        batch, kv_heads, _, head_dim = self._new_shape
         tokens = k.shape[2] if isinstance(k, Tensor) and k.dim() == 4 else "T"
-        expected = tuple(tokens if size == "T" else size for size in self._new_shape)
+        expected = (batch, kv_heads, tokens, head_dim)
         for name, tensor in (("k", k), ("v", v)):
             expect_tensor(name, tensor)
-            if tuple(tensor.shape) != expected:
+            if tensor.shape != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
             expect_dtype(name, tensor, self.dtype, "the cache")
             expect_device(name, tensor, self.lengths.device, "the cache")

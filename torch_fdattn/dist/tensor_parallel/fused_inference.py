@@ -64,7 +64,13 @@ def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tens
         >>> added[0, 0].item(), round(normed[0, 0].item(), 3)
         (2.0, 1.0)
     """
-    if type(norm) is nn.RMSNorm and norm.eps is not None and _fits(x, residual, norm.weight):
+    kernels = x.is_cuda or INTERPRET  # first: a step on a CPU comes here often
+    if (
+        kernels
+        and type(norm) is nn.RMSNorm
+        and norm.eps is not None
+        and _fits(x, residual, norm.weight)
+    ):
         normed, added = _row_norm().sum_norm(x, None, residual, norm.weight, norm.eps, None)
         return added, normed
     added = residual + x
@@ -90,7 +96,6 @@ def _fits(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
         return False
     return (
         can_call_kernel(x, residual, weight)
-        and (x.is_cuda or INTERPRET)
         and x.dtype in _DTYPES
         and x.dtype == residual.dtype == weight.dtype
         and x.device == residual.device == weight.device

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 
 from torch_fdattn.launch import prepared
+from torch_fdattn.launch.prepared import PreparedCall
 from torch_fdattn.ops import library
 from torch_fdattn.ops.append_kv.arguments import Append, check
-from torch_fdattn.ops.append_kv.reference import append_reference
+from torch_fdattn.ops.append_kv.reference import writer_of
 
 _OPTIONS = (
     "Tensor? new_lens=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? q=None, "
@@ -26,11 +27,15 @@ def _run(call: Append, key: tuple | None = None) -> None:
     known = prepared.checked(key)
     if known is None:
         check(call)
-        known = prepared.prepare(key)
-    # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
-    if not (library.use_triton(call.k) and library.use_triton(call.k_cache)):
+        # Both: keys in fp32 do not make a cache in bf16 right for the interpreter.
+        if library.use_triton(call.k) and library.use_triton(call.k_cache):
+            known = prepared.prepare(key)
+        else:
+            known = writer_of(call)
+            prepared.remember(key, known)
+    if not isinstance(known, PreparedCall):
         library.launches["append_kv/cpu"] += 1
-        append_reference(call)
+        known(call)
         return
     from torch_fdattn.ops.append_kv.kernel import append_launches
 

@@ -10,6 +10,8 @@ fp32 (fp64 for fp64 keys) goes to the cache without a stop in k's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,15 @@ from torch_fdattn.ops.attention.reference import accumulated
 from torch_fdattn.ops.rotary import rotate
 
 
+def writer_of(call: Append) -> Callable[[Append], None]:
+    """What writes this call and all of its metadata: slices, where new tokens lie next to each other as they are."""
+    optional = call.cos, call.page_table, call.k_scale, call.v_scale
+    plain = call.k_cache.dtype not in QUANTISED and all(x is None for x in optional)
+    return append_slices if plain else append_reference
+
+
 def append_reference(call: Append) -> None:
     """Writes k and v to the caches, and turns q in place."""
-    if _is_plain(call):
-        _append_slices(call)
-        return
     token = torch.arange(call.k.shape[2], device=call.k.device)
     slots = call.kv_lens.long()[:, None] + token
     real = torch.ones_like(slots, dtype=torch.bool)
@@ -54,13 +60,7 @@ def append_reference(call: Append) -> None:
         _as_bits(cache)[row, :, slot] = _as_bits(stored(x[b, :, t], scales, cache.dtype))
 
 
-def _is_plain(call: Append) -> bool:
-    """Whether each sequence's new tokens are written as they are, next to each other."""
-    optional = call.cos, call.page_table, call.k_scale, call.v_scale
-    return call.k_cache.dtype not in QUANTISED and all(x is None for x in optional)
-
-
-def _append_slices(call: Append) -> None:
+def append_slices(call: Append) -> None:
     """In order, a copy for each sequence: index tensors cost more than the few tokens that they write."""
     counts = [call.k.shape[2]] * call.k.shape[0]
     if call.new_lens is not None:

@@ -33,9 +33,9 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 #: Queries up to which half-precision keys are converted one sequence after the other, and keys (elements) from which on.
 FEW_QUERIES, LARGE = 16, 1 << 17
 #: From 2.13 on the kernel reads each KV head for all of its query heads.
-_TAKES_GROUPS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
+TAKES_GROUPS = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 13)
 #: Some microseconds less than by `torch.ops.aten`.
-_FORWARD = torch._scaled_dot_product_flash_attention_for_cpu
+FORWARD = torch._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -227,11 +227,11 @@ def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
     v_dim = v.shape[3]
     k, v = _cut((k, v), part.sequences, part.keys)
     q, k, v = _as_kernel_takes(*_cut((q,), part.sequences, part.rows), k, v)
-    if not _TAKES_GROUPS:
+    if not TAKES_GROUPS:
         k, v = _heads(k, q.shape[1]), _heads(v, q.shape[1])
-    out, lse = _FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
+    out, lse = FORWARD(q, k, v, 0.0, part.causal, attn_mask=part.bias, scale=scale)
     # Of a row without a finite score the kernel says lse 0: of one whose keys are all hidden, and of NaN.
-    if int(lse.count_nonzero()) < lse.numel():
+    if int(lse.count_nonzero()) < lse.numel():  # half of `all`'s time
         suspect = lse == 0.0
         if part.bias is not None:
             hidden = (part.bias == float("-inf")).all(-1)
@@ -249,7 +249,7 @@ def _backward(part: Part, dout, q, k, v, out, lse, scale: float) -> tuple[Tensor
     of_rows = _cut((dout, q, out), part.sequences, part.rows)
     of_keys = _cut((k, v), part.sequences, part.keys)
     dout, q, out, k, v = _as_kernel_takes(*of_rows, *of_keys)
-    if not _TAKES_GROUPS:
+    if not TAKES_GROUPS:
         k, v = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     lse = lse[part.sequences, :, part.rows]
     dq, dk, dv = _BACKWARD(

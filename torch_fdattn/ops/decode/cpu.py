@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention.cpu import LARGE, attention_on_cpu, of_sequence
+from torch_fdattn.ops.attention.cpu import (
+    FORWARD,
+    LARGE,
+    REFERENCE_ALONE,
+    TAKES_GROUPS,
+    attention_on_cpu,
+    of_sequence,
+)
 from torch_fdattn.ops.attention.cpu_parts import FEW_KEYS, FEW_SEQUENCES
 from torch_fdattn.ops.attention.inputs import copy_state, empty_state
-from torch_fdattn.ops.decode.inputs import Cache
+from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.reference import decode_reference, gathered, paged_decode_reference
-from torch_fdattn.ops.options import DecodeOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
 
@@ -23,7 +29,9 @@ class DecodeOnCpu:
 
     floats = 0  #: of a workspace
 
-    def __init__(self, options: DecodeOptions) -> None:
+    def __init__(self, call: DecodeCall) -> None:
+        options = call.options
+        self._is_one_row = _is_one_row(call)
         # Without the first call's tensors, which a remembered call would keep alive.
         mask, scores = Mask(None, None, None, *options.mask[3:]), Scores(options.scores.softcap)
         self._options = options._replace(mask=mask, scores=scores, k_scale=None, v_scale=None)
@@ -32,14 +40,47 @@ class DecodeOnCpu:
         library.launches["decode_forward/cpu"] += 1
         options = self._options
         kv_lens, q_start, kv_start, page_table, k_scale, v_scale, slopes, attn_mask, sinks = others
-        mask = Mask(kv_lens, q_start, kv_start, *options.mask[3:])
-        scores = Scores(options.scores.softcap, slopes, sinks, attn_mask)
-        scales = (x if x is None else x.expand(k.shape[:3]) for x in (k_scale, v_scale))
-        cache = Cache(k, v, page_table, *scales)
+        state = _one_row(q, k, v, kv_lens, options.scale) if self._is_one_row else None
+        # In q's order of memory: the dims beside heads and elements are of size 1.
+        if state is not None and written is None and state[0].stride(1) == q.stride(1):
+            return (*state, None) if leave_parts else state
         out, lse = empty_state(q, v, options.dtype) if written is None else written[:2]
-        state = decode_on_cpu(q, cache, mask, options.scale, scores, options.batch_invariant)
+        if state is None:
+            mask = Mask(kv_lens, q_start, kv_start, *options.mask[3:])
+            scores = Scores(options.scores.softcap, slopes, sinks, attn_mask)
+            scales = (x if x is None else x.expand(k.shape[:3]) for x in (k_scale, v_scale))
+            cache = Cache(k, v, page_table, *scales)
+            state = decode_on_cpu(q, cache, mask, options.scale, scores, options.batch_invariant)
         copy_state(out, lse, state)
         return (out, lse, None) if leave_parts else (out, lse)
+
+
+def _is_one_row(call: DecodeCall) -> bool:
+    """Whether each head has one query, over keys that torch's kernel takes as they are: a step of one sequence in float32."""
+    q, (k, v, *pages_and_scales), options, global_lens = call
+    mask, scores = options.mask, options.scores
+    absent = *mask[1:3], *pages_and_scales, *scores[1:], options.dtype, global_lens
+    return (
+        TAKES_GROUPS
+        and not REFERENCE_ALONE
+        and (q.shape[0], q.shape[2]) == (1, 1)
+        and all(x is None for x in absent)
+        and all(x.dtype == torch.float32 and x.stride(3) == 1 for x in (q, k, v))
+        and q.shape[3] == v.shape[3] <= min(k.stride(2), v.stride(2))
+        and (mask.window_left, mask.kv_block, scores.softcap) == (-1, 0, 0.0)
+    )
+
+
+def _one_row(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) by one call of the kernel, without the Python in front of it; None: it may have lost a NaN, or all is hidden."""
+    keys = k.shape[2] if kv_lens is None else min(int(kv_lens), k.shape[2])
+    if keys < 1 or torch.is_autocast_enabled("cpu"):
+        return None
+    state = FORWARD(q, k[:, :, :keys], v[:, :, :keys], 0.0, False, scale=scale)
+    # As in `attention_on_cpu`: the kernel's lse of a row without a finite score is 0.
+    return state if int(state[1].count_nonzero()) == q.shape[1] else None
 
 
 @library.without_autocast  # a plan may be called within it

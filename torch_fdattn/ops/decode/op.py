@@ -181,7 +181,7 @@ def prepare(call: DecodeCall, out: Tensor, lse: Tensor) -> PreparedDecode | Deco
     """What runs a checked call and all that have its metadata; None: more or fewer launches than one of the kernels."""
     if library.use_triton(call.q):
         return PreparedDecode.of(call, out, lse)
-    return DecodeOnCpu(call.options)
+    return DecodeOnCpu(call)
 
 
 def _metadata(tensor: Tensor | None) -> tuple | None:
