@@ -168,6 +168,7 @@ def _are_together(q: Tensor, k: Tensor, mask: Mask) -> bool:
         and q.shape[0] > 1
         and q.shape[2] <= FEW_QUERIES
         and k.numel() <= FEW_KEYS
+        and min(mask.kv_lens.tolist()) < k.shape[2]  # full ones are one part without a mask
     )
 
 
