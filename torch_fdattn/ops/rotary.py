@@ -43,6 +43,8 @@ def norm_and_rotate(
             q = F.rms_norm(q, q.shape[-1:], q_weight, eps)
         if k_weight is not None:
             k = F.rms_norm(k, k.shape[-1:], k_weight, eps)
+        if q.dtype != k.dtype:
+            return rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
         heads = torch.cat((q, k), 2).transpose(
             1, 2
         )  # so few numbers in a step that calls count, not bytes

@@ -1,11 +1,17 @@
 """What autograd, opcheck and inference mode must know of an op that writes."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from tests.ops.append_kv.calls import append, arguments, positional, raw
+from torch_fdattn import checks
+from torch_fdattn.dist import ShardedKVCache
+from torch_fdattn.dist.kv_cache import sharded_cache
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import make_tensor
 
 PAGED = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
@@ -166,3 +172,29 @@ def test_a_cache_made_in_inference_mode_is_written_to_outside(paged, device):
     append(given)
     for name in WRITTEN:
         assert torch.equal(given[name], expected[name])
+
+
+@pytest.mark.skipif(INTERPRET, reason="the interpreter runs the kernels")
+def test_a_caches_own_writes_are_append_kvs(monkeypatch):
+    """On a CPU they go past it in inference mode, but where its values are to be checked."""
+    sizes = dict(batch=2, num_layers=1, kv_heads=2, capacity=32, head_dim=16)
+    k, v = torch.randn(2, 2, 2, 3, 16)
+    asked = mock.Mock(wraps=sharded_cache.append_kv)
+    monkeypatch.setattr(sharded_cache, "append_kv", asked)
+    found = []
+    for made_in, written_in, checked, calls in (
+        (torch.no_grad, torch.no_grad, False, 1), (torch.inference_mode, torch.no_grad, False, 1),
+        (torch.inference_mode, torch.inference_mode, True, 1),
+        (torch.inference_mode, torch.inference_mode, False, 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(checks, "CHECK_VALUES", checked)
+        asked.reset_mock()
+        with made_in():
+            cache = ShardedKVCache(**sizes, dtype=torch.float32, device="cpu")
+        with written_in():
+            cache.append(0, k, v)
+        assert asked.call_count == calls
+        found.append([x.clone() for x in cache.layer(0)])
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
+    assert torch.equal(found[0][0][:, :, :3], k)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fdattn import checks
 from torch_fdattn.dist.decode.inputs import runs_decode
 from torch_fdattn.dist.decode.op import check_strategy
 from torch_fdattn.dist.functional import decode as sharded_decode
@@ -196,8 +197,10 @@ class ShardedKVCache(SharedKVCache):
 
     def _store(self, layer: int, k: Tensor, v: Tensor, columns: Columns) -> None:
         k, v, *lengths = self._kept(k, v, columns)
-        if k.is_cpu and self.scales is None and not INTERPRET and can_bypass_dispatcher(k, v):
-            # As append_kv would, without its checks, which `_write` has made: 30 µs of a layer's step.
+        plain = torch.is_inference_mode_enabled() and k.is_cpu and self.scales is None
+        if plain and not (INTERPRET or checks.CHECK_VALUES) and can_bypass_dispatcher(k, v):
+            # As append_kv would, without its checks, which `_write` has made: 30 µs of a layer's step. In inference mode
+            # alone: outside of it, torch refuses to write to a cache that was made in it, and append_kv does not.
             append_slices(Append(*self.layer(layer), None, k, v, *lengths))
         else:
             append_kv(*self.layer(layer), k, v, *lengths, **self._scales_of(layer))
