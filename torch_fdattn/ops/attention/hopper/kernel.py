@@ -39,7 +39,6 @@ from torch_fdattn.ops.attention.hopper.rows import (
 from torch_fdattn.ops.attention.hopper.tiles import Call, take, tile_of
 
 SLOTS = gl.constexpr(2)  #: of keys, of values, of tile numbers
-GROUPS = gl.constexpr(2)  #: warp groups that multiply
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -50,13 +49,14 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, lse, counter, kv_lens, q_start, kv_start,
     q_len, capacity, sequences, heads, group, section, left, right, scale,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, GROUPS: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_blocks.block_type.shape[2]
     D: gl.constexpr = k_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
-                HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
-    queries = ring(blocks_of(q_blocks, GROUPS), GROUPS, 1)
+                HAS_LEFT, HAS_RIGHT, GROUPS, GROUPS * ROWS, KEYS)  # fmt: skip
+    Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
+    queries = ring(blocks_of(q_blocks, Q_SLOTS), Q_SLOTS, 1)
     keys = ring(blocks_of(k_blocks, SLOTS), SLOTS, GROUPS)
     values = ring(blocks_of(v_blocks, SLOTS), SLOTS, GROUPS)
     number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -66,11 +66,20 @@ def attention_forward_kernel(
     else:
         outs = blocks_of(out_blocks, GROUPS)
     fence_async_shared()
-    gl.warp_specialize([
-        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
-        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
-        (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    # Literal tuples: those that went through a variable would lose their constexprs.
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
+            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
+            (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
+            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
+            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 2)),
+            (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -89,9 +98,13 @@ def _load(numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter,
 
         tile = tile_of(number, call)
         kv_head = tile.head // call.group
-        for i in gl.static_range(GROUPS):
+        for i in gl.static_range(call.GROUPS):
             corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
-            queries.fill(q_blocks, corner, _own(i, turn))
+            queries.fill(
+                q_blocks,
+                corner,
+                _own(i, turn, queries.buffers.shape[0] // call.GROUPS, call.GROUPS),
+            )
             if i == 0:
                 corner = [tile.sequence, kv_head, (tile.end - 1) * call.KEYS, 0]
                 keys.fill(k_blocks, corner, place_of(filled, SLOTS))
@@ -111,9 +124,9 @@ def _load(numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter,
 
 
 @gluon.jit
-def _own(i, turn):
-    """Where queries of a warp group lie: its own slot, one filling a tile."""
-    return Place(gl.to_tensor(i), turn & 1)
+def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
+    return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)
 
 
 @gluon.jit
@@ -121,50 +134,142 @@ def _multiply(
     numbers, queries, keys, values, outs, out_blocks, lse, call, scale,
     RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Of a warp group: 64 rows of each tile."""
+    """Of a warp group: 64 rows of each tile.
+
+    The first scores of a tile are issued before the results of the tile before are written.
+    """
+    KEYS: gl.constexpr = call.KEYS
+    D: gl.constexpr = out_blocks.block_type.shape[3]
+    SLOTS_OF_GROUP: gl.constexpr = queries.buffers.shape[0] // call.GROUPS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tiles = call.tiles()
     number = gl.program_id(0)
     turn = gl.to_tensor(0)
     used = gl.to_tensor(0)  # blocks of keys so far
+    tile = tile_of(number, call)
+    own = _own(GROUP, turn, SLOTS_OF_GROUP, call.GROUPS)
+    held = _held(queries, own, True, D, SCORES, Q_IN_REGISTERS)
+    scores = _first_scores(held, queries, own, keys, used, True, D, SCORES, Q_IN_REGISTERS)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
     while number < tiles:
+        keys.release(place_of(used, SLOTS))
         place = place_of(turn, SLOTS)
         numbers.wait_full(place)
         following = gl.max(numbers.buffers.index(place.slot).load(_ONE_OF_GROUP), 0)
         numbers.release(place)
-        used = _tile(number, turn, used, queries, keys, values, outs, out_blocks, lse, call, scale,
-                     RAGGED, Q_IN_REGISTERS, GROUP)  # fmt: skip
-        number = following
+        q = _operand(held, queries, own, D, Q_IN_REGISTERS)
+        acc, p, top, sums = _attend(q, scores, tile, used, keys, values, call, scale, D, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
+        row = tile.row + GROUP * ROWS
+        last = place_of(used + tile.end - tile.begin - 1, SLOTS)
+        values.wait_full(last)
+        v = values.buffers.index(last.slot).reshape([KEYS, D])
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+
+        used += tile.end - tile.begin
         turn += 1
+        more = following < tiles
+        following_own = _own(GROUP, turn, SLOTS_OF_GROUP, call.GROUPS)
+        if SLOTS_OF_GROUP > 1:
+            if not Q_IN_REGISTERS:
+                queries.release(own)
+            held = _held(queries, following_own, more, D, SCORES, Q_IN_REGISTERS)
+            scores = _first_scores(
+                held, queries, following_own, keys, used, more, D, SCORES, Q_IN_REGISTERS
+            )
+            acc, p, scores = warpgroup_mma_wait(1, deps=(acc, p, scores))
+            values.release(last)
+            _finish(
+                acc,
+                top,
+                sums,
+                tile,
+                row,
+                outs.index(GROUP),
+                out_blocks,
+                lse,
+                call,
+                scale,
+                D,
+                SCORES,
+            )
+        else:  # where results take the queries' place
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            values.release(last)
+            _finish(
+                acc,
+                top,
+                sums,
+                tile,
+                row,
+                outs.index(GROUP),
+                out_blocks,
+                lse,
+                call,
+                scale,
+                D,
+                SCORES,
+            )
+            tma.store_wait(0)
+            queries.release(own)
+            scores = _first_scores(
+                held, queries, following_own, keys, used, more, D, SCORES, Q_IN_REGISTERS
+            )
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        own = following_own
+        number = following
+        tile = tile_of(gl.minimum(number, tiles - 1), call)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _tile(
-    number, turn, used, queries, keys, values, outs, out_blocks, lse, call, scale,
-    RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
+def _held(queries, own, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
+    """What a warp group keeps of its queries in registers: all, or nothing."""
+    if Q_IN_REGISTERS:
+        queries.wait_full(own, needed)
+        q = queries.buffers.index(own.slot).reshape([ROWS, D]).load(gl.DotOperandLayout(0, SCORES, 2))  # fmt: skip
+        queries.release(own)
+        return q
+    else:
+        return gl.to_tensor(0)
+
+
+@gluon.jit
+def _operand(held, queries, own, D: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):
+    """The queries as a product takes them."""
+    if Q_IN_REGISTERS:
+        return held
+    else:
+        return queries.buffers.index(own.slot).reshape([ROWS, D])
+
+
+@gluon.jit
+def _first_scores(
+    held, queries, own, keys, used, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr
 ):  # fmt: skip
-    """Returns how many blocks of keys were used by then."""
+    """QK of a tile's first block, issued; of whatever lies there where there is no such tile."""
+    place = place_of(used, SLOTS)
+    if not Q_IN_REGISTERS:
+        queries.wait_full(own, needed)
+    keys.wait_full(place, needed)
+    return _scores(_operand(held, queries, own, D, Q_IN_REGISTERS), keys, place, D, SCORES)
+
+
+@gluon.jit
+def _attend(
+    q, scores, tile, used, keys, values, call, scale, D: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr, RAGGED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """All of a tile but PV of its last block: its blocks of keys from right to left.
+
+    scores: of the first one. Returns the sums of weighted values, the weights of the last block, rows' maxima, and what
+    each thread has summed of the weights.
+    """
     KEYS: gl.constexpr = call.KEYS
-    D: gl.constexpr = out_blocks.block_type.shape[3]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     scale2 = scale * LOG2_E
-    tile = tile_of(number, call)
     row = tile.row + GROUP * ROWS
-    own = _own(GROUP, turn)
-    queries.wait_full(own)
-    q = queries.buffers.index(own.slot).reshape([ROWS, D])
-    if Q_IN_REGISTERS:
-        q = q.load(gl.DotOperandLayout(0, SCORES, 2))
-        queries.release(own)
-
-    # The last block of keys that some row sees.
     place = place_of(used, SLOTS)
-    keys.wait_full(place)
-    scores = _scores(q, keys, place, KEYS, D, SCORES)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    keys.release(place)
     if call.HAS_RIGHT or RAGGED:
         scores = hide(scores, tile, row, tile.end - 1, call, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
@@ -181,74 +286,20 @@ def _tile(
             _keep_first(values.buffers.index(place.slot).reshape([KEYS, D]), kept, KEYS, D)
     count = tile.end - tile.begin
     keys.wait_full(place_of(used + 1, SLOTS), count > 1)
-
-    # The others, from right to left: those that the right border crosses, those that all rows see, those at the left one.
     seen_from, seen_to = _seen_by_all(tile, row, call)
-    i = gl.to_tensor(1)
-    if call.HAS_RIGHT:
-        while i < gl.minimum(tile.end - seen_to, count):
-            acc, p, top, sums = _step(
-                acc,
-                p,
-                top,
-                sums,
-                i,
-                tile,
-                row,
-                used,
-                q,
-                keys,
-                values,
-                call,
-                scale2,
-                D,
-                SCORES,
-                True,
-            )
-            i += 1
-    to = tile.end - gl.maximum(seen_from, tile.begin)
-    for j in range(i, to):
+    for i in range(1, count):
+        block = tile.end - 1 - i
+        hidden = (block < seen_from) | (block >= seen_to)
         acc, p, top, sums = _step(
-            acc, p, top, sums, j, tile, row, used, q, keys, values, call, scale2, D, SCORES, False
+            acc, p, top, sums, i, hidden, tile, row, used, q, keys, values, call, scale2, D, SCORES
         )
-    if call.HAS_LEFT:
-        for j in range(gl.maximum(to, i), count):
-            acc, p, top, sums = _step(
-                acc,
-                p,
-                top,
-                sums,
-                j,
-                tile,
-                row,
-                used,
-                q,
-                keys,
-                values,
-                call,
-                scale2,
-                D,
-                SCORES,
-                True,
-            )
-
-    last = place_of(used + count - 1, SLOTS)
-    if D <= 128 and not Q_IN_REGISTERS:
-        queries.release(own)
-    values.wait_full(last)
-    acc = warpgroup_mma(p, values.buffers.index(last.slot).reshape([KEYS, D]), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    values.release(last)
-    _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, scale, D, EACH_ROW)
-    if D > 128:
-        tma.store_wait(0)
-        queries.release(own)
-    return used + count
+    return acc, p, top, sums
 
 
 @gluon.jit
-def _scores(q, keys, place, KEYS: gl.constexpr, D: gl.constexpr, SCORES: gl.constexpr):
+def _scores(q, keys, place, D: gl.constexpr, SCORES: gl.constexpr):
     """QK of a slot, issued."""
+    KEYS: gl.constexpr = keys.buffers.shape[3]
     k = keys.buffers.index(place.slot).reshape([KEYS, D]).permute((1, 0))
     return warpgroup_mma(
         q, k, gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False, is_async=True
@@ -291,26 +342,26 @@ def _seen_by_all(tile, row, call):
 
 @gluon.jit
 def _step(
-    acc, p, top, sums, i, tile, row, used, q, keys, values, call, scale2,
-    D: gl.constexpr, SCORES: gl.constexpr, HIDE: gl.constexpr,
+    acc, p, top, sums, i, hidden, tile, row, used, q, keys, values, call, scale2,
+    D: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """QK of the tile's i-th block, whose keys have landed, beside PV of the block before."""
+    """QK of the tile's i-th block from the right, whose keys have landed, beside PV of the block before.
+
+    hidden: whether some row does not see some key of it.
+    """
     KEYS: gl.constexpr = call.KEYS
     place, before = place_of(used + i, SLOTS), place_of(used + i - 1, SLOTS)
-    scores = _scores(q, keys, place, KEYS, D, SCORES)
+    scores = _scores(q, keys, place, D, SCORES)
     values.wait_full(before)
     acc = warpgroup_mma(p, values.buffers.index(before.slot).reshape([KEYS, D]), acc, is_async=True)
     # Waits for QK alone. p among what is waited for: ptxas may else give its registers away while PV reads them.
     scores, acc, p = warpgroup_mma_wait(1, deps=(scores, acc, p))
     keys.release(place)
-    if HIDE:
+    if (call.HAS_LEFT or call.HAS_RIGHT) and hidden:
         scores = hide(scores, tile, row, tile.end - 1 - i, call, SCORES)
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))
-    if HIDE:
-        subtracted = _finite(new_top) * scale2
-    else:
-        subtracted = new_top * scale2
+    subtracted = _finite(new_top) * scale2
     shrink = gl.exp2(top * scale2 - subtracted)
     left, right = halves(scores, KEYS)
     left = gl.exp2(left * scale2 - as_column(subtracted, left))
@@ -333,20 +384,10 @@ def _step(
 
 @gluon.jit
 def _finish(
-    acc,
-    top,
-    sums,
-    tile,
-    row,
-    buffer,
-    out_blocks,
-    lse,
-    call,
-    scale,
-    D: gl.constexpr,
-    EACH_ROW: gl.constexpr,
-):
+    acc, top, sums, tile, row, buffer, out_blocks, lse, call, scale, D: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
     """Writes the rows' out and lse."""
+    EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
     inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
     out = (acc * as_column(inverse, acc)).to(out_blocks.dtype)

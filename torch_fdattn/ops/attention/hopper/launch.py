@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
+from torch_fdattn.ops.attention.hopper.kernel import attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
@@ -56,7 +56,8 @@ def forward_launch(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, keys = options.mask, keys_of_a_block(head_dim)
-    rows = GROUPS.value * ROWS.value
+    groups = 3 if head_dim == 64 else 2
+    rows = groups * ROWS.value
     ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
@@ -69,7 +70,7 @@ def forward_launch(
         lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right, options.scale,
-        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
+        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, GROUPS=groups, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 
