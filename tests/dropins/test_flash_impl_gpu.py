@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.launched import launched
 from torch_fdattn.dropins import flash_impl
 from torch_fdattn.ops.library import launches
 from torch_fdattn.testing import attention_oracle, check_close, check_lse
 
 pytestmark = pytest.mark.gpu
-FORWARD, BACKWARD = "attention_forward/triton", "attention_backward/triton"
+FORWARD, BACKWARD = "attention_forward", "attention_backward"
 
 
 @contextlib.contextmanager
@@ -83,7 +84,7 @@ def test_sdpa_and_its_gradients_are_ours_and_right(sizes, options, dtype):
     )
     with fdattn():
         found = with_gradients(sdpa, inputs, **options)
-        assert launches[FORWARD] == launches[BACKWARD] == 1
+        assert launched() == {FORWARD: 1, BACKWARD: 1}
         assert not flash_impl.fallbacks
     for name, ours, flash, wanted in zip(
         ("out", "dq", "dk", "dv"), found, torchs, exact, strict=True
@@ -97,7 +98,7 @@ def test_what_the_op_returns_is_what_torchs_own_returns():
     torchs = op(*inputs, 0.0, True)
     with fdattn():
         found = op(*inputs, 0.0, True)
-        assert launches[FORWARD] == 1
+        assert launched()[FORWARD] == 1
     exact_lse = attention_oracle(*(x.double() for x in inputs), causal=True)[1]
     check_lse(found[1], exact_lse, torch.bfloat16)
     for ours, flash in zip(found, torchs, strict=True):
@@ -116,11 +117,11 @@ def test_a_forward_and_a_backward_of_different_implementations_fit():
     grad = gradient_of(out)
     with fdattn():
         mixed = [torch.autograd.grad(out, inputs, grad)]
-        assert launches == {BACKWARD: 1}
+        assert launched() == {BACKWARD: 1}
         out = sdpa(*inputs, is_causal=True)
-        assert launches == {BACKWARD: 1, FORWARD: 1}
+        assert launched() == {BACKWARD: 1, FORWARD: 1}
     mixed.append(torch.autograd.grad(out, inputs, grad))
-    assert launches == {BACKWARD: 1, FORWARD: 1}
+    assert launched() == {BACKWARD: 1, FORWARD: 1}
     for grads in mixed:
         for a, b in zip(grads, torchs[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
@@ -157,9 +158,9 @@ def test_restored():
     wanted = sdpa(*inputs)
     with fdattn():
         sdpa(*inputs)
-        assert launches[FORWARD] == 1
+        assert launched()[FORWARD] == 1
     assert torch.equal(sdpa(*inputs), wanted)
-    assert launches[FORWARD] == 1
+    assert launched()[FORWARD] == 1
 
 
 def packed(x, lens):
@@ -186,8 +187,8 @@ def test_packed_sequences(lens, window):
     lse = call(q, k, v)[1]
     with fdattn():
         found = with_gradients(lambda *x: call(*x)[0], (q, k, v))
-        assert launches["varlen_attention_forward/triton"] == 1
-        assert launches["varlen_attention_backward/triton"] == 1
+        assert launched()["varlen_attention_forward"] == 1
+        assert launched()["varlen_attention_backward"] == 1
         assert not flash_impl.fallbacks
         torch.testing.assert_close(call(q, k, v)[1], lse, rtol=1e-3, atol=1e-3)
     for a, b in zip(found, torchs, strict=True):
@@ -207,7 +208,7 @@ def test_varlen_attn():
     torchs = with_gradients(call, (q, k, v))
     with fdattn():
         found = with_gradients(call, (q, k, v))
-        assert launches["varlen_attention_forward/triton"] == 1
+        assert launched()["varlen_attention_forward"] == 1
     for a, b in zip(found, torchs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
@@ -221,7 +222,7 @@ def test_torch_compile():
     torch._dynamo.reset()
     with fdattn():
         found = with_gradients(torch.compile(step), inputs)
-        assert launches[FORWARD] == launches[BACKWARD] == 1
+        assert launched() == {FORWARD: 1, BACKWARD: 1}
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
@@ -233,7 +234,7 @@ def test_cuda_graph():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = sdpa(q, k, v, is_causal=True)
-        assert launches[FORWARD] == 2
+        assert launched()[FORWARD] == 2
         q.copy_(torch.randn_like(q))
         graph.replay()
         assert torch.equal(captured, sdpa(q, k, v, is_causal=True))
