@@ -39,6 +39,7 @@ from torch_fdattn.ops.attention.hopper.rows import (
 from torch_fdattn.ops.attention.hopper.tiles import Call, take, tile_of
 
 SLOTS = gl.constexpr(2)  #: of keys, of values, of tile numbers
+GROUPS = gl.constexpr(2)  #: warp groups that multiply
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -49,12 +50,12 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, lse, counter, kv_lens, q_start, kv_start,
     q_len, capacity, sequences, heads, group, section, left, right, scale,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, GROUPS: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_blocks.block_type.shape[2]
     D: gl.constexpr = k_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
-                HAS_LEFT, HAS_RIGHT, GROUPS, GROUPS * ROWS, KEYS)  # fmt: skip
+                HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
     queries = ring(blocks_of(q_blocks, Q_SLOTS), Q_SLOTS, 1)
     keys = ring(blocks_of(k_blocks, SLOTS), SLOTS, GROUPS)
@@ -66,20 +67,11 @@ def attention_forward_kernel(
     else:
         outs = blocks_of(out_blocks, GROUPS)
     fence_async_shared()
-    # Literal tuples: those that went through a variable would lose their constexprs.
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
-            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
-            (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
-            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
-            (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 2)),
-            (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
+        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
+        (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -98,13 +90,9 @@ def _load(numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter,
 
         tile = tile_of(number, call)
         kv_head = tile.head // call.group
-        for i in gl.static_range(call.GROUPS):
+        for i in gl.static_range(GROUPS):
             corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
-            queries.fill(
-                q_blocks,
-                corner,
-                _own(i, turn, queries.buffers.shape[0] // call.GROUPS, call.GROUPS),
-            )
+            queries.fill(q_blocks, corner, _own(i, turn, queries.buffers.shape[0] // GROUPS))
             if i == 0:
                 corner = [tile.sequence, kv_head, (tile.end - 1) * call.KEYS, 0]
                 keys.fill(k_blocks, corner, place_of(filled, SLOTS))
@@ -124,7 +112,7 @@ def _load(numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter,
 
 
 @gluon.jit
-def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr):
     """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
     return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)
 
@@ -140,7 +128,7 @@ def _multiply(
     """
     KEYS: gl.constexpr = call.KEYS
     D: gl.constexpr = out_blocks.block_type.shape[3]
-    SLOTS_OF_GROUP: gl.constexpr = queries.buffers.shape[0] // call.GROUPS
+    SLOTS_OF_GROUP: gl.constexpr = queries.buffers.shape[0] // GROUPS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tiles = call.tiles()
@@ -148,7 +136,7 @@ def _multiply(
     turn = gl.to_tensor(0)
     used = gl.to_tensor(0)  # blocks of keys so far
     tile = tile_of(number, call)
-    own = _own(GROUP, turn, SLOTS_OF_GROUP, call.GROUPS)
+    own = _own(GROUP, turn, SLOTS_OF_GROUP)
     held = _held(queries, own, True, D, SCORES, Q_IN_REGISTERS)
     scores = _first_scores(held, queries, own, keys, used, True, D, SCORES, Q_IN_REGISTERS)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -169,7 +157,7 @@ def _multiply(
         used += tile.end - tile.begin
         turn += 1
         more = following < tiles
-        following_own = _own(GROUP, turn, SLOTS_OF_GROUP, call.GROUPS)
+        following_own = _own(GROUP, turn, SLOTS_OF_GROUP)
         if SLOTS_OF_GROUP > 1:
             if not Q_IN_REGISTERS:
                 queries.release(own)

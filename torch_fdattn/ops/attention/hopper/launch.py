@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.attention.hopper.kernel import attention_forward_kernel
+from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
@@ -19,8 +19,6 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
 _SECTION_BYTES = 16 << 20
-#: Warp groups that multiply. Three of 160 registers leave less of the tensor cores' time to exponentials.
-_GROUPS = {64: 3, 128: 2, 256: 2}
 _LEAST_SCALE = 1e-30
 
 
@@ -58,8 +56,7 @@ def forward_launch(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, keys = options.mask, keys_of_a_block(head_dim)
-    groups = _GROUPS[head_dim]
-    rows = groups * ROWS.value
+    rows = GROUPS.value * ROWS.value
     ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
@@ -72,7 +69,7 @@ def forward_launch(
         lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right, options.scale,
-        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, GROUPS=groups, RAGGED=ragged,
+        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 

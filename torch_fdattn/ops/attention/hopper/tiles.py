@@ -31,13 +31,12 @@ class Call:
     right: gl.tensor
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    GROUPS: gl.constexpr  # warp groups that multiply
     ROWS: gl.constexpr
     KEYS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
-                 HAS_LEFT, HAS_RIGHT, GROUPS, ROWS, KEYS):  # fmt: skip
+                 HAS_LEFT, HAS_RIGHT, ROWS, KEYS):  # fmt: skip
         self.kv_lens = gl.constexpr(None) if kv_lens is None else kv_lens
         self.q_start = gl.constexpr(None) if q_start is None else q_start
         self.kv_start = gl.constexpr(None) if kv_start is None else kv_start
@@ -51,7 +50,6 @@ class Call:
         self.right = right
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.GROUPS = gl.constexpr(GROUPS)
         self.ROWS = gl.constexpr(ROWS)
         self.KEYS = gl.constexpr(KEYS)
 
