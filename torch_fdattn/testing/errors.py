@@ -105,10 +105,13 @@ def check_lse(value: Tensor, exact: Tensor, dtype: torch.dtype, name: str = "lse
 
 @contextlib.contextmanager
 def assert_launched(*paths: str) -> Iterator[None]:
-    """Asserts that the block runs exactly these launch paths (at least once each) and no others."""
+    """Asserts that the block runs exactly these launch paths (at least once each) and no others.
+
+    ``/triton`` stands for each kernel that Triton compiles, Hopper's too: which of them runs depends on the call.
+    """
     before = Counter(launches)
     yield
-    ran = sorted((launches - before).keys())
+    ran = sorted({path.replace("/hopper", "/triton") for path in launches - before})
     assert ran == sorted(paths), f"expected launches {sorted(paths)}, got {ran}"
 
 
