@@ -113,6 +113,37 @@ def test_two_streams():
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "lengths"])
+@pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])
+def test_changed_scores(feature, mask, head_dim):
+    """Also of rows that see no key: their lse is the sink."""
+    q, k, v = (normal(2, h, n, head_dim) for h, n in ((4, 300), (2, 700), (2, 700)))
+    options, lens = dict(causal=True), None
+    match mask:
+        case "full":
+            options = {}
+        case "window":
+            options = dict(window=(200, 0))
+        case "lengths":
+            lens = [0, 517]
+    if feature in ("softcap", "all"):
+        options["softcap"] = 1.5
+    if feature in ("ALiBi", "all"):
+        options["alibi_slopes"] = torch.rand(4, device="cuda") / 8
+    if feature == "slopes of sequences":
+        options["alibi_slopes"] = torch.rand(4, 2, device="cuda").mT / 8
+    if feature in ("sinks", "all"):
+        options["sinks"] = torch.tensor([1.0, -torch.inf, -3.0, 9.0], device="cuda").bfloat16()
+    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens, **options)
+    if lens is not None:
+        options["kv_lens"] = int32(*lens, device="cuda")
+    (out, lse), made = launched(q, k, v, **options)
+    assert made == HERE
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
+    assert (out.double() - exact).norm() / exact.norm() < 4e-3
+
+
 def launched(*inputs, **options):
     """(results, the kernels that the op launched)."""
     launches.clear()

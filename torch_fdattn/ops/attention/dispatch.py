@@ -50,7 +50,7 @@ def _fits_hopper(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
 
 _BOTH = ("forward", "backward")
 TABLE = (
-    Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions")),
+    Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks")),
         "Gluon; head dims 64, 128 and 256, K's and V's equal, rows of whole 16 bytes", _fits_hopper),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,

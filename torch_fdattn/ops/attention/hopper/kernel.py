@@ -19,13 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_fdattn.ops.attention.hopper.pipeline import (
-    Place,
-    blocks_of,
-    place_of,
-    ring,
-    wait_for_group,
-)
+from torch_fdattn.ops.attention.hopper.pipeline import Place, blocks_of, place_of, wait_for_group
 from torch_fdattn.ops.attention.hopper.rows import (
     MINUS_INFINITY,
     ROWS,
@@ -36,79 +30,107 @@ from torch_fdattn.ops.attention.hopper.rows import (
     row_max,
     thread_sums,
 )
+from torch_fdattn.ops.attention.hopper.scores import Scores
+from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, slots_of
 from torch_fdattn.ops.attention.hopper.tiles import Call, take, tile_of
 
-SLOTS = gl.constexpr(2)  #: of keys, of values, of tile numbers
-GROUPS = gl.constexpr(2)  #: warp groups that multiply
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-@gluon.jit(do_not_specialize=["q_len", "capacity", "sequences", "heads", "group", "section", "left", "right"])  # fmt: skip
+@gluon.jit(do_not_specialize=[
+    "q_len", "capacity", "sequences", "heads", "group", "section", "left", "right",
+    "slope_of_sequence", "slope_of_head", "sink_of_head",
+])  # fmt: skip
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, lse, counter, kv_lens, q_start, kv_start,
-    q_len, capacity, sequences, heads, group, section, left, right, scale,
+    q_len, capacity, sequences, heads, group, section, left, right,
+    scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_blocks.block_type.shape[2]
     D: gl.constexpr = k_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
+    changes = Scores(scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)
     Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
-    queries = ring(blocks_of(q_blocks, Q_SLOTS), Q_SLOTS, 1)
-    keys = ring(blocks_of(k_blocks, SLOTS), SLOTS, GROUPS)
-    values = ring(blocks_of(v_blocks, SLOTS), SLOTS, GROUPS)
-    number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = ring(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], number_layout), SLOTS, GROUPS)
+    slots = slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS)
     if D > 128:  # no room for both
-        outs = queries.buffers
+        outs = slots.q
     else:
         outs = blocks_of(out_blocks, GROUPS)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 0)),
-        (_multiply, (numbers, queries, keys, values, outs, out_blocks, lse, call, scale, RAGGED, Q_IN_REGISTERS, 1)),
-        (_load, (numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call)),
+        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
+        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
+        (_load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
-def _load(numbers, queries, keys, values, q_blocks, k_blocks, v_blocks, counter, call):
-    """Of one warp: hands tile numbers over, and fills the rings in the order in which they are emptied."""
+def _load(slots, q_blocks, k_blocks, v_blocks, counter, call):
+    """Of one warp: hands tile numbers over, and fills the slots in the order in which they are emptied."""
     tiles = call.tiles()
     number = gl.program_id(0)
     turn = gl.to_tensor(0)
-    filled = gl.to_tensor(0)  # blocks of keys so far
+    step = gl.to_tensor(0)
+    corner_of_values = [gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), 0]
     while number < tiles:
         following = take(counter, tiles)
         place = place_of(turn, SLOTS)
-        numbers.wait_empty(place)
-        numbers.buffers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
-        numbers.hand_over(place)
+        slots.has_number.wait_empty(place)
+        slots.numbers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
+        slots.has_number.hand_over(place)
 
         tile = tile_of(number, call)
-        kv_head = tile.head // call.group
-        for i in gl.static_range(GROUPS):
-            corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
-            queries.fill(q_blocks, corner, _own(i, turn, queries.buffers.shape[0] // GROUPS))
+        for i in range(tile.end - tile.begin):
+            corner = [tile.sequence, tile.head // call.group, (tile.end - 1 - i) * call.KEYS, 0]
+            _load_keys(slots, k_blocks, v_blocks, corner, step)
+            if step > 0:
+                _load_values(slots, v_blocks, corner_of_values, step, True)
+            # After the last values of the tile before, without which no queries are released.
             if i == 0:
-                corner = [tile.sequence, kv_head, (tile.end - 1) * call.KEYS, 0]
-                keys.fill(k_blocks, corner, place_of(filled, SLOTS))
-        # From right to left, the keys of a block before the values of the one before it.
-        count = tile.end - tile.begin
-        for i in range(1, count):
-            row = (tile.end - 1 - i) * call.KEYS
-            corner = [tile.sequence, kv_head, row, 0]
-            keys.fill(k_blocks, corner, place_of(filled + i, SLOTS))
-            corner = [tile.sequence, kv_head, row + call.KEYS, 0]
-            values.fill(v_blocks, corner, place_of(filled + i - 1, SLOTS))
-        corner = [tile.sequence, kv_head, tile.begin * call.KEYS, 0]
-        values.fill(v_blocks, corner, place_of(filled + count - 1, SLOTS))
-        filled += count
+                _load_queries(slots, q_blocks, tile, turn)
+            corner_of_values = corner
+            step += 1
         number = following
         turn += 1
+    _load_values(slots, v_blocks, corner_of_values, step, False)
+
+
+@gluon.jit
+def _load_keys(slots, k_blocks, v_blocks, corner, step):
+    """Of a step that has keys: of the whole step, where its values lie beside them."""
+    K_BYTES: gl.constexpr = k_blocks.block_type.nbytes
+    V_BYTES: gl.constexpr = v_blocks.block_type.nbytes
+    place = place_of(step, SLOTS)
+    slots.has_keys.wait_empty(place)
+    if slots.TOGETHER:
+        slots.has_keys.expect(place, K_BYTES, step == 0)
+        slots.has_keys.expect(place, K_BYTES + V_BYTES, step > 0)
+    else:
+        slots.has_keys.expect(place, K_BYTES)
+    slots.has_keys.fill(k_blocks, corner, slots.k.index(place.slot), place)
+
+
+@gluon.jit
+def _load_values(slots, v_blocks, corner, step, HAS_KEYS: gl.constexpr):
+    """Of a step, whether or not it has keys: the block before its keys."""
+    place = slots.place_of_values(step)
+    if not (slots.TOGETHER and HAS_KEYS):
+        slots.has_values.wait_empty(place)
+        slots.has_values.expect(place, v_blocks.block_type.nbytes)
+    slots.has_values.fill(v_blocks, corner, slots.v.index(place.slot), place)
+
+
+@gluon.jit
+def _load_queries(slots, q_blocks, tile, turn):
+    for i in gl.static_range(GROUPS):
+        place = _own(i, turn, slots.q.shape[0] // GROUPS)
+        slots.has_queries.wait_empty(place)
+        slots.has_queries.expect(place, q_blocks.block_type.nbytes)
+        corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
+        slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
 
 
 @gluon.jit
@@ -119,7 +141,7 @@ def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    numbers, queries, keys, values, outs, out_blocks, lse, call, scale,
+    slots, outs, out_blocks, lse, call, changes,
     RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of a warp group: 64 rows of each tile.
@@ -128,81 +150,51 @@ def _multiply(
     """
     KEYS: gl.constexpr = call.KEYS
     D: gl.constexpr = out_blocks.block_type.shape[3]
-    SLOTS_OF_GROUP: gl.constexpr = queries.buffers.shape[0] // GROUPS
+    SLOTS_OF_GROUP: gl.constexpr = slots.q.shape[0] // GROUPS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     tiles = call.tiles()
     number = gl.program_id(0)
     turn = gl.to_tensor(0)
-    used = gl.to_tensor(0)  # blocks of keys so far
+    step = gl.to_tensor(0)
     tile = tile_of(number, call)
     own = _own(GROUP, turn, SLOTS_OF_GROUP)
-    held = _held(queries, own, True, D, SCORES, Q_IN_REGISTERS)
-    scores = _first_scores(held, queries, own, keys, used, True, D, SCORES, Q_IN_REGISTERS)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
+    q = _queries(slots, own, True, D, SCORES, Q_IN_REGISTERS)
+    slots.has_keys.wait_full(place_of(step, SLOTS))
+    scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, D, SCORES),))
     while number < tiles:
-        keys.release(place_of(used, SLOTS))
+        slots.has_keys.release(place_of(step, SLOTS))
         place = place_of(turn, SLOTS)
-        numbers.wait_full(place)
-        following = gl.max(numbers.buffers.index(place.slot).load(_ONE_OF_GROUP), 0)
-        numbers.release(place)
-        q = _operand(held, queries, own, D, Q_IN_REGISTERS)
-        acc, p, top, sums = _attend(q, scores, tile, used, keys, values, call, scale, D, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
-        row = tile.row + GROUP * ROWS
-        last = place_of(used + tile.end - tile.begin - 1, SLOTS)
-        values.wait_full(last)
-        v = values.buffers.index(last.slot).reshape([KEYS, D])
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        slots.has_number.wait_full(place)
+        following = gl.max(slots.numbers.index(place.slot).load(_ONE_OF_GROUP), 0)
+        slots.has_number.release(place)
+        acc, p, top, sums = _attend(q, scores, tile, step, slots, call, changes, D, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
 
-        used += tile.end - tile.begin
+        # A step of two tiles: PV of this one's last block, and QK of the next one's first.
+        step += tile.end - tile.begin
         turn += 1
         more = following < tiles
+        row = tile.row + GROUP * ROWS
+        slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
+        slots.wait_for_values(step)
+        acc = _add_values(p, slots, step, acc, D)
         following_own = _own(GROUP, turn, SLOTS_OF_GROUP)
         if SLOTS_OF_GROUP > 1:
             if not Q_IN_REGISTERS:
-                queries.release(own)
-            held = _held(queries, following_own, more, D, SCORES, Q_IN_REGISTERS)
-            scores = _first_scores(
-                held, queries, following_own, keys, used, more, D, SCORES, Q_IN_REGISTERS
-            )
+                slots.has_queries.release(own)
+            q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
+            scores = _scores(q, slots, step, D, SCORES)
             acc, p, scores = warpgroup_mma_wait(1, deps=(acc, p, scores))
-            values.release(last)
-            _finish(
-                acc,
-                top,
-                sums,
-                tile,
-                row,
-                outs.index(GROUP),
-                out_blocks,
-                lse,
-                call,
-                scale,
-                D,
-                SCORES,
-            )
+            slots.release_values(step)
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
         else:  # where results take the queries' place
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            values.release(last)
-            _finish(
-                acc,
-                top,
-                sums,
-                tile,
-                row,
-                outs.index(GROUP),
-                out_blocks,
-                lse,
-                call,
-                scale,
-                D,
-                SCORES,
-            )
+            slots.release_values(step)
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
             tma.store_wait(0)
-            queries.release(own)
-            scores = _first_scores(
-                held, queries, following_own, keys, used, more, D, SCORES, Q_IN_REGISTERS
-            )
+            slots.has_queries.release(own)
+            q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
+            scores = _scores(q, slots, step, D, SCORES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         own = following_own
         number = following
@@ -211,41 +203,21 @@ def _multiply(
 
 
 @gluon.jit
-def _held(queries, own, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
-    """What a warp group keeps of its queries in registers: all, or nothing."""
+def _queries(slots, own, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
+    """A warp group's queries of a tile, as a product takes them: whatever lies there where there is no such tile."""
+    slots.has_queries.wait_full(own, needed)
+    q = slots.q.index(own.slot).reshape([ROWS, D])
     if Q_IN_REGISTERS:
-        queries.wait_full(own, needed)
-        q = queries.buffers.index(own.slot).reshape([ROWS, D]).load(gl.DotOperandLayout(0, SCORES, 2))  # fmt: skip
-        queries.release(own)
-        return q
-    else:
-        return gl.to_tensor(0)
-
-
-@gluon.jit
-def _operand(held, queries, own, D: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):
-    """The queries as a product takes them."""
-    if Q_IN_REGISTERS:
+        held = q.load(gl.DotOperandLayout(0, SCORES, 2))
+        slots.has_queries.release(own)
         return held
     else:
-        return queries.buffers.index(own.slot).reshape([ROWS, D])
-
-
-@gluon.jit
-def _first_scores(
-    held, queries, own, keys, used, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr
-):  # fmt: skip
-    """QK of a tile's first block, issued; of whatever lies there where there is no such tile."""
-    place = place_of(used, SLOTS)
-    if not Q_IN_REGISTERS:
-        queries.wait_full(own, needed)
-    keys.wait_full(place, needed)
-    return _scores(_operand(held, queries, own, D, Q_IN_REGISTERS), keys, place, D, SCORES)
+        return q
 
 
 @gluon.jit
 def _attend(
-    q, scores, tile, used, keys, values, call, scale, D: gl.constexpr, SCORES: gl.constexpr,
+    q, scores, tile, step, slots, call, changes, D: gl.constexpr, SCORES: gl.constexpr,
     OUT: gl.constexpr, RAGGED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """All of a tile but PV of its last block: its blocks of keys from right to left.
@@ -255,43 +227,68 @@ def _attend(
     """
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    scale2 = scale * LOG2_E
+    unit = changes.unit()
+    slope = changes.slope_of(tile)
     row = tile.row + GROUP * ROWS
-    place = place_of(used, SLOTS)
+    scores = changes.change(scores, slope, row + tile.offset, (tile.end - 1) * KEYS)
     if call.HAS_RIGHT or RAGGED:
         scores = hide(scores, tile, row, tile.end - 1, call, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
-    weights = gl.exp2(scores * scale2 - as_column(_finite(top) * scale2, scores))
+    weights = gl.exp2(scores * unit - as_column(_finite(top) * unit, scores))
     sums = thread_sums(weights, KEYS)
     p = gl.convert_layout(
-        weights.to(values.buffers.dtype), gl.DotOperandLayout(0, OUT, 2), assert_trivial=True
+        weights.to(slots.v.dtype), gl.DotOperandLayout(0, OUT, 2), assert_trivial=True
     )
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    count = tile.end - tile.begin
+    slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
     if call.kv_lens is not None:
         kept = tile.kv_len - (tile.end - 1) * KEYS
         if kept < KEYS:
-            values.wait_full(place)
-            _keep_first(values.buffers.index(place.slot).reshape([KEYS, D]), kept, KEYS, D)
-    count = tile.end - tile.begin
-    keys.wait_full(place_of(used + 1, SLOTS), count > 1)
+            slots.has_values.wait_full(slots.place_of_values(step + 1))
+            v = slots.v.index(slots.place_of_values(step + 1).slot).reshape([KEYS, D])
+            _keep_first(v, kept, KEYS, D)
     seen_from, seen_to = _seen_by_all(tile, row, call)
     for i in range(1, count):
         block = tile.end - 1 - i
         hidden = (block < seen_from) | (block >= seen_to)
         acc, p, top, sums = _step(
-            acc, p, top, sums, i, hidden, tile, row, used, q, keys, values, call, scale2, D, SCORES
+            acc,
+            p,
+            top,
+            sums,
+            step + i,
+            block,
+            hidden,
+            tile,
+            row,
+            q,
+            slots,
+            call,
+            changes,
+            unit,
+            slope,
+            D,
+            SCORES,
         )
     return acc, p, top, sums
 
 
 @gluon.jit
-def _scores(q, keys, place, D: gl.constexpr, SCORES: gl.constexpr):
-    """QK of a slot, issued."""
-    KEYS: gl.constexpr = keys.buffers.shape[3]
-    k = keys.buffers.index(place.slot).reshape([KEYS, D]).permute((1, 0))
+def _scores(q, slots, step, D: gl.constexpr, SCORES: gl.constexpr):
+    """QK of a step, issued."""
+    KEYS: gl.constexpr = slots.k.shape[3]
+    k = slots.k.index(place_of(step, SLOTS).slot).reshape([KEYS, D]).permute((1, 0))
     return warpgroup_mma(
         q, k, gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False, is_async=True
     )
+
+
+@gluon.jit
+def _add_values(p, slots, step, acc, D: gl.constexpr):
+    """PV of a step, issued."""
+    v = slots.v.index(slots.place_of_values(step).slot).reshape([slots.v.shape[3], D])
+    return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
@@ -330,54 +327,54 @@ def _seen_by_all(tile, row, call):
 
 @gluon.jit
 def _step(
-    acc, p, top, sums, i, hidden, tile, row, used, q, keys, values, call, scale2,
+    acc, p, top, sums, step, block, hidden, tile, row, q, slots, call, changes, unit, slope,
     D: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """QK of the tile's i-th block from the right, whose keys have landed, beside PV of the block before.
+    """QK of a block of keys, which have landed, beside PV of the block at its right.
 
-    hidden: whether some row does not see some key of it.
+    hidden: whether some row does not see some key of the block.
     """
     KEYS: gl.constexpr = call.KEYS
-    place, before = place_of(used + i, SLOTS), place_of(used + i - 1, SLOTS)
-    scores = _scores(q, keys, place, D, SCORES)
-    values.wait_full(before)
-    acc = warpgroup_mma(p, values.buffers.index(before.slot).reshape([KEYS, D]), acc, is_async=True)
+    EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    scores = _scores(q, slots, step, D, SCORES)
+    slots.wait_for_values(step)
+    acc = _add_values(p, slots, step, acc, D)
     # Waits for QK alone. p among what is waited for: ptxas may else give its registers away while PV reads them.
     scores, acc, p = warpgroup_mma_wait(1, deps=(scores, acc, p))
-    keys.release(place)
+    slots.release_keys(step)
+    scores = changes.change(scores, slope, row + tile.offset, block * KEYS)
     if (call.HAS_LEFT or call.HAS_RIGHT) and hidden:
-        scores = hide(scores, tile, row, tile.end - 1 - i, call, SCORES)
-    EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+        scores = hide(scores, tile, row, block, call, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))
-    subtracted = _finite(new_top) * scale2
-    shrink = gl.exp2(top * scale2 - subtracted)
+    subtracted = _finite(new_top) * unit
+    shrink = gl.exp2(top * unit - subtracted)
     left, right = halves(scores, KEYS)
-    left = gl.exp2(left * scale2 - as_column(subtracted, left))
+    left = gl.exp2(left * unit - as_column(subtracted, left))
     sums = sums * as_column(shrink, sums)
     sums += gl.convert_layout(thread_sums(left, KEYS // 2), sums.type.layout, assert_trivial=True)
-    left = left.to(values.buffers.dtype)
-    # ptxas moves instructions within a basic block only, and would put the wait for PV before all exponentials. Waiting for
-    # the next keys here ends the block.
-    keys.wait_full(place_of(used + i + 1, SLOTS), i + 1 < tile.end - tile.begin)
+    left = left.to(slots.v.dtype)
+    # ptxas moves instructions within a basic block only, and would put the wait for PV before all exponentials, or after.
+    # Waiting for the next slot here, where another step needs it, ends the block.
+    slots.has_keys.wait_full(place_of(step + 1, SLOTS), block > tile.begin)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    values.release(before)
+    slots.has_values.release(slots.place_of_values(step))
     acc = acc * as_column(shrink, acc)
-    right = gl.exp2(right * scale2 - as_column(subtracted, right))
+    right = gl.exp2(right * unit - as_column(subtracted, right))
     sums += gl.convert_layout(thread_sums(right, KEYS // 2), sums.type.layout, assert_trivial=True)
     p = gl.convert_layout(
-        joined(left, right.to(values.buffers.dtype), KEYS), p.type.layout, assert_trivial=True
+        joined(left, right.to(slots.v.dtype), KEYS), p.type.layout, assert_trivial=True
     )
     return acc, p, new_top, sums
 
 
 @gluon.jit
 def _finish(
-    acc, top, sums, tile, row, buffer, out_blocks, lse, call, scale, D: gl.constexpr, SCORES: gl.constexpr
+    acc, top, sums, tile, row, buffer, out_blocks, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
     """Writes the rows' out and lse."""
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
-    inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+    inverse, row_lse = changes.finish(top, total, tile)
     out = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
     tma.store_wait(0)  # of the tile before, from this buffer
     buffer.reshape([ROWS, D]).store(out)
@@ -385,4 +382,4 @@ def _finish(
     tma.async_copy_shared_to_global(out_blocks, [tile.sequence, tile.head, row, 0], buffer)
     rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
     lse += (tile.sequence * call.heads + tile.head).to(gl.int64) * call.q_len
-    gl.store(lse + rows, top * scale + gl.log2(total) * LN_2, mask=rows < call.q_len)
+    gl.store(lse + rows, row_lse, mask=rows < call.q_len)

@@ -9,8 +9,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.attention.hopper.kernel import GROUPS, attention_forward_kernel
+from torch_fdattn.ops.attention.hopper.kernel import attention_forward_kernel
 from torch_fdattn.ops.attention.hopper.rows import ROWS
+from torch_fdattn.ops.attention.hopper.slots import GROUPS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 
@@ -55,23 +56,31 @@ def forward_launch(
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
-    mask, keys = options.mask, keys_of_a_block(head_dim)
+    mask, scores, keys = options.mask, options.scores, keys_of_a_block(head_dim)
     rows = GROUPS.value * ROWS.value
     ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
     aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % rows == 0
-    in_registers = head_dim == 128 and mask.window_left < 0 and aligned
+    in_registers = head_dim == 64 or (head_dim == 128 and mask.window_left < 0 and aligned)
     tiles = cdiv(q_len, rows) * heads * batch
     return Launch(
         attention_forward_kernel, min(tiles, num_sms(q.device)),
         _described(q, ROWS.value), _described(k, keys), _described(v, keys), _described(out, ROWS.value),
         lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
-        mask.window_left, mask.window_right, options.scale,
+        mask.window_left, mask.window_right,
+        options.scale, scores.softcap or None,
+        scores.alibi_slopes, *_strides(scores.alibi_slopes, batch),
+        scores.sinks, None if scores.sinks is None else scores.sinks.stride(0),
         HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
+
+
+def _strides(slopes: Tensor | None, batch: int) -> tuple[int | None, ...]:
+    """Of ALiBi's slopes, (heads,) or (batch, heads)."""
+    return (None, None) if slopes is None else slopes.expand(batch, -1).stride()
 
 
 def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:

@@ -1,4 +1,4 @@
-"""What kernels of several warp groups share: buffers that one fills and others empty, and the barriers between them.
+"""What kernels of several warp groups share: slots that one fills and others empty, and the barriers between them.
 
 A slot of a ring has two barriers. `full` is passed when the bytes that it waits for have landed, `empty` when every
 consumer has said that it is done. A barrier has a phase, 0 or 1, that changes each time it is passed: whoever waits
@@ -37,25 +37,15 @@ def place_of(count, SLOTS: gl.constexpr):
 
 @aggregate
 class Ring:
-    """Buffers of one shape in shared memory, with their barriers."""
+    """The barriers of slots in shared memory."""
 
-    buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty):
-        self.buffers = buffers
+    def __init__(self, full, empty):
         self.full = full
         self.empty = empty
-
-    @gluon.jit
-    def fill(self, descriptor, corner, place):
-        """Waits until the slot is empty, and starts to copy the block at this corner into it."""
-        self.wait_empty(place)
-        full = self.full.index(place.slot)
-        mbarrier.expect(full, descriptor.block_type.nbytes)
-        tma.async_copy_global_to_shared(descriptor, corner, full, self.buffers.index(place.slot))
 
     @gluon.jit
     def wait_empty(self, place):
@@ -64,6 +54,17 @@ class Ring:
     @gluon.jit
     def wait_full(self, place, needed=True):
         mbarrier.wait(self.full.index(place.slot), place.phase, pred=needed)
+
+    @gluon.jit
+    def fill(self, descriptor, corner, buffer, place, needed=True):
+        """Starts to copy the block at this corner into a buffer of the slot, which must be empty."""
+        full = self.full.index(place.slot)
+        tma.async_copy_global_to_shared(descriptor, corner, full, buffer, pred=needed)
+
+    @gluon.jit
+    def expect(self, place, BYTES: gl.constexpr, needed=True):
+        """Says of how many bytes the slot is full: of all copies of a filling."""
+        mbarrier.expect(self.full.index(place.slot), BYTES, pred=needed)
 
     @gluon.jit
     def hand_over(self, place):
@@ -77,14 +78,14 @@ class Ring:
 
 
 @gluon.jit
-def ring(buffers, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of these buffers, each emptied by as many consumers."""
+def ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Slots that are each emptied by as many consumers."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return Ring(buffers, full, empty)
+    return Ring(full, empty)
 
 
 @gluon.jit

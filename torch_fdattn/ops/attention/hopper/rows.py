@@ -34,6 +34,12 @@ def thread_sums(weights, N: gl.constexpr):
 
 
 @gluon.jit
+def split_columns(x):
+    """(64, N / 8, 8): of which a thread has all eights, and two of each."""
+    return x.reshape([ROWS, x.shape[1] // 8, 8])
+
+
+@gluon.jit
 def halves(x, N: gl.constexpr):
     """The left and the right half of the columns."""
     return x.reshape([ROWS, 2, N // 2]).permute((0, 2, 1)).split()

@@ -1,0 +1,122 @@
+"""What changes scores between QK and the softmax: softcap and ALiBi. And sinks, which join the softmax at its end.
+
+The torch twin, which defines them, is `ops/scores.py`.
+"""
+# Without `from __future__ import annotations`: aggregates ask for the types of their fields.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, split_columns
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@aggregate
+class Scores:
+    """A call's scale and what it does to scores, None for what it does not."""
+
+    scale: gl.tensor
+    softcap: gl.tensor | gl.constexpr
+    slopes: gl.tensor | gl.constexpr  # a pointer
+    slope_of_sequence: gl.tensor | gl.constexpr
+    slope_of_head: gl.tensor | gl.constexpr
+    sinks: gl.tensor | gl.constexpr  # a pointer
+    sink_of_head: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head
+    ):
+        def none(x):
+            return gl.constexpr(None) if x is None else x
+
+        self.scale = scale
+        self.softcap = none(softcap)
+        self.slopes = none(slopes)
+        self.slope_of_sequence = none(slope_of_sequence)
+        self.slope_of_head = none(slope_of_head)
+        self.sinks = none(sinks)
+        self.sink_of_head = none(sink_of_head)
+
+    @gluon.jit
+    def unit(self):
+        """Of scores, as `change` leaves them, in log2: QK itself, or capped ones in log2 already."""
+        if self.softcap is None:
+            return self.scale * LOG2_E
+        else:
+            return gl.to_tensor(1.0)
+
+    @gluon.jit
+    def slope_of(self, tile):
+        """A tile's ALiBi slope in the unit of scores."""
+        if self.slopes is None:
+            return gl.to_tensor(0.0)
+        else:
+            of_sequence = tile.sequence.to(gl.int64) * self.slope_of_sequence
+            of_head = tile.head.to(gl.int64) * self.slope_of_head
+            slope = gl.load(self.slopes + of_sequence + of_head).to(gl.float32)
+            return slope * LOG2_E / self.unit()
+
+    @gluon.jit
+    def change(self, scores, slope, row, first_key):
+        """QK of rows from the position `row` on and of keys from the position `first_key` on, capped and biased."""
+        if self.softcap is not None:
+            # cap · tanh(x) = cap - 2 cap / (exp(2x) + 1), to 1e-7 of the cap.
+            cap = self.softcap * LOG2_E
+            grown = gl.exp2(scores * (self.scale / self.softcap * (2.0 * LOG2_E)))
+            scores = cap - 2.0 * cap * _reciprocal(grown + 1.0)
+        if self.slopes is not None:
+            scores -= slope * gl.abs(_distances(scores, row - first_key))
+        return scores
+
+    @gluon.jit
+    def finish(self, top, total, tile):
+        """(1 / the sum of weights, lse) of rows, of their largest score and the sum of weights relative to it.
+
+        0 and -inf for a row that has seen no key.
+        """
+        top *= self.unit()
+        factor = 1.0
+        if self.sinks is not None:
+            offset = tile.head.to(gl.int64) * self.sink_of_head
+            sink = gl.load(self.sinks + offset).to(gl.float32) * LOG2_E
+            high = gl.maximum(top, sink)
+            high = gl.where(high == MINUS_INFINITY, 0.0, high)
+            factor = gl.exp2(top - high)
+            total = total * factor + gl.exp2(sink - high)
+            top = high
+        return gl.where(total == 0.0, 0.0, factor / total), (top + gl.log2(total)) * LN_2
+
+
+@gluon.jit
+def _reciprocal(x):
+    """One instruction, to one unit in the last place; 0 of infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _distances(scores, row):
+    """Position of a key less that of a row, of rows from `row` on and keys from 0 on.
+
+    A thread's columns are 8 apart: all but one conversion to floating point are the compiler's.
+    """
+    N: gl.constexpr = scores.shape[1]
+    apart = split_columns(scores)
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, apart.type.layout))
+    units: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, apart.type.layout))
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
+    rows = gl.convert_layout(
+        rows.to(gl.float32),
+        gl.SliceLayout(1, gl.SliceLayout(2, apart.type.layout)),
+        assert_trivial=True,
+    )
+    unit = gl.arange(0, 8, layout=units).to(gl.float32)
+    eight = (gl.arange(0, N // 8, layout=eights) * 8).to(gl.float32)
+    near = gl.expand_dims(gl.expand_dims(unit, 0), 1) - gl.expand_dims(gl.expand_dims(rows, 1), 2)
+    distances = near + gl.expand_dims(gl.expand_dims(eight, 0), 2)
+    return gl.convert_layout(distances.reshape([ROWS, N]), scores.type.layout, assert_trivial=True)

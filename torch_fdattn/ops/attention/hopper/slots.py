@@ -1,0 +1,86 @@
+"""Where Hopper's forward keeps in shared memory what one warp loads and two warp groups read.
+
+A step multiplies the keys of one block and the values of the block before it, of whatever tile: QK is a block ahead of PV.
+Where blocks are small, both lie in one slot of a ring: one barrier says that they have landed, and one that they are
+read, since each costs the warps of a group a meeting. Where they are large, keys and values have a ring each: the next
+keys are needed as soon as there is room for them.
+"""
+# Without `from __future__ import annotations`: aggregates ask for the types of their fields.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, place_of, ring
+
+SLOTS = gl.constexpr(2)  #: of keys and values, of tile numbers
+GROUPS = gl.constexpr(2)  #: warp groups that multiply
+
+
+@aggregate
+class Slots:
+    """Numbers of tiles; queries, of each warp group its own; keys with values."""
+
+    numbers: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    has_number: Ring
+    has_queries: Ring
+    has_keys: Ring
+    has_values: Ring  # where TOGETHER: has_keys
+    TOGETHER: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, q, k, v, has_number, has_queries, has_keys, has_values, TOGETHER):
+        self.numbers = numbers
+        self.q = q
+        self.k = k
+        self.v = v
+        self.has_number = has_number
+        self.has_queries = has_queries
+        self.has_keys = has_keys
+        self.has_values = has_values
+        self.TOGETHER = gl.constexpr(TOGETHER)
+
+    @gluon.jit
+    def place_of_values(self, step):
+        """Of the values that a step multiplies, those of the block before its keys."""
+        if self.TOGETHER:
+            return place_of(step, SLOTS)
+        else:
+            return place_of(step - 1, SLOTS)
+
+    @gluon.jit
+    def wait_for_values(self, step, needed=True):
+        """In a step that has its keys."""
+        if not self.TOGETHER:
+            self.has_values.wait_full(self.place_of_values(step), needed)
+
+    @gluon.jit
+    def release_values(self, step):
+        """In a step whose keys are not read yet."""
+        if not self.TOGETHER:
+            self.has_values.release(self.place_of_values(step))
+
+    @gluon.jit
+    def release_keys(self, step):
+        """In a step whose values are not read yet."""
+        if not self.TOGETHER:
+            self.has_keys.release(place_of(step, SLOTS))
+
+
+@gluon.jit
+def slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
+    q, k, v = blocks_of(q_blocks, Q_SLOTS), blocks_of(k_blocks, SLOTS), blocks_of(v_blocks, SLOTS)
+    has_keys = ring(SLOTS, GROUPS)
+    TOGETHER: gl.constexpr = k_blocks.block_type.nbytes <= 16384
+    if TOGETHER:
+        has_values = has_keys
+    else:
+        has_values = ring(SLOTS, GROUPS)
+    return Slots(
+        numbers, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values, TOGETHER
+    )
