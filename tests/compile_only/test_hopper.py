@@ -17,6 +17,7 @@ from torch_fdattn.ops.attention.hopper.launch import (
     HEAD_DIMS,
     forward_launch,
     keys_of_a_block,
+    padded,
     takes,
 )
 from torch_fdattn.ops.options import AttentionOptions
@@ -47,7 +48,7 @@ def launch_of(
         meta(2, h, n, head_dim, dtype=dtype) for h, n in ((8, queries), (2, keys), (2, keys))
     )
     options = AttentionOptions(positions, head_dim**-0.5, scores)
-    assert takes(q, k, v, options)
+    assert takes(q, k, v, options) == (head_dim in HEAD_DIMS)
     made = forward_launch(q, k, v, options, q, meta(2, 8, queries), meta(1, **INT))
     return Launch(made.kernel, made.arguments, made.options)
 
@@ -88,6 +89,13 @@ def test_compiles_with_changed_scores(mask, head_dim):
     scores = Scores(30.0, meta(2, 8), meta(8, dtype=torch.bfloat16))
     compiled = compile_launch(launch_of(head_dim, mask, scores=scores), ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [40, 96, 192])
+def test_compiles_with_padded_heads(head_dim):
+    compiled = compile_launch(launch_of(head_dim, "causal"), ARCHS["sm_90"])
+    check_spills(compiled, disassembled(compiled.asm["cubin"]), padded(head_dim))
 
 
 @pytest.mark.slow

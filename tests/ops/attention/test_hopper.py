@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 ALL = Mask()
 
 
-def attend(q, k, v, mask=ALL, scale=None):
+def attend(q, k, v, mask=ALL, scale=None, is_taken=True):
     from torch_fdattn.launch.launches import run
     from torch_fdattn.ops.attention.hopper.launch import forward_launch, takes
 
@@ -29,7 +29,7 @@ def attend(q, k, v, mask=ALL, scale=None):
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     options = AttentionOptions(mask, q.shape[3] ** -0.5 if scale is None else scale)
-    assert takes(q, k, v, options)
+    assert takes(q, k, v, options) == is_taken
     run((forward_launch(q, k, v, options, out, lse, counter),))
     assert counter.item() == 0
     return out, lse
@@ -39,8 +39,8 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def check(q, k, v, mask=ALL, lens=None):
-    found = attend(q, k, v, mask)
+def check(q, k, v, mask=ALL, lens=None, is_taken=True):
+    found = attend(q, k, v, mask, is_taken=is_taken)
     kept = torch.arange(k.shape[2], device="cuda") < (k.shape[2] if lens is None else mask.kv_lens[:, None])  # fmt: skip
     k, v = (x.masked_fill(~kept.view(-1, 1, k.shape[2], 1), 0.0) for x in (k, v))
     options = dict(causal=mask.window_right == 0)
@@ -64,6 +64,19 @@ def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
     q = normal(2, 4, queries, head_dim, dtype=dtype)
     k, v = (normal(2, 2, keys, head_dim, dtype=dtype) for _ in range(2))
     check(q, k, v, Mask(window_right=0 if causal else -1))
+
+
+@pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 248])
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_head_dims(causal, head_dim):
+    """Between NaN, which zeros that fill up must not be."""
+    q, k, v = (
+        torch.full((2, h, 300, head_dim + 8), torch.nan, device="cuda").bfloat16()[..., :head_dim]
+        for h in (4, 2, 2)
+    )
+    for x in (q, k, v):
+        x.normal_()
+    check(q, k, v, Mask(window_right=0 if causal else -1), is_taken=False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -15,11 +15,13 @@ from torch_fdattn.ops.attention.hopper.slots import GROUPS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 
+#: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
 HEAD_DIMS = (64, 128, 256)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
 _SECTION_BYTES = 16 << 20
+#: Below it, hidden scores and capped ones would leave float32's range before they are scaled.
 _LEAST_SCALE = 1e-30
 
 
@@ -31,8 +33,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         and q.shape[3] == v.shape[3]
         and q.shape[3] in HEAD_DIMS
         and not options.mask.kv_block
-        # Hidden scores are -inf before they are scaled.
         and _LEAST_SCALE < options.scale < float("inf")
+        and (
+            options.scores.softcap == 0.0
+            or _LEAST_SCALE < options.scores.softcap / options.scale < float("inf")
+        )
         and all(map(_is_describable, (q, k, v)))
     )
 
@@ -40,6 +45,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether tensors begin where a descriptor can."""
     return all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that the kernel computes with: a copy fills what is beyond the tensor's with zeros."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def keys_of_a_block(head_dim: int) -> int:
@@ -56,17 +66,18 @@ def forward_launch(
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
-    mask, scores, keys = options.mask, options.scores, keys_of_a_block(head_dim)
-    rows = GROUPS.value * ROWS.value
+    mask, scores = options.mask, options.scores
+    dim, keys = padded(head_dim), keys_of_a_block(head_dim)
+    tile_rows = GROUPS.value * ROWS.value
     ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
-    aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % rows == 0
-    in_registers = head_dim == 64 or (head_dim == 128 and mask.window_left < 0 and aligned)
-    tiles = cdiv(q_len, rows) * heads * batch
+    aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % tile_rows == 0
+    in_registers = dim == 64 or (dim == 128 and mask.window_left < 0 and aligned)
+    tiles = cdiv(q_len, tile_rows) * heads * batch
     return Launch(
         attention_forward_kernel, min(tiles, num_sms(q.device)),
-        _described(q, ROWS.value), _described(k, keys), _described(v, keys), _described(out, ROWS.value),
+        *[_described(x, [1, 1, rows, dim]) for x, rows in ((q, ROWS.value), (k, keys), (v, keys), (out, ROWS.value))],
         lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
@@ -89,8 +100,7 @@ def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
     return cdiv(heads, cdiv(heads, most))
 
 
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
-    block = [1, 1, rows, x.shape[3]]
+def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
