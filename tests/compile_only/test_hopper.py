@@ -21,6 +21,7 @@ from torch_fdattn.ops.attention.hopper.launch import (
     takes,
 )
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -37,7 +38,7 @@ MASKS = {
 #: What `make test` compiles: each takes some seconds.
 QUICK = (64, "causal"), (128, "causal"), (256, "lengths")
 #: Bytes a thread that may spill, outside of the loops: numbers of tiles.
-SPILLS = {64: 8, 128: 40, 256: 40}
+SPILLS = {64: 8, 128: 40, 256: 72}
 
 
 def launch_of(
@@ -88,6 +89,19 @@ def test_compiles_with_changed_scores(mask, head_dim):
     """Softcap, ALiBi and sinks at once."""
     scores = Scores(30.0, meta(2, 8), meta(8, dtype=torch.bfloat16))
     compiled = compile_launch(launch_of(head_dim, mask, scores=scores), ARCHS["sm_90"])
+    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", [Mask(), Mask(meta(4, **INT), meta(4, **INT), window_right=0)])
+def test_compiles_for_packed_sequences(mask, head_dim):
+    q, k = (meta(1, h, 5000, head_dim, dtype=torch.bfloat16) for h in (8, 2))
+    options = AttentionOptions(mask, 1.0, Scores(30.0, meta(4, 8), meta(8)))
+    packed = Packed(meta(5, **INT), meta(5, **INT))
+    made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
+    launch = Launch(made.kernel, made.arguments, made.options)
+    compiled = compile_launch(launch, ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
 
 

@@ -9,7 +9,9 @@ import torch_fdattn
 from tests.ops.decode.inputs import int32
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 from torch_fdattn.testing import attention_oracle
 
 pytestmark = pytest.mark.skipif(
@@ -77,6 +79,44 @@ def test_other_head_dims(causal, head_dim):
     for x in (q, k, v):
         x.normal_()
     check(q, k, v, Mask(window_right=0 if causal else -1), is_taken=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "kv_lens"),
+    [([500, 0, 1, 129, 64], None), ([30] * 40, None), ([100, 64, 7], [700, 0, 128]), ([300], [128])],
+)  # fmt: skip
+def test_packed_sequences(lens, kv_lens, causal, head_dim):
+    """Between tokens of no sequence, which see no key, and whose values are NaN."""
+    from torch_fdattn.launch.launches import run
+    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+
+    ends, kv_ends = ([5, *itertools.accumulate(x, initial=5)][1:] for x in (lens, kv_lens or lens))
+    q = normal(1, 4, ends[-1] + 70, head_dim)
+    k, v = (normal(1, 2, kv_ends[-1] + 3, head_dim) for _ in range(2))
+    for x, last in ((q, ends[-1]), (k, kv_ends[-1]), (v, kv_ends[-1])):
+        x[:, :, :5] = x[:, :, last:] = torch.nan
+    packed = Packed(int32(*ends, device="cuda"), kv_lens and int32(*kv_ends, device="cuda"))
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sinks = torch.randn(4, device="cuda")
+    options = AttentionOptions(Mask(window_right=0 if causal else -1), head_dim**-0.5, Scores(sinks=sinks))  # fmt: skip
+    run((forward_launch(q, k, v, options, out, lse, counter, packed),))
+    assert counter.item() == 0
+    for x in (out[:, :, :5], out[:, :, ends[-1] :]):
+        assert (x == 0).all()
+    for x in (lse[:, :5], lse[:, ends[-1] :]):
+        assert (x == -torch.inf).all()
+    spans = zip(itertools.pairwise(ends), itertools.pairwise(kv_ends), strict=True)
+    for (first, end), (first_key, end_key) in spans:
+        if first == end:
+            continue
+        own = q[:, :, first:end], *(x[:, :, first_key:end_key] for x in (k, v))
+        exact, exact_lse = attention_oracle(*(x.double() for x in own), causal=causal, sinks=sinks)
+        torch.testing.assert_close(lse[:, first:end].double(), exact_lse[0], rtol=1e-3, atol=1e-3)
+        error = (out[:, :, first:end].double() - exact).norm()
+        assert error <= 4e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -43,14 +43,14 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
     "slope_of_sequence", "slope_of_head", "sink_of_head",
 ])  # fmt: skip
 def attention_forward_kernel(
-    q_blocks, k_blocks, v_blocks, out_blocks, lse, counter, kv_lens, q_start, kv_start,
+    q_blocks, k_blocks, v_blocks, out_blocks, out, lse, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_blocks.block_type.shape[2]
     D: gl.constexpr = k_blocks.block_type.shape[3]
-    call = Call(kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     changes = Scores(scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)
     Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
@@ -61,8 +61,8 @@ def attention_forward_kernel(
         outs = blocks_of(out_blocks, GROUPS)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
-        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
+        (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
+        (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
         (_load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -84,7 +84,8 @@ def _load(slots, q_blocks, k_blocks, v_blocks, counter, call):
 
         tile = tile_of(number, call)
         for i in range(tile.end - tile.begin):
-            corner = [tile.sequence, tile.head // call.group, (tile.end - 1 - i) * call.KEYS, 0]
+            first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
+            corner = [tile.batch, tile.head // call.group, first_key, 0]
             _load_keys(slots, k_blocks, v_blocks, corner, step)
             if step > 0:
                 _load_values(slots, v_blocks, corner_of_values, step, True)
@@ -129,7 +130,7 @@ def _load_queries(slots, q_blocks, tile, turn):
         place = _own(i, turn, slots.q.shape[0] // GROUPS)
         slots.has_queries.wait_empty(place)
         slots.has_queries.expect(place, q_blocks.block_type.nbytes)
-        corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
+        corner = [tile.batch, tile.head, tile.queries.first + tile.row + i * ROWS, 0]
         slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
 
 
@@ -141,7 +142,7 @@ def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    slots, outs, out_blocks, lse, call, changes,
+    slots, outs, out_blocks, out, lse, call, changes,
     RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of a warp group: 64 rows of each tile.
@@ -186,11 +187,11 @@ def _multiply(
             scores = _scores(q, slots, step, D, SCORES)
             acc, p, scores = warpgroup_mma_wait(1, deps=(acc, p, scores))
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
         else:  # where results take the queries' place
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
             tma.store_wait(0)
             slots.has_queries.release(own)
             q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
@@ -243,7 +244,7 @@ def _attend(
     count = tile.end - tile.begin
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
     if call.kv_lens is not None:
-        kept = tile.kv_len - (tile.end - 1) * KEYS
+        kept = tile.keys.length - (tile.end - 1) * KEYS
         if kept < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))
             v = slots.v.index(slots.place_of_values(step + 1).slot).reshape([KEYS, D])
@@ -319,7 +320,7 @@ def _seen_by_all(tile, row, call):
         begin = (
             gl.maximum(row + ROWS - 1 + tile.offset - call.left, 0) + call.KEYS - 1
         ) // call.KEYS
-    end = tile.kv_len // call.KEYS
+    end = tile.keys.length // call.KEYS
     if call.HAS_RIGHT:
         end = gl.minimum(end, gl.maximum(row + tile.offset + call.right + 1, 0) // call.KEYS)
     return begin, end
@@ -369,17 +370,40 @@ def _step(
 
 @gluon.jit
 def _finish(
-    acc, top, sums, tile, row, buffer, out_blocks, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
+    acc, top, sums, tile, row, buffer, out_blocks, out, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
     """Writes the rows' out and lse."""
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
     inverse, row_lse = changes.finish(top, total, tile)
-    out = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
-    tma.store_wait(0)  # of the tile before, from this buffer
-    buffer.reshape([ROWS, D]).store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_blocks, [tile.sequence, tile.head, row, 0], buffer)
+    results = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
+    first = tile.queries.first + row
     rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
-    lse += (tile.sequence * call.heads + tile.head).to(gl.int64) * call.q_len
-    gl.store(lse + rows, row_lse, mask=rows < call.q_len)
+    seen = rows < tile.queries.length
+    if call.cu_seqlens_q is not None and row + ROWS > tile.queries.length:
+        # A block's copy would end in the next sequence.
+        _store_rows(results, out, first, tile, out_blocks, seen, D)
+    else:
+        tma.store_wait(0)  # of the tile before, from this buffer
+        buffer.reshape([ROWS, D]).store(results)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_blocks, [tile.batch, tile.head, first, 0], buffer)
+    lse += (tile.batch * call.heads + tile.head).to(gl.int64) * call.q_len + tile.queries.first
+    gl.store(lse + rows, row_lse, mask=seen)
+
+
+@gluon.jit
+def _store_rows(results, out, first, tile, out_blocks, seen, D: gl.constexpr):
+    """The seen ones of a warp group's rows, of packed sequences: `first` is the token of the first one."""
+    OUT: gl.constexpr = results.type.layout
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT), assert_trivial=True)
+    tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    out += (
+        tile.head.to(gl.int64) * out_blocks.strides[1] + first.to(gl.int64) * out_blocks.strides[2]
+    )
+    offsets = gl.expand_dims(tokens.to(gl.int64) * out_blocks.strides[2], 1) + gl.expand_dims(
+        columns, 0
+    )
+    inside = gl.expand_dims(seen, 1) & (gl.expand_dims(columns, 0) < out_blocks.shape[3])
+    gl.store(out + offsets, results, mask=inside)

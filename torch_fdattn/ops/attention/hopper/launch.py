@@ -14,6 +14,7 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 
 #: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
 HEAD_DIMS = (64, 128, 256)
@@ -58,10 +59,12 @@ def keys_of_a_block(head_dim: int) -> int:
 
 
 def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor,
+    packed: Packed | None = None,
 ) -> Launch:  # fmt: skip
     """What writes attention of q, k, v into out and lse (fp32, contiguous).
 
+    Of packed sequences the tensors are (1, heads, tokens, D), and lse is (heads, tokens).
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
@@ -69,20 +72,31 @@ def forward_launch(
     mask, scores = options.mask, options.scores
     dim, keys = padded(head_dim), keys_of_a_block(head_dim)
     tile_rows = GROUPS.value * ROWS.value
-    ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
+    ragged = (
+        packed is not None
+        or mask.kv_lens is not None
+        or mask.q_start is not None
+        or capacity % keys != 0
+    )
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
     aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % tile_rows == 0
     in_registers = dim == 64 or (dim == 128 and mask.window_left < 0 and aligned)
-    tiles = cdiv(q_len, tile_rows) * heads * batch
+    blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
+    if packed is not None:
+        blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
+        begins = (
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k,
+        )
     return Launch(
-        attention_forward_kernel, min(tiles, num_sms(q.device)),
+        attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
         *[_described(x, [1, 1, rows, dim]) for x, rows in ((q, ROWS.value), (k, keys), (v, keys), (out, ROWS.value))],
-        lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
+        out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, scores.softcap or None,
-        scores.alibi_slopes, *_strides(scores.alibi_slopes, batch),
+        scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
         scores.sinks, None if scores.sinks is None else scores.sinks.stride(0),
         HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
