@@ -28,6 +28,10 @@ class Packed(NamedTuple):
     def sequences(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def begins_of_keys(self) -> Tensor:
+        return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+
     def blocks(self, tokens: int, block: int) -> int:
         """How many blocks hold `tokens`, whatever the lengths."""
         return tokens // block + self.sequences + 2
@@ -57,8 +61,7 @@ def kernel_arguments(packed: Packed | None, k: Tensor) -> dict[str, object]:
     }
     table = packed.page_table
     if table is None:
-        begins = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
-        return arguments | {"cu_seqlens_k_ptr": begins.contiguous()}
+        return arguments | {"cu_seqlens_k_ptr": packed.begins_of_keys.contiguous()}
     return arguments | {
         "page_table_ptr": table, "table_stride": table.stride(0), "table_step": table.stride(1),
         "page_count": k.shape[0], "PAGE": k.shape[2],

@@ -7,6 +7,8 @@ import torch
 
 import torch_fdattn
 from tests.ops.decode.inputs import int32
+from torch_fdattn.launch import prepared
+from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed
@@ -223,6 +225,24 @@ def test_the_op_comes_here_each_time(layout):
     exact = attention_oracle(q.double(), k.double(), v.double(), causal=True)[0]
     out = first[0] if layout == "bhsd" else first[0].transpose(1, 2)
     assert (out.double() - exact).norm() / exact.norm() < 4e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_op_of_packed_sequences(causal, monkeypatch):
+    """As the portable kernel, each time: through Triton, bound, and by the driver; slices of one tensor too."""
+    begins = int32(0, 300, 300, 431, 500, device="cuda")
+    qkv = normal(500, 8, 128)
+    tensors = normal(500, 4, 128), qkv[:, :2], qkv[:, 2:4]
+    expected = torch_fdattn.varlen_attention(*tensors, begins, causal=causal)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
+    prepared._calls.clear()
+    for _ in range(4):
+        launches.clear()
+        out, lse = torch_fdattn.varlen_attention(*tensors, begins, causal=causal)
+        assert launches == {"varlen_attention_forward/hopper": 1}
+        torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
+        assert (out.float() - expected[0].float()).norm() < 4e-3 * expected[0].float().norm()
+    prepared._calls.clear()
 
 
 def test_addresses_that_no_descriptor_can_have():

@@ -103,7 +103,7 @@ def _check_mask_covers(attn_mask: Tensor | None, packed: Packed, mask: Mask, cap
     on_host = type(begins) is Tensor and begins.device.type == "cpu"
     if attn_mask is None or not (on_host or checks.readable(begins)):
         return
-    cu_seqlens_k = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    cu_seqlens_k = packed.begins_of_keys
     keys = cu_seqlens_k.diff()
     if packed.page_table is not None:
         keys = torch.full_like(keys, capacity)

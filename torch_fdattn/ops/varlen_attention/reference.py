@@ -133,7 +133,7 @@ def _sequences(
     q: Tensor, k: Tensor, packed: Packed, mask: Mask, options: Scores
 ) -> Iterator[_Sequence]:
     rows_of = _slices(packed.cu_seqlens_q, q.shape[0])
-    cu_seqlens_k = packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k
+    cu_seqlens_k = packed.begins_of_keys
     for b, (rows, keys) in enumerate(zip(rows_of, _slices(cu_seqlens_k, k.shape[0]), strict=True)):
         own_mask, own_options = mask, options
         if any(x is not None for x in mask[:3]):

@@ -18,6 +18,8 @@ from torch_fdattn.ops.packed import Packed
 
 #: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
 HEAD_DIMS = (64, 128, 256)
+#: A stride of whole 16 bytes.
+_SOME = 128
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
@@ -85,10 +87,7 @@ def forward_launch(
     blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
     if packed is not None:
         blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
-        begins = (
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_q if packed.cu_seqlens_k is None else packed.cu_seqlens_k,
-        )
+        begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
         *[_described(x, [1, 1, rows, dim]) for x, rows in ((q, ROWS.value), (k, keys), (v, keys), (out, ROWS.value))],
@@ -116,7 +115,14 @@ def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
 
 def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), _steps(x), block, layout)
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Strides, where that of a dim of one entry, which says nothing, is one that a descriptor takes."""
+    return [step if n > 1 else _SOME for n, step in zip(x.shape[:3], x.stride(), strict=False)] + [
+        x.stride(3)
+    ]
 
 
 def _is_describable(x: Tensor) -> bool:
@@ -124,5 +130,5 @@ def _is_describable(x: Tensor) -> bool:
     return (
         x.stride(3) == 1
         and x.numel() > 0
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in _steps(x)[:3])
     )
