@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_fdattn.ops.attention.hopper.pipeline import Place, blocks_of, place_of, wait_for_group
+from torch_fdattn.ops.attention.hopper.loading import load
+from torch_fdattn.ops.attention.hopper.pipeline import blocks_of, place_of, wait_for_group
 from torch_fdattn.ops.attention.hopper.rows import (
     MINUS_INFINITY,
     ROWS,
@@ -31,10 +32,9 @@ from torch_fdattn.ops.attention.hopper.rows import (
     thread_sums,
 )
 from torch_fdattn.ops.attention.hopper.scores import Scores
-from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, slots_of
-from torch_fdattn.ops.attention.hopper.tiles import Call, take, tile_of
+from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
+from torch_fdattn.ops.attention.hopper.tiles import Call, tile_of
 
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -63,81 +63,8 @@ def attention_forward_kernel(
     gl.warp_specialize([
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
-        (_load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
     ], [4, 1], [240, 24])  # fmt: skip
-
-
-@gluon.jit
-def _load(slots, q_blocks, k_blocks, v_blocks, counter, call):
-    """Of one warp: hands tile numbers over, and fills the slots in the order in which they are emptied."""
-    tiles = call.tiles()
-    number = gl.program_id(0)
-    turn = gl.to_tensor(0)
-    step = gl.to_tensor(0)
-    corner_of_values = [gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), 0]
-    while number < tiles:
-        following = take(counter, tiles)
-        place = place_of(turn, SLOTS)
-        slots.has_number.wait_empty(place)
-        slots.numbers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
-        slots.has_number.hand_over(place)
-
-        tile = tile_of(number, call)
-        for i in range(tile.end - tile.begin):
-            first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
-            corner = [tile.batch, tile.head // call.group, first_key, 0]
-            _load_keys(slots, k_blocks, v_blocks, corner, step)
-            if step > 0:
-                _load_values(slots, v_blocks, corner_of_values, step, True)
-            # After the last values of the tile before, without which no queries are released.
-            if i == 0:
-                _load_queries(slots, q_blocks, tile, turn)
-            corner_of_values = corner
-            step += 1
-        number = following
-        turn += 1
-    _load_values(slots, v_blocks, corner_of_values, step, False)
-
-
-@gluon.jit
-def _load_keys(slots, k_blocks, v_blocks, corner, step):
-    """Of a step that has keys: of the whole step, where its values lie beside them."""
-    K_BYTES: gl.constexpr = k_blocks.block_type.nbytes
-    V_BYTES: gl.constexpr = v_blocks.block_type.nbytes
-    place = place_of(step, SLOTS)
-    slots.has_keys.wait_empty(place)
-    if slots.TOGETHER:
-        slots.has_keys.expect(place, K_BYTES, step == 0)
-        slots.has_keys.expect(place, K_BYTES + V_BYTES, step > 0)
-    else:
-        slots.has_keys.expect(place, K_BYTES)
-    slots.has_keys.fill(k_blocks, corner, slots.k.index(place.slot), place)
-
-
-@gluon.jit
-def _load_values(slots, v_blocks, corner, step, HAS_KEYS: gl.constexpr):
-    """Of a step, whether or not it has keys: the block before its keys."""
-    place = slots.place_of_values(step)
-    if not (slots.TOGETHER and HAS_KEYS):
-        slots.has_values.wait_empty(place)
-        slots.has_values.expect(place, v_blocks.block_type.nbytes)
-    slots.has_values.fill(v_blocks, corner, slots.v.index(place.slot), place)
-
-
-@gluon.jit
-def _load_queries(slots, q_blocks, tile, turn):
-    for i in gl.static_range(GROUPS):
-        place = _own(i, turn, slots.q.shape[0] // GROUPS)
-        slots.has_queries.wait_empty(place)
-        slots.has_queries.expect(place, q_blocks.block_type.nbytes)
-        corner = [tile.batch, tile.head, tile.queries.first + tile.row + i * ROWS, 0]
-        slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
-
-
-@gluon.jit
-def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr):
-    """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
-    return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)
 
 
 @gluon.jit
@@ -159,7 +86,7 @@ def _multiply(
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = tile_of(number, call)
-    own = _own(GROUP, turn, SLOTS_OF_GROUP)
+    own = own_place(GROUP, turn, SLOTS_OF_GROUP)
     q = _queries(slots, own, True, D, SCORES, Q_IN_REGISTERS)
     slots.has_keys.wait_full(place_of(step, SLOTS))
     scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, D, SCORES),))
@@ -179,7 +106,7 @@ def _multiply(
         slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
         slots.wait_for_values(step)
         acc = _add_values(p, slots, step, acc, D)
-        following_own = _own(GROUP, turn, SLOTS_OF_GROUP)
+        following_own = own_place(GROUP, turn, SLOTS_OF_GROUP)
         if SLOTS_OF_GROUP > 1:
             if not Q_IN_REGISTERS:
                 slots.has_queries.release(own)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, place_of, ring
+from torch_fdattn.ops.attention.hopper.pipeline import Place, Ring, blocks_of, place_of, ring
 
 SLOTS = gl.constexpr(2)  #: of keys and values, of tile numbers
 GROUPS = gl.constexpr(2)  #: warp groups that multiply
@@ -84,3 +84,9 @@ def slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS: gl.constexpr):
     return Slots(
         numbers, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values, TOGETHER
     )
+
+
+@gluon.jit
+def own_place(i, turn, SLOTS_OF_GROUP: gl.constexpr):
+    """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
+    return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)
