@@ -31,7 +31,7 @@ def figures(case, ways) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if x.use == "prefill" else ()) for x in TINY],
+    [pytest.param(x, marks=() if x.use == "decode" else pytest.mark.slow) for x in TINY],
     ids=lambda case: case.use,
 )
 def test_every_use(case, monkeypatch) -> None:

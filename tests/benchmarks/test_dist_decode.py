@@ -54,6 +54,7 @@ def rows_of(results: Results, metric: str) -> dict[str, set[str]]:
 
 
 @needs_interpreter
+@pytest.mark.slow
 def test_correctness_under_mpirun(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     if not MPIRUN.exists():

@@ -126,6 +126,7 @@ def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
         assert ": ok" in done.stdout
 
 
+@pytest.mark.slow
 def test_other_forms_on_two_ranks() -> None:
     start = "torch.distributed.run --standalone --nproc-per-node 2"
     done = call(*start.split(), __file__)

@@ -60,7 +60,8 @@ FORMS = {
 
 
 @needs_interpreter
-@pytest.mark.parametrize("kind", ["quick", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["quick", "slow"])
 def test_runs_by_kernels(kind: str, tmp_path: Path) -> None:
     start = "-m torch.distributed.run --standalone --nproc-per-node 2"
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}

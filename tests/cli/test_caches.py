@@ -136,9 +136,8 @@ def test_the_pages_that_do_not_fit_are_counted_whole(size, tiny, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("kv_block", "held"), [pytest.param("0", [8, 8], marks=pytest.mark.slow), ("5", [10, 6])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_block", "held"), [("0", [8, 8]), ("5", [10, 6])])
 def test_kv_block_decides_what_each_rank_holds(kv_block, held, tiny):
     """8 prompt tokens and 8 new ones: two halves, or blocks of 5 dealt in turn (5 + 5, 5 + 1)."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=2"

@@ -111,12 +111,10 @@ def test_a_missing_rank_under_torchrun_is_named_within_the_bound(tmp_path):
     assert "all-reduce" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "message"),
-    [
-        (0, "1 of 2 ranks did not come within 6 s: 1"),
-        pytest.param(1, "could not be reached within 6 s", marks=pytest.mark.slow),
-    ],
+    [(0, "1 of 2 ranks did not come within 6 s: 1"), (1, "could not be reached within 6 s")],
 )
 def test_a_rank_launched_alone_by_hand_ends_within_the_bound(rank, message):
     alone = launched_by_hand(IMPATIENT, rank, free_port())
