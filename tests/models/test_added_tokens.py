@@ -114,9 +114,10 @@ def test_added_tokens_keep_how_they_take_white_space(tmp_path):
         assert ours.encode(text) == theirs(text).input_ids
 
 
-def test_named_tokens_of_a_dictionary_are_variables_of_the_template(tmp_path):
+@pytest.mark.parametrize("key", ["extra_special_tokens", "model_specific_special_tokens"])
+def test_named_tokens_of_a_dictionary_are_variables_of_the_template(key, tmp_path):
     settings = {
-        "extra_special_tokens": {"tool_token": "<think>"},
+        key: {"tool_token": "<think>"},
         "chat_template": "{{ tool_token }}{{ messages[0].content }}",
     }
     ours = load_tokenizer(bpe_folder(tmp_path, PLAIN, settings=settings))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.hf_models import reference, write_gguf
 from tests.models.test_config import LLAMA
-from torch_fdattn.models import ModelConfig, ModelError, config_keys, load_tokenizer
+from torch_fdattn.models import ModelConfig, ModelError, config_keys
 from torch_fdattn.models.gguf import GGUFFile, gguf_config
 from torch_fdattn.models.gguf_tokenizer import gguf_tokenizer
 
@@ -19,6 +19,10 @@ TABLES = {
     "config.json": (config_keys.HF_USED, config_keys.HF_HARMLESS, config_keys.HF_ONLY),
     "rope": (config_keys.ROPE_USED, config_keys.ROPE_HARMLESS, config_keys.ROPE_ONLY),
     "gguf": (config_keys.GGUF_USED, config_keys.GGUF_HARMLESS, config_keys.GGUF_ONLY),
+    "generation": (
+        config_keys.GENERATION_USED, config_keys.GENERATION_HARMLESS, config_keys.GENERATION_ONLY,
+    ),
+    "settings": (config_keys.SETTINGS_USED, config_keys.SETTINGS_HARMLESS, config_keys.SETTINGS_ONLY),
     "tokenizer": (
         config_keys.TOKENIZER_USED, config_keys.TOKENIZER_HARMLESS, config_keys.TOKENIZER_ONLY,
     ),
@@ -73,7 +77,8 @@ def test_harmless_keys_of_config_json_change_nothing():
         ({"num_local_experts": 8}, "num_local_experts must be absent"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be absent"),
         ({"mlp_gate_softcap": 1.0}, "mlp_gate_softcap must be absent"),
-        ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings must be absent"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "original_max_position_embeddings": 4096},
+         "original_max_position_embeddings must be absent"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers must be absent"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.2}},
          "rope attention_factor must be 1: .*, got 1.2"),
@@ -106,7 +111,8 @@ _LLAMA31 = {
     [
         ("flash_attention_window", 4096), ("rope_initial_scale", 2.0), ("parallel_block", True),
         ("normalize_embeddings", True), ("use_causal", False), ("causal_attention", True), ("dim_model_base", 256),
-        ("attn_scale_per_head", 2.0),
+        ("attn_scale_per_head", 2.0), ("softmax_temperature", 2.0), ("use_dynamic_ntk", True), ("prefix_lm", True),
+        ("kv_channels", 32), ("swiglu_alpha", 1.7), ("add_unit_offset", True), ("logits_scaling", 8.0),
     ],
 )  # fmt: skip
 def test_unknown_keys_that_mean_computation_are_refused(key, value):
@@ -119,7 +125,8 @@ def test_unknown_keys_that_mean_computation_are_refused(key, value):
     [
         ("use_flash_attention", True), ("attn_pdrop", 0.1), ("init_scale_attn", 0.1),
         ("flash_attn_implementation", "triton"), ("router_loss_weight", 0.1), ("my_notes", "norm"),
-        ("use_causal", None), ("attention_backend", "x"),
+        ("use_causal", None), ("attention_backend", "x"), ("logits_scaling", 1.0), ("residual_multiplier", 1),
+        ("original_max_position_embeddings", 4096),
     ],
 )  # fmt: skip
 def test_unknown_keys_of_training_and_kernels_are_passed_over(key, value):
@@ -269,16 +276,6 @@ def test_every_key_of_a_generation_config_is_drawing_or_judged():
     for key in judged:
         with pytest.raises(ModelError, match=f"{key} must be "):
             config_keys.check_generation_keys({key: [7]})
-
-
-def test_a_generation_config_is_judged_with_the_tokenizer(tmp_path):
-    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7]}')
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(
-        ModelError, match=r"generation_config\.json: suppress_tokens must be absent"
-    ):
-        load_tokenizer(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -56,24 +56,29 @@ def _models(config_class: type) -> list[type]:
     listed = transformers.MODEL_MAPPING.get(config_class, None)
     if listed is not None:
         return [x for x in (listed if isinstance(listed, tuple) else (listed,)) if x is not None]
-    module = _modelling_file(config_class)
-    return [
-        x for x in vars(module).values()
-        if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
-        and x.__module__ == module.__name__ and getattr(x, "config_class", None) is config_class
-    ] if module is not None else []  # fmt: skip
+    for module in _modelling_files(config_class):
+        found = [
+            x for x in vars(module).values()
+            if isinstance(x, type) and issubclass(x, transformers.PreTrainedModel)
+            and x.__module__ == module.__name__ and getattr(x, "config_class", None) is config_class
+        ]  # fmt: skip
+        if found:
+            return found
+    return []
 
 
-def _modelling_file(config_class: type):
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    return None if name == config_class.__module__ else sys.modules.get(name)
+def _modelling_files(config_class: type) -> list:
+    """Those that may have its models: the one of its configuration's name, then the others beside it (BLIP's text model)."""
+    own = config_class.__module__.replace("configuration_", "modeling_")
+    package = config_class.__module__.rpartition(".")[0]
+    beside = sorted(name for name in sys.modules if name.startswith(f"{package}.modeling_"))
+    names = [own] if own != config_class.__module__ else []
+    return [sys.modules[name] for name in (*names, *beside) if name in sys.modules]
 
 
 def _asks_for_masks(config_class: type) -> bool:
-    module = _modelling_file(config_class)
-    if module is None:
-        return False
+    modules = _modelling_files(config_class)[:1]
     try:
-        return "allow_is_causal_skip" in inspect.getsource(module)
+        return any("allow_is_causal_skip" in inspect.getsource(module) for module in modules)
     except OSError:  # no source: not to be wrong is worth a mask
         return True

@@ -84,73 +84,17 @@ ROPE_ONLY: dict[str, tuple[Values, str]] = {
     "mscale": ((None,), "absent"),
 }
 # Words of a key that say that it changes the computation, unlike dropout or the choice of a kernel.
-_COMPUTATION = frozenset(
-    [
-        "rope",
-        "rotary",
-        "attn",
-        "attention",
-        "norm",
-        "layernorm",
-        "rmsnorm",
-        "ln",
-        "qk",
-        "qkv",
-        "window",
-        "sliding",
-        "mask",
-        "causal",
-        "bidirectional",
-        "bias",
-        "expert",
-        "experts",
-        "moe",
-        "router",
-        "act",
-        "activation",
-        "scale",
-        "scaling",
-        "multiplier",
-        "logit",
-        "logits",
-        "softcap",
-        "softcapping",
-        "cap",
-        "clip",
-        "clamp",
-        "limit",
-        "alibi",
-        "position",
-        "positions",
-        "positional",
-        "residual",
-        "mlp",
-        "ffn",
-        "head",
-        "heads",
-        "layer",
-        "layers",
-        "mup",
-        "lora",
-        "adapter",
-        "adapters",
-        "quant",
-        "quantization",
-        "bits",
-        "conv",
-        "gate",
-        "gated",
-        "sink",
-        "sinks",
-        "sparse",
-        "sparsity",
-        "parallel",
-        "normalize",
-        "normalise",
-        "normalized",
-        "normalization",
-    ]
-)
+_COMPUTATION = frozenset((
+    "rope", "rotary", "attn", "attention", "norm", "layernorm", "rmsnorm", "ln", "qk", "qkv", "window", "sliding",
+    "mask", "causal", "bidirectional", "bias", "expert", "experts", "moe", "router", "act", "activation", "scale",
+    "scaling", "multiplier", "logit", "logits", "softcap", "softcapping", "cap", "clip", "clamp", "limit", "alibi",
+    "position", "positions", "positional", "residual", "mlp", "ffn", "head", "heads", "layer", "layers", "mup",
+    "lora", "adapter", "adapters", "quant", "quantization", "bits", "conv", "gate", "gated", "sink", "sinks",
+    "sparse", "sparsity", "parallel", "normalize", "normalise", "normalized", "normalization", "softmax",
+    "temperature", "ntk", "offset", "prefix", "swiglu", "kv",
+))  # fmt: skip
+#: Of a key whose value 1 changes nothing.
+_FACTORS = frozenset(("scaling", "scale", "multiplier", "factor"))
 #: Words of a key that is of training alone; and of one that chooses a kernel, which says no more than that there is
 #: attention.
 _OF_TRAINING = frozenset(("dropout", "pdrop", "loss", "init", "initializer", "initialization"))
@@ -160,6 +104,16 @@ _ATTENTION = frozenset(("attn", "attention"))
 # --- generation_config.json: of it only the end tokens are read; how to draw is the caller's to say.
 
 GENERATION_USED = frozenset(("eos_token_id",))
+#: How to draw, where a call says nothing: the caller's to say.
+GENERATION_HARMLESS = frozenset((
+    "repetition_penalty", "encoder_repetition_penalty", "diversity_penalty", "length_penalty",
+    "exponential_decay_length_penalty",
+))  # fmt: skip
+#: Words of a key that changes which tokens may be drawn.
+_OF_DRAWING = frozenset((
+    "suppress", "bad", "force", "forced", "bias", "mask", "constraint", "constraints", "healing", "watermark",
+    "watermarking", "penalty", "banned", "allowed",
+))  # fmt: skip
 GENERATION_ONLY: dict[str, tuple[Values, str]] = {
     **{
         key: (_EMPTY, "absent: it changes which tokens may be drawn, and is not applied")
@@ -170,8 +124,27 @@ GENERATION_ONLY: dict[str, tuple[Values, str]] = {
     },
     "forced_bos_token_id": ((None,), "absent"),
     "forced_eos_token_id": ((None,), "absent"),
+    "forced_decoder_ids": (_EMPTY, "absent"),
+    "token_healing": (_UNSET, "false"),
     "guidance_scale": ((None, 1), "1 or absent"),
 }  # fmt: skip
+
+# --- tokenizer_config.json: tokenizer.json and tokenizer.model say what a tokenizer does, this file seldom.
+
+SETTINGS_USED = frozenset((
+    "add_bos_token", "add_eos_token", "added_tokens_decoder", "additional_special_tokens", "chat_template",
+    "extra_special_tokens", "model_specific_special_tokens", "tokenizer_class",
+))  # fmt: skip
+SETTINGS_HARMLESS = frozenset((
+    "add_prefix_space", "clean_up_tokenization_spaces", "do_lower_case", "fix_mistral_regex", "from_slow", "is_fast",
+    "legacy", "normalization", "pad_to_multiple_of", "special_tokens_map_file", "spaces_between_special_tokens",
+    "split_by_whitespace", "truncation", "truncation_side", "use_default_system_prompt",
+))  # fmt: skip
+SETTINGS_ONLY: dict[str, tuple[Values, str]] = {
+    "split_special_tokens": (_UNSET, "false: special tokens in a text are those tokens"),
+}
+#: Words of a key that changes how text is cut.
+_OF_CUTTING = frozenset(("split", "lowercase", "normalize", "normalizer", "regex", "strip", "pre"))
 
 # --- GGUF, behind `<architecture>.`
 
@@ -257,11 +230,23 @@ def check_hf_keys(raw: Mapping[str, Any]) -> None:
     for key in _unknown(raw, HF_USED, HF_HARMLESS, HF_ONLY):
         # Not to be causal is no default.
         defaults = (None,) if "causal" in _parts(key) else _EMPTY
+        if _parts(key) & _FACTORS:
+            defaults += (1,)
+        if key == "original_max_position_embeddings" and not _has_rope_scaling(raw):
+            continue  # says how scaled positions were trained
         if _means_computation(key) and not _is_one_of(raw[key], defaults):
             raise ModelError(
                 f"{key} must be absent, since no {kind} model has it and its name says that it changes "
                 f"what is computed, got {reprlib.repr(raw[key])}: take it out of config.json if it does not"
             )
+
+
+def _has_rope_scaling(raw: Mapping[str, Any]) -> bool:
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return (
+        isinstance(given, Mapping)
+        and given.get("rope_type", given.get("type", "default")) != "default"
+    )
 
 
 def check_rope_keys(scaling: Mapping[str, Any]) -> None:
@@ -276,6 +261,23 @@ def check_rope_keys(scaling: Mapping[str, Any]) -> None:
 
 def check_generation_keys(raw: Mapping[str, Any]) -> None:
     _check_values(raw, GENERATION_ONLY)
+    for key in _unknown(raw, GENERATION_USED, GENERATION_HARMLESS, GENERATION_ONLY):
+        if _parts(key) & _OF_DRAWING and not _is_one_of(raw[key], (*_EMPTY, 1)):
+            raise ModelError(
+                f"{key} must be absent from generation_config.json, since its name says that it changes which tokens "
+                f"may be drawn, which is not applied, got {reprlib.repr(raw[key])}: take it out if it does not"
+            )
+
+
+def check_tokenizer_settings(raw: Mapping[str, Any]) -> None:
+    """Refuses a tokenizer_config.json by the first key whose value would change ids."""
+    _check_values(raw, SETTINGS_ONLY)
+    for key in _unknown(raw, SETTINGS_USED, SETTINGS_HARMLESS, SETTINGS_ONLY):
+        if _parts(key) & _OF_CUTTING and not _is_one_of(raw[key], _EMPTY):
+            raise ModelError(
+                f"{key} must be absent from tokenizer_config.json, since its name says that it changes how text is "
+                f"cut, which is not applied, got {reprlib.repr(raw[key])}: take it out if it does not"
+            )
 
 
 def check_gguf_keys(architecture: str, fields: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fdattn.models.config import read_json
-from torch_fdattn.models.config_keys import check_generation_keys
+from torch_fdattn.models.config_keys import check_generation_keys, check_tokenizer_settings
 from torch_fdattn.models.encoding import (
     AddedToken,
     BPETokenizer,
@@ -31,12 +31,15 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     """From a Hugging Face folder: tokenizer.json if there is one, else tokenizer.model."""
     settings_file, map_file = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     settings, special_map = _optional_json(settings_file), _optional_json(map_file)
+    with reading(settings_file):
+        check_tokenizer_settings(settings)
     texts: dict[str, str] = {}
     specials: set[str] = set()
     for file, entries in ((map_file, special_map), (settings_file, settings)):
         with reading(file):
-            named = entries.get("extra_special_tokens")
-            entries = {**entries, **(named if isinstance(named, dict) else {})}
+            for key in ("extra_special_tokens", "model_specific_special_tokens"):
+                if isinstance(named := entries.get(key), dict):
+                    entries = {**entries, **named}
             texts |= {
                 key: _content(value)
                 for key, value in entries.items()
