@@ -53,6 +53,7 @@ def kept(path: Path) -> list[str]:
 
 
 ALLOWED = {
+    "dist/ring_attention/transformers_layers.py": {"_checked": "modules whose positions were compared: a collective"},
     "dist/symm/channel.py": {"_channels": "symmetric memory, which only a collective makes"},
     "dist/symm/availability.py": {"_available": "whether a group's ranks share symmetric memory: a collective finds out"},
     "dist/symm/faults.py": {
@@ -73,7 +74,6 @@ ALLOWED = {
     "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},
     "dropins/flash_impl.py": {"fallbacks": "a count for users"},
     "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},
-    "dropins/sharded_sequences.py": {"_checked": "modules whose positions were compared: a collective"},
     "launch/device.py": {"num_sms": "of a device"},
     "launch/driver.py": {"loaded": "a library"},
     "launch/launches.py": {"_NOTHING": "a default that nobody writes to"},

@@ -300,8 +300,32 @@ def test_a_window_that_transformers_drops_for_sdpa_is_refused(group, rank_device
     torch.testing.assert_close(found, shards.shard(expected, dist.get_rank()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("contiguous", "none", r"position_ids are \[0, 1, .* where the shard has \[\d+, "),
+        ("contiguous", "shards", None),
+        ("zigzag", "shards", "which transformers takes for packed sequences"),
+    ],
+)
+def test_positions_under_sdpa(kind, given, message, group, rank_device):
+    """Right, or refused on every rank: SDPA is told no positions, and without them logits were 0.1 off in silence."""
+    needs_two()
+    shards = getattr(SequenceShards, kind)(total(), dist.get_world_size())
+    ids, positions, _ = shard_batch(group, shards, *batch(rank_device))
+    eager, model = models("Llama", rank_device, "sdpa")
+    options = {"position_ids": positions} if given == "shards" else {}
+    with context_parallel(group, shards=shards):
+        if message is not None:
+            with pytest.raises(ValueError, match=message):
+                model(ids, use_cache=False, **options)
+            return
+        found = model(ids, use_cache=False, **options).logits
+    expected = eager(batch(rank_device)[0], use_cache=False).logits
+    torch.testing.assert_close(found, shards.shard(expected, dist.get_rank()), rtol=1e-4, atol=1e-4)
+
+
 def test_a_mask_of_one_rank_is_refused_on_all(group, rank_device):
-    """transformers takes a zigzag's positions for packed sequences, on the ranks alone whose parts are not one run."""
     needs_two()
     x = torch.randn(1, 2, 8, 16, device=rank_device)
     mask = torch.ones(8, 8, dtype=torch.bool, device=rank_device) if dist.get_rank() == 0 else None

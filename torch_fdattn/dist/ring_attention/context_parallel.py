@@ -14,8 +14,8 @@ import contextlib
 import functools
 import sys
 import threading
-import types
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.op import STRATEGIES
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
 
 
 def shard_batch(
@@ -221,6 +222,10 @@ class RingMode(TorchFunctionMode):
         """`consensus.raise_on_all_ranks` of the ranks that share the sequence."""
         raise_on_all_ranks(self._group_name, device, kind, said, remedy)
 
+    def refuse(self, like: Tensor, message: str) -> NoReturn:
+        """`consensus.refuse_on_all_ranks` of the ranks that share the sequence."""
+        refuse_on_all_ranks(self._group_name, like, message)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -242,19 +247,10 @@ class RingMode(TorchFunctionMode):
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     ):  # fmt: skip
+        check_sdpa(self, query, attn_mask, sys._getframe(2))
         self._refuse(
             "scaled_dot_product_attention", query, attn_mask=attn_mask, dropout_p=dropout_p
         )
-        window = None
-        if _TRANSFORMERS_SDPA in sys.modules:
-            window = _window_of_transformers(sys._getframe(2))
-        if window is not None and window < self.total:
-            refuse_on_all_ranks(
-                self._group_name, query,
-                'attn_implementation="sdpa" inside context_parallel loses a sliding window that is longer than a '
-                f"rank's part, got {window} of {self.total} tokens: use attn_implementation=\"fdattn\" "
-                "(torch_fdattn.dropins.transformers.register())",
-            )  # fmt: skip
         del enable_gqa  # groups follow from the head counts
         return ring_attention(query, key, value, causal=is_causal, scale=scale, **self._options)[0]
 
@@ -272,24 +268,10 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            refuse_on_all_ranks(
-                self._group_name, q,
-                f"{name} inside context_parallel supports causal, window and scale, got {', '.join(given)}",
-            )  # fmt: skip
-
-
-_TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention"
-
-
-def _window_of_transformers(caller: types.FrameType) -> int | None:
-    """The sliding window of a layer of transformers' that calls SDPA by its own name "sdpa".
-
-    transformers makes no mask for it where this rank's keys are fewer, and SDPA is told nothing of it: only the
-    caller's arguments have it.
-    """
-    if caller.f_globals.get("__name__") != _TRANSFORMERS_SDPA:
-        return None
-    return caller.f_locals.get("kwargs", {}).get("sliding_window")
+            supported = "causal, window and scale"
+            self.refuse(
+                q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
+            )
 
 
 def active() -> RingMode | None:
