@@ -71,9 +71,9 @@ def _modelling_files(config_class: type) -> list:
     """Those that may have its models: the one of its configuration's name, then the others beside it (BLIP's text model)."""
     own = config_class.__module__.replace("configuration_", "modeling_")
     package = config_class.__module__.rpartition(".")[0]
-    beside = sorted(name for name in sys.modules if name.startswith(f"{package}.modeling_"))
+    others = sorted(name for name in sys.modules if name.startswith(f"{package}.modeling_"))
     names = [own] if own != config_class.__module__ else []
-    return [sys.modules[name] for name in (*names, *beside) if name in sys.modules]
+    return [sys.modules[name] for name in (*names, *others) if name in sys.modules]
 
 
 def _asks_for_masks(config_class: type) -> bool:

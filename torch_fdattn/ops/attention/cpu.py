@@ -18,7 +18,14 @@ import os
 import torch
 from torch import Tensor
 
-from torch_fdattn.ops.attention.cpu_parts import FEW_KEYS, Part, are_small, parts, together, whole
+from torch_fdattn.ops.attention.cpu_parts import (
+    FEW_KEYS,
+    Part,
+    are_small,
+    only_part,
+    parts,
+    together,
+)
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.attention.reference import (
     attention_backward_reference,
@@ -60,7 +67,7 @@ def attention_on_cpu(
     # Copies of one sequence's keys stay in the processor's caches.
     copied = k.dtype != torch.float32 and q.shape[2] <= FEW_QUERIES
     each = copied and k[0].numel() >= LARGE
-    only = None if each else whole(q, k, mask, scores)
+    only = None if each else only_part(q, k, mask, scores)
     states = []
     for part in parts(q, k, mask, scores, each) if only is None else (only,):
         state = _forward(part, q, k, v, scale)

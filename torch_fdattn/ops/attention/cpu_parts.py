@@ -69,7 +69,7 @@ def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False)
             yield Part(run.sequences, rows, keys, bias=bias)
 
 
-def whole(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part | None:
+def only_part(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part | None:
     """The only part of a call in which the diagonal alone hides keys, as `parts` gives it, in a fifth of the time."""
     rows, keys, right = q.shape[2], k.shape[2], mask.window_right
     if (
