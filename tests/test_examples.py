@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import run_again_where_it_aborts
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[a-z]*.py"))
-#: Seen rarely with torch 2.13 and gloo: a process aborts behind its last line, cause not known (gloo's threads?). torchrun's
-#: report then says this.
-TEARDOWN = "(SIGABRT)"
 SECONDS = 240  # of the slowest on a busy machine; alone they take 5 to 20
 
 needs_transformers = pytest.mark.skipif(
@@ -37,12 +36,7 @@ def run(script: str, *arguments: str, ranks: int = 0) -> list[str]:
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *(launcher if ranks else ()), f"examples/{script}", *arguments]
-    for _ in range(3):
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-        if not (done.returncode and TEARDOWN in done.stderr):
-            break
+    done = run_again_where_it_aborts(command, env=environment, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torch_fdattn" not in done.stderr
     assert "Traceback" not in done.stderr
