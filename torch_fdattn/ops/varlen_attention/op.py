@@ -49,6 +49,7 @@ from torch_fdattn.ops.options import (
 )
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.scores import NO_SCORES, Scores
+from torch_fdattn.ops.varlen_attention.cpu import attend_packed
 from torch_fdattn.ops.varlen_attention.inputs import check_varlen
 from torch_fdattn.ops.varlen_attention.reference import (
     varlen_attention_backward_reference,
@@ -107,9 +108,9 @@ def attend_eagerly(q, k, v, packed: Packed, options: AttentionOptions) -> tuple[
         library.launches["varlen_attention_forward/cpu"] += 1
         if page_table is None and q.numel() + k.numel() <= LARGE:
             q, k, v = map(accumulated, (q, k, v))  # once, in place of each sequence's own
-        varlen_attention_reference(
-            q, k, v, packed, mask, scale, scores, dropout, attention_on_cpu, (out, lse)
-        )
+        call_of_all = q, k, v, packed, mask, scale, scores, dropout
+        if not attend_packed(*call_of_all, (out, lse)):
+            varlen_attention_reference(*call_of_all, attention_on_cpu, (out, lse))
     return out, lse
 
 

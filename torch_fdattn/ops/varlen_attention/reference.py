@@ -6,7 +6,7 @@ Tokens that belong to no sequence have out 0, lse -inf and no gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,23 +37,24 @@ def varlen_attention_reference(
         like = accumulated(q)
         written = like.new_empty(*q.shape[:2], v.shape[-1]), like.new_empty(q.shape[1::-1])
     out, lse = written[0].zero_(), written[1].fill_(float("-inf"))
-    queries, outs = by_heads(q), by_heads(out)
+    rows_of, keys_of = spans_of(q, k, packed)
+    queries, outs = (cut(by_heads(x), 2, rows_of) for x in (q, out))
+    lses = cut(lse, 1, rows_of)
     if packed.page_table is None:
-        all_k, all_v = by_heads(k), by_heads(v)
-    for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
+        all_k, all_v = (cut(by_heads(x), 2, keys_of) for x in (k, v))
+    for b, _, _, own_mask, own_options in _sequences(q, k, packed, mask, options):
         keys_in = None
         if packed.page_table is None:
-            own_k, own_v = all_k[:, :, keys], all_v[:, :, keys]
+            own_k, own_v = all_k[b], all_v[b]
         else:
             table = packed.page_table[b : b + 1]
             longest = longest_of(own_mask, table.shape[1] * k.shape[2])
             own_k, own_v, keys_in = gathered(q, k, v, table, longest)
             entries = _with_columns(own_options.attn_mask, own_k.shape[2])
             own_options = own_options._replace(attn_mask=entries)
-        own = attend(
-            queries[:, :, rows], own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
-        )
-        outs[:, :, rows], lse[:, rows] = own[0], own[1][0]
+        own = attend(queries[b], own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b)
+        outs[b].copy_(own[0])
+        lses[b].copy_(own[1][0])
     return out, lse
 
 
@@ -132,9 +133,7 @@ class _Sequence(NamedTuple):
 def _sequences(
     q: Tensor, k: Tensor, packed: Packed, mask: Mask, options: Scores
 ) -> Iterator[_Sequence]:
-    rows_of = _slices(packed.cu_seqlens_q, q.shape[0])
-    cu_seqlens_k = packed.begins_of_keys
-    for b, (rows, keys) in enumerate(zip(rows_of, _slices(cu_seqlens_k, k.shape[0]), strict=True)):
+    for b, (rows, keys) in enumerate(zip(*spans_of(q, k, packed), strict=True)):
         own_mask, own_options = mask, options
         if any(x is not None for x in mask[:3]):
             own_mask = Mask(*(None if x is None else x[b : b + 1] for x in mask[:3]), *mask[3:])
@@ -166,6 +165,22 @@ def _with_columns(entries: Tensor | None, count: int) -> Tensor | None:
     if entries is None or not entries.dim() or entries.shape[-1] in (1, count):
         return entries
     return torch.nn.functional.pad(entries, (0, count - entries.shape[-1]))
+
+
+def spans_of(q: Tensor, k: Tensor, packed: Packed) -> tuple[list[slice], list[slice]]:
+    """Of each sequence, its queries and its keys."""
+    rows = _slices(packed.cu_seqlens_q, q.shape[0])
+    if packed.cu_seqlens_k is None and k.shape[0] == q.shape[0]:
+        return rows, rows
+    return rows, _slices(packed.begins_of_keys, k.shape[0])
+
+
+def cut(x: Tensor, dim: int, spans: list[slice]) -> Sequence[Tensor]:
+    """Views of these parts of a dim, in one call where they lie one after the other."""
+    sizes = [span.stop - span.start for span in spans]
+    if spans and sum(sizes) == spans[-1].stop - spans[0].start:
+        return x.split([spans[0].start, *sizes, x.shape[dim] - spans[-1].stop], dim)[1:-1]
+    return [x.narrow(dim, span.start, size) for span, size in zip(spans, sizes, strict=True)]
 
 
 def _slices(cu_seqlens: Tensor, tokens: int) -> list[slice]:
