@@ -4,7 +4,8 @@
 
 A composition is one to three masks (causal, padding, a window, blocks, random entries, a bias of floats, which may
 hold a mask too), each with what it fills in (-inf, a dtype's least number, -1e9, -1e4) and a way to write it, in a
-drawn order; scores may be cast to fp32 before, and heads of K and V be grouped. All rows count, those that see no key
+drawn order; scores may be cast to fp32 before, and heads of K and V be grouped. Every twelfth or so is a fill with
+rows of -inf from data behind it. All rows count, those that see no key
 too: outputs and gradients are held to the error rule against fp64, NaN and infinities stand where eager has them, or
 the attention is left for a reason. The table that is printed is kept beside this file.
 """
@@ -89,6 +90,24 @@ class Composition:
             self.masks.append(Mask(kind, way, fill))
             self.given.append(self._given(kind, way, fill, draw))
         self.trained = draw.random() < 0.8
+        if not with_sdpa and draw.random() < 0.08:
+            self._hide_rows_by_data_behind_a_fill(draw)
+
+    def _hide_rows_by_data_behind_a_fill(self, draw: random.Random) -> None:
+        """Rows of -inf that the call gives, where keys were filled by a finite number: no other draw is likely to.
+
+        Eager's NaN reaches q and k there but through what was filled.
+        """
+        least = torch.finfo(self.mask_dtype).min
+        kind, way = (
+            draw.choice(("causal", "window", "blocks")),
+            draw.choice(("masked_fill", "where")),
+        )
+        batch, _, q_len, _ = self.sizes
+        seen = torch.rand(batch, 1, q_len, 1) > 0.3
+        rows = torch.zeros(seen.shape, dtype=self.mask_dtype).masked_fill(~seen, -math.inf)
+        self.masks = [Mask(kind, way, least), Mask("random", "added, given", -math.inf)]
+        self.given = [torch.tensor(3), rows]
 
     @property
     def mask_dtype(self) -> torch.dtype:

@@ -172,6 +172,11 @@ def test_a_mask_of_another_dtype_than_the_products():
     compared(fn, *qkv(LENGTH, dtype=torch.float16), NONE)
 
 
+def far(keep):
+    """A number that hides nothing for certain, and is -inf when it is added five times."""
+    return torch.where(keep[:, None, :, None], 0.0, -8e37)
+
+
 NANS = {
     "filled, and added": lambda s, keep, bias: (
         s.masked_fill(~CAUSAL, -math.inf) + hidden_by(keep, -math.inf)
@@ -190,6 +195,18 @@ NANS = {
     ),
     "a fill between": lambda s, keep, bias: (
         (s + bias).masked_fill(~CAUSAL, -math.inf) + hidden_by(keep, -math.inf)
+    ),
+    "filled by the least, and a logarithm": lambda s, keep, bias: (
+        s.masked_fill(~CAUSAL, LEAST) + keep[:, None, :, None].float().log()
+    ),
+    "a logarithm, and filled by the least": lambda s, keep, bias: (
+        s + keep[:, None, :, None].float().log()
+    ).masked_fill(~CAUSAL, LEAST),
+    "a fill between a bias and a logarithm": lambda s, keep, bias: (
+        torch.where(CAUSAL, s + bias, LEAST) + keep[:, None, :, None].float().log()
+    ),
+    "filled by the least, and several sums": lambda s, keep, bias: (
+        torch.where(CAUSAL, s, LEAST) + far(keep) + far(keep) + far(keep) + far(keep) + far(keep)
     ),
 }
 

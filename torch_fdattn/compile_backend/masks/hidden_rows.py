@@ -67,6 +67,7 @@ class HiddenRows:
         fills = {fill for read in reads for fill in read.fills}
         hiding = [read for read in reads if read.hides]
         by_sums = all(read.term.is_added for read in hiding)
+        kept = [read for read in reads if read.bias is None]
         if any(map(math.isfinite, fills)):
             # Exactly so if one operation hid them, and with no sum of such numbers, or all filled in the same.
             once = len(hiding) == 1 and not hiding[0].summed
@@ -77,7 +78,6 @@ class HiddenRows:
                 raise KeepAsTensors("mask-rows")
             mask.empty = "mean"
         else:
-            kept = [read for read in reads if read.bias is None]
             infinite = any(read.infinite for read in kept) or _may_overflow(kept)
             if not self.safe and (fills or infinite):
                 mask.empty = "nan"
@@ -85,7 +85,7 @@ class HiddenRows:
             if mask.levels:  # with which no number is too low
                 mask.kept = [replace(x, limited=False) for x in mask.kept]
         mask.flows = self.needs_gradient and by_sums
-        mask.nans = self._nans(reads)
+        mask.nans = self._nans(reads, kept)
 
     def all_kept(self, reads: Sequence[ParsedTerm], reason: str) -> RecoveredMask:
         """All masks as tensors."""
@@ -121,10 +121,11 @@ class HiddenRows:
             or sum(read.hides for read in reads) > 1  # least + least is -inf
         ):
             mask.empty = "nan"
-        mask.nans = self._nans(reads)
+        mask.nans = self._nans(reads, reads)
         return mask
 
-    def _nans(self, reads: Sequence[ParsedTerm]) -> NanGradients:
+    def _nans(self, reads: Sequence[ParsedTerm], kept: Sequence[ParsedTerm]) -> NanGradients:
+        """Of all masks, where numbers among those that are kept as tensors may be -inf."""
         if not self.needs_gradient:
             return NanGradients()
         fills = {
@@ -135,7 +136,10 @@ class HiddenRows:
             for i, read in enumerate(reads)
             if read.learned
         ]
+        # Data may hide a row without a word of it in the graph, and several numbers together may be -inf.
+        added = [read for read in kept if read.term.is_added]
         sums = any(read.term.is_added and read.hides for read in reads)
+        sums = sums or any(read.floor == -math.inf for read in added) or _may_overflow(added)
         return NanGradients(tuple(fills.values()) if sums else (), tuple(learned))
 
     def _levels(
