@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from torch_fdattn.compile_backend.graph.mutations import storages, writes
+from torch_fdattn.compile_backend.graph.mutations import readers_behind, storages, writes
 from torch_fdattn.compile_backend.graph.nodes import is_tensor
 from torch_fdattn.compile_backend.graph.parameters import is_parameter
 
@@ -41,17 +41,20 @@ class DataFlow:
         return [*node.all_input_nodes, *(x for x, into in self._writers.items() if own & into)]
 
     def users(self, node: Node) -> list[Node]:
-        """What a node's data goes into: its users, and those of what they wrote it into."""
+        """What a node's data goes into: its users, and what reads later what it was written into."""
         found: list[Node] = []
-        for user in node.users:
+        written = self._writers.get(node, set())
+        for user in [*node.users, *(readers_behind(node, written) if written else ())]:
             if user in self._called:
                 inputs = (x for graph in self._called[user] for x in _placeholders(graph))
-                found += [x for x in inputs if node in self._given(x)]
+                given = ((x, self._given(x)) for x in inputs)
+                found += [x for x, from_ in given if node in from_ or written & storages(from_)]
             elif user.op == "output":
                 found += [self._callers[user.graph]] if user.graph in self._callers else []
             else:
                 found.append(user)
-                found += user.all_input_nodes if user in self._writers else []
+        if node in self._writers:  # of some it is not known what else they write into
+            found += [x for x in node.all_input_nodes if not written & storages([x])]
         return found
 
     def is_made_of_parameters(self, node: Node) -> bool:
@@ -87,7 +90,7 @@ class DataFlow:
     def _writers(self) -> dict[Node, set]:
         """Nodes that write in place, with the storages that they may write into."""
         return {
-            x: storages(x.all_input_nodes[:1])
+            x: storages([*x.all_input_nodes[:1], x.kwargs.get("out")])
             for graph in self.graphs
             for x in graph.nodes
             if x not in self._called and writes(x)

@@ -86,6 +86,9 @@ def factors(node: Node) -> Factors | None:
         return None
     left, right = args[:2]
     ranks = value(left).dim(), value(right).dim()
+    if name == "linear" and ranks[0] > 1 and ranks[1] == 2:
+        batch = "abcdefgh"[: ranks[0] - 1]
+        return Factors((left, right), (f"{batch}x", "nx"), f"{batch}n")
     if name not in ("addmm", "baddbmm", "bmm", "matmul", "mm") or min(ranks) < 2:
         return None
     count = max(ranks) - 2

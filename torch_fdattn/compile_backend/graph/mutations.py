@@ -82,6 +82,15 @@ def written_after(nodes: list[Node], last: Node) -> Node | None:
     return None
 
 
+def readers_behind(node: Node, memory: set[StorageWeakRef]) -> list[Node]:
+    """What stands behind a node in its graph and is given a tensor in this memory, by whatever name."""
+    found = []
+    while (node := node.next).op != "root":
+        if memory & storages(node.all_input_nodes):
+            found.append(node)
+    return found
+
+
 def written_between(first: Node, last: Node, nodes: Iterable[Node]) -> Node | None:
     """A node between these two that may write into what any of `nodes` yields."""
     watched = storages(nodes)

@@ -29,16 +29,16 @@ _ALIASES = {
     "__eq__": "eq",  # as Dynamo of torch 2.11 writes a == b
 }  # fmt: skip
 _NAMES = (
-    "_log_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange",
+    "_log_softmax", "_masked_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange",
     "baddbmm", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bmm", "broadcast_to",
     "cat", "chain_matmul", "clamp", "clamp_min", "clone", "concat", "conv1d", "conv2d", "conv3d",
-    "cos", "cumsum", "diff", "div", "divide", "dropout", "einsum", "embedding", "eq", "exp", "eye",
+    "cos", "cumsum", "diff", "div", "divide", "dropout", "einsum", "embedding", "eq", "exp", "exp2", "exp2_", "exp_", "eye",
     "flatten", "floor_divide", "floordiv", "full", "full_like", "gather", "ge", "getitem",
     "greater", "greater_equal", "gt", "gumbel_softmax", "iadd", "imatmul", "imul", "index_select",
-    "inner", "inv", "invert", "itruediv", "le", "less", "less_equal", "linear", "log_softmax",
+    "inner", "inv", "invert", "isub", "itruediv", "le", "less", "less_equal", "linear", "log_softmax",
     "logical_and", "logical_not", "logical_or", "logical_xor", "logsumexp", "lt", "masked_fill",
     "matmul", "max", "maximum", "mm", "mul", "multi_head_attention_forward", "multiply", "mv", "ne",
-    "neg", "negative", "not_equal", "ones", "ones_like", "or_", "outer", "permute", "pow",
+    "neg", "negative", "norm", "normalize", "not_equal", "ones", "ones_like", "or_", "outer", "permute", "pow",
     "reciprocal", "repeat_interleave", "reshape", "rsqrt", "scaled_dot_product_attention",
     "sigmoid", "sin", "softmax", "softmin", "sqrt", "squeeze", "sub", "subtract", "sum", "swapaxes",
     "swapdims", "tanh", "tensor", "tensordot", "transpose", "tril", "triu", "true_divide",
@@ -52,6 +52,9 @@ _FUNCTIONS: dict[object, str] = {
 }
 _FUNCTIONS[torch.special.softmax] = "softmax"
 _FUNCTIONS[torch.special.log_softmax] = "log_softmax"
+_FUNCTIONS[torch.special.exp2] = "exp2"
+_FUNCTIONS[torch.linalg.vector_norm] = "vector_norm"
+_FUNCTIONS[torch.sparse.mm] = "sparse_mm"
 _FUNCTIONS[torch.linalg.matmul] = "matmul"
 _FUNCTIONS[torch.linalg.multi_dot] = "multi_dot"
 for _name in ("log_softmax", "softmax", "softmin"):

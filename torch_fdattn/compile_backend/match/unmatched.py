@@ -2,7 +2,7 @@
 
 From the softmax, data is followed up to the product that it comes from and down to that which it goes into, through
 any operations, writes in place and called graphs. Both must be of activations, as far as the graph says which these
-are (a weight that is no `nn.Parameter` looks like one), but for two things that parameters do to attention:
+are (a weight that is no `nn.Parameter` looks like one, also to `linear`), but for two things that parameters do to attention:
 
     learned queries: parameters that stand on the left, that were projected, or that have a batch or heads as the keys
     do, and a softmax over the keys. Over what the parameters bring it is a router's or a classifier's;
@@ -29,20 +29,35 @@ from torch_fdattn.compile_backend.graph.nodes import (
 )
 from torch_fdattn.compile_backend.match import scores
 from torch_fdattn.compile_backend.match.frame import Frame
-from torch_fdattn.compile_backend.match.written_softmax import dim_of_sum
+from torch_fdattn.compile_backend.match.written_softmax import POWERS, dim_of_sum
 from torch_fdattn.compile_backend.report import Unsupported, where
 
-#: All softmaxes but those that forms match; `exp` where it is divided by its sum.
+#: All softmaxes but those that forms match; powers where they are divided by their sum.
 OTHER_SOFTMAXES = (
-    "_softmax", "_log_softmax", "exp", "gumbel_softmax", "log_softmax", "masked_log_softmax",
-    "masked_softmax", "masked_softmin", "softmin",
+    "_softmax", "_log_softmax", "_masked_softmax", "gumbel_softmax", "log_softmax", "masked_log_softmax",
+    "masked_softmax", "masked_softmin", "softmin", *POWERS,
 )  # fmt: skip
 FORM = "product, softmax, product"
 
 _PRODUCTS = {
-    "addbmm", "addmm", "baddbmm", "bmm", "chain_matmul", "einsum", "imatmul", "inner", "matmul", "mm",
-    "multi_dot", "mv", "rmatmul", "tensordot",
-}  # fmt: skip
+    "addbmm",
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "einsum",
+    "imatmul",
+    "inner",
+    "matmul",
+    "mm",
+    "multi_dot",
+    "mv",
+    "rmatmul",
+    "sparse_mm",
+    "tensordot",
+}
+#: Products that no form has, which a report names.
+_UNKNOWN_PRODUCTS = {"linear", "sparse_mm"}  # fmt: skip
 #: By the dim that they project.
 _PROJECTIONS = {"conv1d": 1, "conv2d": 1, "conv3d": 1, "linear": -1}
 #: Beyond them begins another layer.
@@ -52,6 +67,11 @@ _ORDINARY = {
     "_safe_softmax", "add", "bfloat16", "contiguous", "div", "double", "dropout", "float", "getitem",
     "half", "masked_fill", "mul", "reshape", "softmax", "sub", "tanh", "to", "type", "type_as", "view",
     "where",
+}  # fmt: skip
+#: What no report of a softmax that is written out names: it is the power that no form has.
+_ORDINARY_BESIDE_POWERS = _ORDINARY | {
+    "add_", "div_", "divide_", "iadd", "imul", "isub", "itruediv", "masked_fill_", "mul_", "sub_",
+    "subtract_", "true_divide_",
 }  # fmt: skip
 
 
@@ -73,15 +93,17 @@ class Unmatched:
 
     def match(self, softmax: Node, masks: object = None) -> None:
         """Raises `Unsupported`, with the first operation that no form has, where this is attention."""
-        if op_name(softmax) == "exp" and dim_of_sum(softmax) is None:
+        if op_name(softmax) in POWERS and dim_of_sum(softmax) is None:
             return
-        above, _ = self._path(softmax, up=True)
-        below = above and self._path(softmax, up=False)[0]
-        if not above or not below:
+        first, above, _ = self._path(softmax, up=True)
+        last, below, _ = self._path(softmax, up=False) if above else (None, [], False)
+        if first is None or last is None:
             return
-        between = [*reversed(above[1:]), softmax, *below[1:]]
-        for node in between:
-            if op_name(node) not in _ORDINARY and node.op != "placeholder":
+        ordinary = _ORDINARY_BESIDE_POWERS if op_name(softmax) in POWERS else _ORDINARY
+        between = [x for x in (*reversed(above[1:]), softmax, *below[1:]) if x.op != "placeholder"]
+        products = [x for x in (first, last) if op_name(x) in _UNKNOWN_PRODUCTS]
+        for node in (*between, *products):
+            if op_name(node) not in ordinary:
                 raise Unsupported("unknown-op", f"{described(node)} ({where(node)})")
         frame = Frame.of(softmax, _dim(softmax))
         if frame is not None:  # says what is not known of the scores
@@ -90,21 +112,21 @@ class Unmatched:
 
     def is_router(self, softmax: Node) -> bool:
         """Whether a softmax is over what parameters bring, and of no queries and keys."""
-        above, is_over_them = self._path(softmax, up=True)
-        return is_over_them and not above
+        found, _, is_over_them = self._path(softmax, up=True)
+        return is_over_them and found is None
 
-    def _path(self, softmax: Node, up: bool) -> tuple[list[Node], bool]:
-        """(the nodes from a softmax to the nearest product of attention, without it; whether it is a router's)."""
+    def _path(self, softmax: Node, up: bool) -> tuple[Node | None, list[Node], bool]:
+        """(the nearest product of attention, the nodes from a softmax to it, whether it is a router's softmax)."""
         step: Callable = self.flow.sources if up else self.flow.users
         start = _Step(softmax, _dim(softmax), frozenset())
         came_from: dict[_Step, _Step | None] = {start: None}
         is_routers = False
         for at in (waiting := [start]):
             for neighbour in (neighbours := [_arrived(x, at, up) for x in step(at.node)]):
-                if op_name(neighbour.node) in _PRODUCTS and self._is_of_attention(
+                if self._may_be_reached(neighbour.node, at.node, up) and self._is_of_attention(
                     neighbour, at, up
                 ):
-                    return _back(came_from, at), is_routers
+                    return neighbour.node, _back(came_from, at), is_routers
                 is_routers |= up and self._brings_keys(neighbour)
                 for beyond in self._beyond(neighbour, at, up):
                     if beyond.node is not neighbour.node:
@@ -112,7 +134,19 @@ class Unmatched:
                     elif beyond not in came_from:
                         came_from[beyond] = at
                         waiting.append(beyond)
-        return [], is_routers
+        return None, [], is_routers
+
+    def _may_be_reached(self, product: Node, at: Node, up: bool) -> bool:
+        """Whether a neighbour is a product; downwards none that was written into, whose data is another now."""
+        written_into = not up and product in at.all_input_nodes
+        return self._is_product(product) and not written_into
+
+    def _is_product(self, node: Node) -> bool:
+        """`linear` is one of activations, or else a projection."""
+        if op_name(node) in _PRODUCTS:
+            return True
+        parts = factors(node) if op_name(node) == "linear" else None
+        return parts is not None and not self.flow.is_made_of_parameters(parts.nodes[1])
 
     def _brings_keys(self, neighbour: _Step) -> bool:
         """Whether parameters make the dim that softmax is over, or are what tokens are scored by."""
@@ -231,10 +265,10 @@ def _are_common(product: Factors | None, at: _Step, came: Node, up: bool) -> boo
 def _dim(softmax: Node) -> int | None:
     """That a softmax is over."""
     name, args = op_name(softmax), softmax.args
-    position = 4 if name == "gumbel_softmax" else 1
+    position = {"gumbel_softmax": 4, "_masked_softmax": 2}.get(name, 1)
     default = -1 if name == "gumbel_softmax" else None
     dim = softmax.kwargs.get("dim", args[position] if len(args) > position else default)
-    dim = dim_of_sum(softmax) if name == "exp" else dim
+    dim = dim_of_sum(softmax) if name in POWERS else dim
     return dim % value(softmax).dim() if isinstance(dim, int) and is_tensor(softmax) else None
 
 
