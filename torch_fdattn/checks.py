@@ -248,7 +248,25 @@ def number(name: str, value: object) -> object:
         raise TypeError(
             f"{name} has no gradient and must not require one, got a tensor that does: multiply q by it, or detach it"
         )
-    return float(value)
+    return _traced(name, value) if torch.compiler.is_compiling() else float(value)
+
+
+def _traced(name: str, tensor: Tensor) -> float:
+    """What a 0-dim tensor holds, where a graph is made; an error that names it where that is known at a call alone."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    told = f"{name} must be a number inside of a graph, got a 0-dim tensor: give float({name}), taken outside of it"
+    if not torch.compiler.is_dynamo_compiling():  # torch.export, not strict
+        try:
+            return float(tensor)
+        except RuntimeError as error:
+            raise TypeError(told) from error
+    found = float(tensor)  # unless fullgraph=True, between two graphs
+    if not (statically_known_true(found == 0) or statically_known_true(found != 0)):
+        torch._dynamo.graph_break(
+            msg=told
+        )  # which fullgraph=True raises; an exception would not be shown
+    return found
 
 
 def expect_int64(**named: object) -> None:

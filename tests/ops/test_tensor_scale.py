@@ -50,3 +50,45 @@ def test_a_gradient_would_be_lost(name, device):
         call(scale=scale)
     with torch.no_grad():
         call(scale=scale)
+
+
+INSIDE_OF_A_GRAPH = "scale must be a number inside of a graph, got a 0-dim tensor: give float\\(scale\\), taken outside of it"
+
+
+@pytest.mark.parametrize("backend", ["eager", "fdattn"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_cannot_read_it(name, backend):
+    """An error that names it and the remedy; one that the graph makes of a number is that number."""
+    call = dict(calls("cpu"))[name]
+    options = {"lower": "eager"} if backend == "fdattn" else None
+    compiled = torch.compile(call, backend=backend, fullgraph=True, options=options)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=INSIDE_OF_A_GRAPH):
+        compiled(scale=torch.tensor(0.5))
+    assert torch.equal(compiled(scale=float(torch.tensor(0.5)))[0], call(scale=0.5)[0])
+    made = torch.compile(
+        lambda: call(scale=torch.tensor(0.5)), backend=backend, fullgraph=True, options=options
+    )
+    assert torch.equal(made()[0], call(scale=0.5)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_read_between_two_graphs(name):
+    call = dict(calls("cpu"))[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="eager")
+    for scale in (0.5, 0.25):
+        found, right = compiled(scale=torch.tensor(scale)), call(scale=scale)
+        assert all(map(torch.equal, found, right))
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, scale):
+        return torch_fdattn.attention(q, q, q, scale=scale)[0]
+
+
+def test_an_exported_program_cannot_read_it():
+    q, scale = torch.randn(1, 1, 16, 16), torch.tensor(0.5)
+    with pytest.raises(TypeError, match=INSIDE_OF_A_GRAPH):
+        torch.export.export(Attention(), (q, scale), strict=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=INSIDE_OF_A_GRAPH):
+        torch.export.export(Attention(), (q, scale), strict=True)

@@ -44,7 +44,7 @@ def attention(
         causal: a query sees keys up to its own position.
         window: (left, right): a query at position p sees keys at p - left … p + right; -1 is unbounded, and
             beyond 2**29 is 2**29. torch.compile compiles anew for each left and right.
-        scale: of the scores; default D ** -0.5. Positive; a 0-dim tensor is read, which waits for its device.
+        scale: of the scores; default D ** -0.5. Positive; a 0-dim tensor is read, which waits for its device and which no graph can.
         q_start: int32 (B,), position of the first query, clamped to ±2**29. Default: the queries are the
             last of the keys (bottom-right alignment).
         kv_start: int32 (B,), position of the first key, clamped to ±2**29. Default 0.
