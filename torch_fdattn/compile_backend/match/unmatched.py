@@ -69,7 +69,7 @@ _ORDINARY = {
     "where",
 }  # fmt: skip
 #: What no report of a softmax that is written out names: it is the power that no form has.
-_ORDINARY_BESIDE_POWERS = _ORDINARY | {
+_ORDINARY_OF_POWERS = _ORDINARY | {
     "add_", "div_", "divide_", "iadd", "imul", "isub", "itruediv", "masked_fill_", "mul_", "sub_",
     "subtract_", "true_divide_",
 }  # fmt: skip
@@ -99,7 +99,7 @@ class Unmatched:
         last, below, _ = self._path(softmax, up=False) if above else (None, [], False)
         if first is None or last is None:
             return
-        ordinary = _ORDINARY_BESIDE_POWERS if op_name(softmax) in POWERS else _ORDINARY
+        ordinary = _ORDINARY_OF_POWERS if op_name(softmax) in POWERS else _ORDINARY
         between = [x for x in (*reversed(above[1:]), softmax, *below[1:]) if x.op != "placeholder"]
         products = [x for x in (first, last) if op_name(x) in _UNKNOWN_PRODUCTS]
         for node in (*between, *products):
