@@ -72,9 +72,9 @@ def test_compiles(head_dim, mask):
     assert sass.count("HGMMA") >= 2 * (head_dim + keys) // 16
 
 
-def check_spills(compiled, sass: str, head_dim: int) -> None:
+def check_spills(compiled, sass: str, head_dim: int, most: int = 0) -> None:
     """Few bytes, and none from QK of a step to its last exponential: `WARPGROUP.DEPBAR … 0x1` waits for that QK alone."""
-    assert nvidia_usage(compiled)[1] <= SPILLS[head_dim]
+    assert nvidia_usage(compiled)[1] <= max(SPILLS[head_dim], most)
     steps = re.findall(r"gsb0, 0x1 ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL)
     assert len(steps) >= 2  # of two warp groups
     for step in steps:
@@ -103,6 +103,19 @@ def test_compiles_for_packed_sequences(mask, head_dim):
     launch = Launch(made.kernel, made.arguments, made.options)
     compiled = compile_launch(launch, ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("page", [16, 64])
+def test_compiles_for_pages(page, head_dim):
+    """The loading warp, of 24 registers a thread, spills the numbers of eight pages."""
+    q, k = meta(1, 8, 5000, head_dim, dtype=torch.bfloat16), meta(300, 2, page, head_dim, dtype=torch.bfloat16)  # fmt: skip
+    options = AttentionOptions(Mask(meta(4, **INT), window_right=0), 1.0)
+    packed = Packed(meta(5, **INT), None, meta(4, 100, **INT))
+    made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
+    compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
+    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim, most=104)
 
 
 @pytest.mark.slow

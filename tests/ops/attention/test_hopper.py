@@ -122,6 +122,42 @@ def test_packed_sequences(lens, kv_lens, causal, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_over_pages(causal, page, head_dim):
+    """In any order, between pages of NaN, and with numbers behind the lengths that no page has."""
+    from torch_fdattn.launch.launches import run
+    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+
+    lens, kv_lens = [100, 1, 200], [700, 129, 200]
+    q = normal(1, 4, sum(lens), head_dim)
+    pages = torch.full((200, 2, page, head_dim), torch.nan, device="cuda").bfloat16()
+    k, v = pages, pages.clone()
+    table = torch.full((3, 1024 // page), 1 << 20, dtype=torch.int32)
+    free = iter(torch.randperm(200).tolist())
+    for b, n in enumerate(kv_lens):
+        for i in range(-(-n // page)):
+            table[b, i] = next(free)
+            for x in (k, v):
+                x[table[b, i], :, : n - i * page].normal_()
+    begins = int32(*itertools.accumulate(lens, initial=0), device="cuda")
+    packed = Packed(begins, None, table.cuda())
+    mask = Mask(int32(*kv_lens, device="cuda"), window_right=0 if causal else -1)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    options = AttentionOptions(mask, head_dim**-0.5)
+    run((forward_launch(q, k, v, options, out, lse, counter, packed),))
+    for b, (first, end) in enumerate(itertools.pairwise(begins.tolist())):
+        used = table[b, : -(-kv_lens[b] // page)].cuda().long()
+        own = (
+            x[used].transpose(0, 1).flatten(1, 2)[None, :, : kv_lens[b]].double() for x in (k, v)
+        )
+        exact, exact_lse = attention_oracle(q[:, :, first:end].double(), *own, causal=causal)
+        torch.testing.assert_close(lse[:, first:end].double(), exact_lse[0], rtol=1e-3, atol=1e-3)
+        assert (out[:, :, first:end].double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0)])
 def test_windows(window, head_dim):
     q, k, v = (normal(1, h, 700, head_dim) for h in (4, 2, 2))

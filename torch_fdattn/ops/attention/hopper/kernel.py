@@ -40,21 +40,21 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit(do_not_specialize=[
     "q_len", "capacity", "sequences", "heads", "group", "section", "left", "right",
-    "slope_of_sequence", "slope_of_head", "sink_of_head",
+    "slope_of_sequence", "slope_of_head", "sink_of_head", "table_stride", "table_step",
 ])  # fmt: skip
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, out, lse, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    page_table, table_stride, table_step,
+    KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    KEYS: gl.constexpr = k_blocks.block_type.shape[2]
-    D: gl.constexpr = k_blocks.block_type.shape[3]
+    D: gl.constexpr = q_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     changes = Scores(scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)
     Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
-    slots = slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS)
+    slots = slots_of(q_blocks, Q_SLOTS, KEYS, D)
     if D > 128:  # no room for both
         outs = slots.q
     else:
@@ -63,7 +63,7 @@ def attention_forward_kernel(
     gl.warp_specialize([
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
-        (load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
-from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.packed import Packed, key_capacity
 
 #: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
 HEAD_DIMS = (64, 128, 256)
@@ -70,7 +70,7 @@ def forward_launch(
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, capacity = k.shape[1:3]
+    kv_heads, capacity = k.shape[1], key_capacity(k, packed)
     mask, scores = options.mask, options.scores
     dim, keys = padded(head_dim), keys_of_a_block(head_dim)
     tile_rows = GROUPS.value * ROWS.value
@@ -88,16 +88,22 @@ def forward_launch(
     if packed is not None:
         blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
+    block, pages = [1, 1, keys, dim], (None, None, None)
+    if packed is not None and packed.page_table is not None:
+        table = packed.page_table
+        # In shared memory 64 columns of a block's rows lie together.
+        block, pages, begins = [1, 1, k.shape[2], 64], (table, *table.stride()), (begins[0], None)
+    own = [1, 1, ROWS.value, dim]
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
-        *[_described(x, [1, 1, rows, dim]) for x, rows in ((q, ROWS.value), (k, keys), (v, keys), (out, ROWS.value))],
+        _described(q, own), _described(k, block), _described(v, block), _described(out, own),
         out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, scores.softcap or None,
         scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
-        scores.sinks, None if scores.sinks is None else scores.sinks.stride(0),
-        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
+        scores.sinks, None if scores.sinks is None else scores.sinks.stride(0), *pages,
+        KEYS=keys, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 

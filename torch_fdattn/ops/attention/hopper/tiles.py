@@ -122,7 +122,9 @@ def tile_of(number, call):
     if call.cu_seqlens_q is not None:
         begun = begun_before(block, call.cu_seqlens_q, call.sequences, call.q_len, call.ROWS)
         queries = span(call.cu_seqlens_q, begun - 1, call.sequences, call.q_len)
-        keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
+        keys = Span(gl.to_tensor(0), call.capacity)  # on pages
+        if call.cu_seqlens_k is not None:
+            keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
         block = block - (queries.first // call.ROWS + begun)
         # Lengths that do not grow have blocks before their first: none of theirs, then.
         block = gl.where(block < 0, call.q_len // call.ROWS + 1, block)
