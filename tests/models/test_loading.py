@@ -149,6 +149,12 @@ def test_another_output_matrix_beside_tied_embeddings_is_refused(rows, tmp_path)
         ("model.layers.0.", "model.layers.0._orig_mod.", r"without _orig_mod\., which is"),
         ("model.", "_fsdp_wrapped_module.model.", r".*FSDP's wrapper; .*get_model_state_dict"),
         ("model.layers.0.", "model.layers.0._checkpoint_wrapped_module.", ".*checkpoint_wrapper"),
+        (
+            "model.",
+            "_forward_module.model.",
+            r".*Fabric's wrapper; .*fabric_model\._forward_module",
+        ),
+        ("model.", "base_model.model.model.", r".*PEFT's wrapper; .*merge_and_unload"),
     ],
 )
 def test_names_of_wrapped_models_say_the_remedy(folder, old, new, remedy):

@@ -262,6 +262,8 @@ _WRAPPERS = {
     "get_model_state_dict(model)",
     "_checkpoint_wrapped_module": "the checkpoint_wrapper; save it by "
     "torch.distributed.checkpoint.state_dict's get_model_state_dict(model)",
+    "_forward_module": "Lightning Fabric's wrapper; save the state dict of fabric_model._forward_module",
+    "base_model": "PEFT's wrapper; save it by peft_model.merge_and_unload().save_pretrained(folder)",
 }
 
 
