@@ -263,9 +263,8 @@ def _traced(name: str, tensor: Tensor) -> float:
             raise TypeError(told) from error
     found = float(tensor)  # unless fullgraph=True, between two graphs
     if not (statically_known_true(found == 0) or statically_known_true(found != 0)):
-        torch._dynamo.graph_break(
-            msg=told
-        )  # which fullgraph=True raises; an exception would not be shown
+        # fullgraph=True raises it; an exception would not be shown.
+        torch._dynamo.graph_break(msg=told)
     return found
 
 

@@ -112,7 +112,7 @@ _LLAMA31 = {
         ("flash_attention_window", 4096), ("rope_initial_scale", 2.0), ("parallel_block", True),
         ("normalize_embeddings", True), ("use_causal", False), ("causal_attention", True), ("dim_model_base", 256),
         ("attn_scale_per_head", 2.0), ("softmax_temperature", 2.0), ("use_dynamic_ntk", True), ("prefix_lm", True),
-        ("kv_channels", 32), ("swiglu_alpha", 1.7), ("add_unit_offset", True), ("logits_scaling", 8.0),
+        ("kv_channels", 32), ("swiglu_alpha", 1.7), ("add_unit_offset", True), ("logits_scaling", 8.0), ("scale_attn_by_layer", True),
     ],
 )  # fmt: skip
 def test_unknown_keys_that_mean_computation_are_refused(key, value):

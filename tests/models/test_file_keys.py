@@ -14,6 +14,8 @@ def test_unknown_keys_of_a_generation_config_that_change_what_is_drawn_are_refus
     for key in ("suppress_everything", "foo_mask", "some_penalty"):
         with pytest.raises(ModelError, match=f"{key} must be absent from generation_config.json"):
             config_keys.check_generation_keys({key: 2.0})
+    with pytest.raises(ModelError, match="my_mask must be absent"):
+        config_keys.check_generation_keys({"my_mask": True})
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ _COMPUTATION = frozenset((
     "temperature", "ntk", "offset", "prefix", "swiglu", "kv",
 ))  # fmt: skip
 #: Of a key whose value 1 changes nothing.
-_FACTORS = frozenset(("scaling", "scale", "multiplier", "factor"))
+_FACTORS = frozenset(("scaling", "scale", "multiplier", "factor", "penalty"))
 #: Words of a key that is of training alone; and of one that chooses a kernel, which says no more than that there is
 #: attention.
 _OF_TRAINING = frozenset(("dropout", "pdrop", "loss", "init", "initializer", "initialization"))
@@ -230,8 +230,8 @@ def check_hf_keys(raw: Mapping[str, Any]) -> None:
     for key in _unknown(raw, HF_USED, HF_HARMLESS, HF_ONLY):
         # Not to be causal is no default.
         defaults = (None,) if "causal" in _parts(key) else _EMPTY
-        if _parts(key) & _FACTORS:
-            defaults += (1,)
+        if _parts(key) & _FACTORS and _is_factor_of_one(raw[key]):
+            continue
         if key == "original_max_position_embeddings" and not _has_rope_scaling(raw):
             continue  # says how scaled positions were trained
         if _means_computation(key) and not _is_one_of(raw[key], defaults):
@@ -261,23 +261,36 @@ def check_rope_keys(scaling: Mapping[str, Any]) -> None:
 
 def check_generation_keys(raw: Mapping[str, Any]) -> None:
     _check_values(raw, GENERATION_ONLY)
-    for key in _unknown(raw, GENERATION_USED, GENERATION_HARMLESS, GENERATION_ONLY):
-        if _parts(key) & _OF_DRAWING and not _is_one_of(raw[key], (*_EMPTY, 1)):
-            raise ModelError(
-                f"{key} must be absent from generation_config.json, since its name says that it changes which tokens "
-                f"may be drawn, which is not applied, got {reprlib.repr(raw[key])}: take it out if it does not"
-            )
+    unknown = _unknown(raw, GENERATION_USED, GENERATION_HARMLESS, GENERATION_ONLY)
+    _refuse_by_name(
+        raw, unknown, _OF_DRAWING, "generation_config.json", "which tokens may be drawn"
+    )
 
 
 def check_tokenizer_settings(raw: Mapping[str, Any]) -> None:
     """Refuses a tokenizer_config.json by the first key whose value would change ids."""
     _check_values(raw, SETTINGS_ONLY)
-    for key in _unknown(raw, SETTINGS_USED, SETTINGS_HARMLESS, SETTINGS_ONLY):
-        if _parts(key) & _OF_CUTTING and not _is_one_of(raw[key], _EMPTY):
+    unknown = _unknown(raw, SETTINGS_USED, SETTINGS_HARMLESS, SETTINGS_ONLY)
+    _refuse_by_name(raw, unknown, _OF_CUTTING, "tokenizer_config.json", "how text is cut")
+
+
+def _refuse_by_name(
+    raw: Mapping[str, Any], keys: Iterable[str], told_by: frozenset[str], file: str, what: str
+) -> None:
+    for key in keys:
+        neutral = _is_one_of(raw[key], _EMPTY) or (
+            _parts(key) & _FACTORS and _is_factor_of_one(raw[key])
+        )
+        if _parts(key) & told_by and not neutral:
             raise ModelError(
-                f"{key} must be absent from tokenizer_config.json, since its name says that it changes how text is "
-                f"cut, which is not applied, got {reprlib.repr(raw[key])}: take it out if it does not"
+                f"{key} must be absent from {file}, since its name says that it changes {what}, which is not applied, "
+                f"got {reprlib.repr(raw[key])}: take it out if it does not"
             )
+
+
+def _is_factor_of_one(value: Any) -> bool:
+    """A switch that is on is none."""
+    return value == 1 and not isinstance(value, bool | str)
 
 
 def check_gguf_keys(architecture: str, fields: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import torch_fdattn
 from torch_fdattn.ops.attention import cpu
-from torch_fdattn.ops.attention.cpu_parts import parts
+from torch_fdattn.ops.attention.cpu_parts import only_part, parts
 from torch_fdattn.ops.attention.reference import attention_backward_reference, attention_reference
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.positions import Mask, visible
@@ -35,6 +35,19 @@ def draw_mask(rng: random.Random, batch: int, kv_len: int) -> Mask:
     left, right = rng.choice([-1, -1, 0, 3, 200]), rng.choice([-1, 0, 0, 4])
     bounds = ints(-1, kv_len + 2), ints(-5, kv_len + 5), ints(-5, 5)
     return Mask(*bounds, left, right, *blocks)
+
+
+def test_the_only_part_of_a_call_is_the_one_that_parts_gives():
+    rng, found = random.Random(0), 0
+    for _ in range(400):
+        rows, keys = rng.choice([(1, 1), (5, 5), (5, 7), (1, 7)])
+        q, k = torch.empty(2, 4, rows, 16), torch.empty(2, 2, keys, 16)
+        mask = rng.choice([Mask(), Mask(window_right=0), draw_mask(rng, 2, keys)])
+        part = only_part(q, k, mask, NO_SCORES)
+        if part is not None:
+            found += 1
+            assert [part] == list(parts(q, k, mask, NO_SCORES))
+    assert found > 100
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))

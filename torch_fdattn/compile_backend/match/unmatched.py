@@ -40,24 +40,11 @@ OTHER_SOFTMAXES = (
 FORM = "product, softmax, product"
 
 _PRODUCTS = {
-    "addbmm",
-    "addmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "einsum",
-    "imatmul",
-    "inner",
-    "matmul",
-    "mm",
-    "multi_dot",
-    "mv",
-    "rmatmul",
-    "sparse_mm",
-    "tensordot",
-}
+    "addbmm", "addmm", "baddbmm", "bmm", "chain_matmul", "einsum", "imatmul", "inner", "matmul", "mm",
+    "multi_dot", "mv", "rmatmul", "sparse_mm", "tensordot",
+}  # fmt: skip
 #: Products that no form has, which a report names.
-_UNKNOWN_PRODUCTS = {"linear", "sparse_mm"}  # fmt: skip
+_UNKNOWN_PRODUCTS = {"linear", "sparse_mm"}
 #: By the dim that they project.
 _PROJECTIONS = {"conv1d": 1, "conv2d": 1, "conv3d": 1, "linear": -1}
 #: Beyond them begins another layer.

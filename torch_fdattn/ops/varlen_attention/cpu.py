@@ -5,6 +5,8 @@ What `attention_on_cpu` does of them, checked once for all: it costs a sequence 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
-from torch_fdattn.ops.varlen_attention.reference import by_heads, cut, spans_of
+from torch_fdattn.ops.varlen_attention.reference import by_heads, spans_of
 
 
 def attend_packed(
@@ -37,13 +39,21 @@ def attend_packed(
     if rows[0].start > 0 or rows[-1].stop < q.shape[0]:
         out.zero_()
         lse.fill_(float("-inf"))
-    parts = (cut(by_heads(x), 2, at) for x, at in ((q, rows), (k, keys), (v, keys), (out, rows)))
-    for own_q, own_k, own_v, own_out, own_lse in zip(*parts, cut(lse, 1, rows), strict=True):
+    parts = (_cut(by_heads(x), 2, at) for x, at in ((q, rows), (k, keys), (v, keys), (out, rows)))
+    for own_q, own_k, own_v, own_out, own_lse in zip(*parts, _cut(lse, 1, rows), strict=True):
         found = FORWARD(own_q, own_k, own_v, 0.0, right == 0 and own_q.shape[2] > 1, scale=scale)
         own_out.copy_(found[0])
         own_lse.copy_(found[1][0])
     # Of a row without a finite score the kernel says lse 0.
     return int(lse.count_nonzero()) == lse.numel()
+
+
+def _cut(x: Tensor, dim: int, spans: list[slice]) -> Sequence[Tensor]:
+    """Views of these parts of a dim, in one call where they lie one after the other."""
+    sizes = [span.stop - span.start for span in spans]
+    if spans and sum(sizes) == spans[-1].stop - spans[0].start:
+        return x.split([spans[0].start, *sizes, x.shape[dim] - spans[-1].stop], dim)[1:-1]
+    return [x.narrow(dim, span.start, size) for span, size in zip(spans, sizes, strict=True)]
 
 
 def _is_taken(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ Tokens that belong to no sequence have out 0, lse -inf and no gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,24 +37,23 @@ def varlen_attention_reference(
         like = accumulated(q)
         written = like.new_empty(*q.shape[:2], v.shape[-1]), like.new_empty(q.shape[1::-1])
     out, lse = written[0].zero_(), written[1].fill_(float("-inf"))
-    rows_of, keys_of = spans_of(q, k, packed)
-    queries, outs = (cut(by_heads(x), 2, rows_of) for x in (q, out))
-    lses = cut(lse, 1, rows_of)
+    queries, outs = by_heads(q), by_heads(out)
     if packed.page_table is None:
-        all_k, all_v = (cut(by_heads(x), 2, keys_of) for x in (k, v))
-    for b, _, _, own_mask, own_options in _sequences(q, k, packed, mask, options):
+        all_k, all_v = by_heads(k), by_heads(v)
+    for b, rows, keys, own_mask, own_options in _sequences(q, k, packed, mask, options):
         keys_in = None
         if packed.page_table is None:
-            own_k, own_v = all_k[b], all_v[b]
+            own_k, own_v = all_k[:, :, keys], all_v[:, :, keys]
         else:
             table = packed.page_table[b : b + 1]
             longest = longest_of(own_mask, table.shape[1] * k.shape[2])
             own_k, own_v, keys_in = gathered(q, k, v, table, longest)
             entries = _with_columns(own_options.attn_mask, own_k.shape[2])
             own_options = own_options._replace(attn_mask=entries)
-        own = attend(queries[b], own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b)
-        outs[b].copy_(own[0])
-        lses[b].copy_(own[1][0])
+        own = attend(
+            queries[:, :, rows], own_k, own_v, own_mask, scale, own_options, keys_in, dropout, b
+        )
+        outs[:, :, rows], lse[:, rows] = own[0], own[1][0]
     return out, lse
 
 
@@ -173,14 +172,6 @@ def spans_of(q: Tensor, k: Tensor, packed: Packed) -> tuple[list[slice], list[sl
     if packed.cu_seqlens_k is None and k.shape[0] == q.shape[0]:
         return rows, rows
     return rows, _slices(packed.begins_of_keys, k.shape[0])
-
-
-def cut(x: Tensor, dim: int, spans: list[slice]) -> Sequence[Tensor]:
-    """Views of these parts of a dim, in one call where they lie one after the other."""
-    sizes = [span.stop - span.start for span in spans]
-    if spans and sum(sizes) == spans[-1].stop - spans[0].start:
-        return x.split([spans[0].start, *sizes, x.shape[dim] - spans[-1].stop], dim)[1:-1]
-    return [x.narrow(dim, span.start, size) for span, size in zip(spans, sizes, strict=True)]
 
 
 def _slices(cu_seqlens: Tensor, tokens: int) -> list[slice]:
