@@ -20,6 +20,7 @@ from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.testing import make_tensor
@@ -151,6 +152,7 @@ def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
     mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)
     every = AttentionOptions(mask, 1.0, scores, Dropout(0.5, ANY))
-    assert dispatch.features_of(every) == FEATURES
+    assert dispatch.features_of(every, Packed(lens, None, lens[None])) == FEATURES
+    assert dispatch.features_of(AttentionOptions(), Packed(lens)) == {"packed"}
     assert dispatch.features_of(AttentionOptions()) == frozenset()
     assert dispatch.features_of(AttentionOptions(Mask(window_right=3, kv_block=2, kv_stride=4))) == {"window", "positions"}  # fmt: skip

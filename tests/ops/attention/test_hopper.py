@@ -7,9 +7,13 @@ import torch
 
 import torch_fdattn
 from tests.ops.decode.inputs import int32
+from torch_fdattn.launch import prepared
+from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import Scores
 from torch_fdattn.testing import attention_oracle
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 ALL = Mask()
 
 
-def attend(q, k, v, mask=ALL, scale=None):
+def attend(q, k, v, mask=ALL, scale=None, is_taken=True):
     from torch_fdattn.launch.launches import run
     from torch_fdattn.ops.attention.hopper.launch import forward_launch, takes
 
@@ -29,7 +33,7 @@ def attend(q, k, v, mask=ALL, scale=None):
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     options = AttentionOptions(mask, q.shape[3] ** -0.5 if scale is None else scale)
-    assert takes(q, k, v, options)
+    assert takes(q, k, v, options) == is_taken
     run((forward_launch(q, k, v, options, out, lse, counter),))
     assert counter.item() == 0
     return out, lse
@@ -39,8 +43,8 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def check(q, k, v, mask=ALL, lens=None):
-    found = attend(q, k, v, mask)
+def check(q, k, v, mask=ALL, lens=None, is_taken=True):
+    found = attend(q, k, v, mask, is_taken=is_taken)
     kept = torch.arange(k.shape[2], device="cuda") < (k.shape[2] if lens is None else mask.kv_lens[:, None])  # fmt: skip
     k, v = (x.masked_fill(~kept.view(-1, 1, k.shape[2], 1), 0.0) for x in (k, v))
     options = dict(causal=mask.window_right == 0)
@@ -64,6 +68,93 @@ def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
     q = normal(2, 4, queries, head_dim, dtype=dtype)
     k, v = (normal(2, 2, keys, head_dim, dtype=dtype) for _ in range(2))
     check(q, k, v, Mask(window_right=0 if causal else -1))
+
+
+@pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 248])
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_head_dims(causal, head_dim):
+    """Between NaN, which zeros that fill up must not be."""
+    q, k, v = (
+        torch.full((2, h, 300, head_dim + 8), torch.nan, device="cuda").bfloat16()[..., :head_dim]
+        for h in (4, 2, 2)
+    )
+    for x in (q, k, v):
+        x.normal_()
+    check(q, k, v, Mask(window_right=0 if causal else -1), is_taken=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "kv_lens"),
+    [([500, 0, 1, 129, 64], None), ([30] * 40, None), ([100, 64, 7], [700, 0, 128]), ([300], [128])],
+)  # fmt: skip
+def test_packed_sequences(lens, kv_lens, causal, head_dim):
+    """Between tokens of no sequence, which see no key, and whose values are NaN."""
+    from torch_fdattn.launch.launches import run
+    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+
+    ends, kv_ends = ([5, *itertools.accumulate(x, initial=5)][1:] for x in (lens, kv_lens or lens))
+    q = normal(1, 4, ends[-1] + 70, head_dim)
+    k, v = (normal(1, 2, kv_ends[-1] + 3, head_dim) for _ in range(2))
+    for x, last in ((q, ends[-1]), (k, kv_ends[-1]), (v, kv_ends[-1])):
+        x[:, :, :5] = x[:, :, last:] = torch.nan
+    packed = Packed(int32(*ends, device="cuda"), kv_lens and int32(*kv_ends, device="cuda"))
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sinks = torch.randn(4, device="cuda")
+    options = AttentionOptions(Mask(window_right=0 if causal else -1), head_dim**-0.5, Scores(sinks=sinks))  # fmt: skip
+    run((forward_launch(q, k, v, options, out, lse, counter, packed),))
+    assert counter.item() == 0
+    for x in (out[:, :, :5], out[:, :, ends[-1] :]):
+        assert (x == 0).all()
+    for x in (lse[:, :5], lse[:, ends[-1] :]):
+        assert (x == -torch.inf).all()
+    spans = zip(itertools.pairwise(ends), itertools.pairwise(kv_ends), strict=True)
+    for (first, end), (first_key, end_key) in spans:
+        if first == end:
+            continue
+        own = q[:, :, first:end], *(x[:, :, first_key:end_key] for x in (k, v))
+        exact, exact_lse = attention_oracle(*(x.double() for x in own), causal=causal, sinks=sinks)
+        torch.testing.assert_close(lse[:, first:end].double(), exact_lse[0], rtol=1e-3, atol=1e-3)
+        error = (out[:, :, first:end].double() - exact).norm()
+        assert error <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_over_pages(causal, page, head_dim):
+    """In any order, between pages of NaN, and with numbers behind the lengths that no page has."""
+    from torch_fdattn.launch.launches import run
+    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+
+    lens, kv_lens = [100, 1, 200], [700, 129, 200]
+    q = normal(1, 4, sum(lens), head_dim)
+    pages = torch.full((200, 2, page, head_dim), torch.nan, device="cuda").bfloat16()
+    k, v = pages, pages.clone()
+    table = torch.full((3, 1024 // page), 1 << 20, dtype=torch.int32)
+    free = iter(torch.randperm(200).tolist())
+    for b, n in enumerate(kv_lens):
+        for i in range(-(-n // page)):
+            table[b, i] = next(free)
+            for x in (k, v):
+                x[table[b, i], :, : n - i * page].normal_()
+    begins = int32(*itertools.accumulate(lens, initial=0), device="cuda")
+    packed = Packed(begins, None, table.cuda())
+    mask = Mask(int32(*kv_lens, device="cuda"), window_right=0 if causal else -1)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    options = AttentionOptions(mask, head_dim**-0.5)
+    run((forward_launch(q, k, v, options, out, lse, counter, packed),))
+    for b, (first, end) in enumerate(itertools.pairwise(begins.tolist())):
+        used = table[b, : -(-kv_lens[b] // page)].cuda().long()
+        own = (
+            x[used].transpose(0, 1).flatten(1, 2)[None, :, : kv_lens[b]].double() for x in (k, v)
+        )
+        exact, exact_lse = attention_oracle(q[:, :, first:end].double(), *own, causal=causal)
+        torch.testing.assert_close(lse[:, first:end].double(), exact_lse[0], rtol=1e-3, atol=1e-3)
+        assert (out[:, :, first:end].double() - exact).norm() <= 4e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -170,6 +261,24 @@ def test_the_op_comes_here_each_time(layout):
     exact = attention_oracle(q.double(), k.double(), v.double(), causal=True)[0]
     out = first[0] if layout == "bhsd" else first[0].transpose(1, 2)
     assert (out.double() - exact).norm() / exact.norm() < 4e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_op_of_packed_sequences(causal, monkeypatch):
+    """As the portable kernel, each time: through Triton, bound, and by the driver; slices of one tensor too."""
+    begins = int32(0, 300, 300, 431, 500, device="cuda")
+    qkv = normal(500, 8, 128)
+    tensors = normal(500, 4, 128), qkv[:, :2], qkv[:, 2:4]
+    expected = torch_fdattn.varlen_attention(*tensors, begins, causal=causal)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
+    prepared._calls.clear()
+    for _ in range(4):
+        launches.clear()
+        out, lse = torch_fdattn.varlen_attention(*tensors, begins, causal=causal)
+        assert launches == {"varlen_attention_forward/hopper": 1}
+        torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
+        assert (out.float() - expected[0].float()).norm() < 4e-3 * expected[0].float().norm()
+    prepared._calls.clear()
 
 
 def test_addresses_that_no_descriptor_can_have():

@@ -18,12 +18,25 @@ from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed
 
 #: CUDA devices by the first number of their compute capability; all other GPUs count as sm_80.
 GENERATIONS = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_100"}
 GPUS = frozenset(("sm_80", "sm_90", "sm_100", "AMD"))
 FEATURES = frozenset(
-    ("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "mask", "dropout")
+    (
+        "causal",
+        "window",
+        "lengths",
+        "positions",
+        "softcap",
+        "ALiBi",
+        "sinks",
+        "mask",
+        "dropout",
+        "packed",
+        "pages",
+    )
 )
 _HALF, _SINGLE, _DOUBLE = (torch.bfloat16, torch.float16), (torch.float32,), (torch.float64,)
 
@@ -60,14 +73,16 @@ TABLE = (
 )  # fmt: skip
 
 
-def choose(direction: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
-    """The kernel for checked inputs."""
+def choose(
+    direction: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None = None
+) -> str:  # fmt: skip
+    """The kernel for checked inputs; packed ones by heads (1, H, T, D)."""
     compiled = library.use_triton(q)  # refuses what no row has, with its reason
     hardware = _gpu(q.device) if q.is_cuda else "interpreter" if compiled else "CPU"
     rows = _rows(direction, hardware, q.dtype, max(q.shape[3], v.shape[3]))
     if rows[0].features is FEATURES:
         return rows[0].kernel
-    asked = features_of(options)
+    asked = features_of(options, packed)
     return next(
         row.kernel
         for row in rows
@@ -90,7 +105,7 @@ def _rows(direction: str, hardware: str, dtype: torch.dtype, head_dim: int) -> t
     )  # fmt: skip
 
 
-def features_of(options: AttentionOptions) -> frozenset[str]:
+def features_of(options: AttentionOptions, packed: Packed | None = None) -> frozenset[str]:
     """What a call asks of its kernel, of FEATURES."""
     mask, scores, dropout = options.mask, options.scores, options.dropout
     asked = {
@@ -103,5 +118,7 @@ def features_of(options: AttentionOptions) -> frozenset[str]:
         "sinks": scores.sinks is not None,
         "mask": scores.attn_mask is not None,
         "dropout": dropout.p > 0,
+        "packed": packed is not None,
+        "pages": packed is not None and packed.page_table is not None,
     }
     return frozenset(name for name, needed in asked.items() if needed)

@@ -13,13 +13,17 @@ hold (`ops/packed.py`). Keys on pages have no gradient.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.launch import prepared
+from torch_fdattn.launch.tile_counter import tile_counter
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, attend, check_tangents
 from torch_fdattn.ops.attention.cpu import LARGE, attention_backward_on_cpu, attention_on_cpu
 from torch_fdattn.ops.attention.derivative_op import (
@@ -53,6 +57,9 @@ from torch_fdattn.ops.varlen_attention.reference import (
     varlen_attention_tangent_reference,
 )
 
+if TYPE_CHECKING:
+    from torch_fdattn.launch.launches import Launch
+
 _WHERE = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k"
 
 
@@ -80,22 +87,21 @@ def attend_eagerly(q, k, v, packed: Packed, options: AttentionOptions) -> tuple[
     call = prepared.checked(key)
     if call is None:
         check_varlen(q, k, v, packed, options)
-        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
+        if _runs_kernels(q, packed):
+            by_head = by_heads(q), *_keys_by_heads(k, v, packed)
+            kernel = dispatch.choose("forward", *by_head, options, packed)
+            call = prepared.prepare(key, label=f"varlen_attention_forward/{kernel}")
     mask, scale, scores, dropout, _ = options
     out, lse = _empty_state(q, v, options.dtype)
     if call is not None:
-        from torch_fdattn.ops.attention.forward import forward_launches
-
         mask = contiguous_mask(mask)
-        keys = (k, v) if page_table is not None else (by_heads(k), by_heads(v))
-        tensors = q, k, v, out, lse, *packed, *mask[:3], *scores[1:], dropout.seed
+        counter = tile_counter(q.device) if call.label.endswith("/hopper") else None
+        tensors = q, k, v, out, lse, *packed, *mask[:3], *scores[1:], dropout.seed, counter
         if call.by_driver(tensors):
-            library.launches["varlen_attention_forward/triton"] += 1
+            library.launches[call.label] += 1
         else:
-            options = options._replace(mask=mask)
-            call.run(
-                tensors, forward_launches(by_heads(q), *keys, options, by_heads(out), lse, packed=packed)
-            )  # fmt: skip
+            launches = _launches(q, k, v, packed, options._replace(mask=mask), out, lse, counter)
+            call.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
         copy_state(out, lse, (torch.zeros(()), torch.full((), float("-inf"))))
     else:
@@ -106,6 +112,26 @@ def attend_eagerly(q, k, v, packed: Packed, options: AttentionOptions) -> tuple[
         if not attend_packed(*call_of_all, (out, lse)):
             varlen_attention_reference(*call_of_all, attention_on_cpu, (out, lse))
     return out, lse
+
+
+def _keys_by_heads(k: Tensor, v: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    return (k, v) if packed.page_table is not None else (by_heads(k), by_heads(v))
+
+
+def _launches(
+    q, k, v, packed: Packed, options: AttentionOptions, out, lse, counter: Tensor | None
+) -> Iterable[Launch]:  # fmt: skip
+    by_head = by_heads(q), *_keys_by_heads(k, v, packed), options, by_heads(out), lse
+    # As in attention: addresses are no part of a call's key.
+    if counter is not None:
+        from torch_fdattn.ops.attention.hopper.launch import forward_launch, is_aligned
+
+        if is_aligned(q, k, v):
+            library.launches["varlen_attention_forward/hopper"] += 1
+            return (forward_launch(*by_head, counter, packed),)
+    from torch_fdattn.ops.attention.forward import forward_launches
+
+    return forward_launches(*by_head, packed=packed)
 
 
 def _forward_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, *tail):

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_fdattn.ops.attention.hopper.pipeline import Place, blocks_of, place_of, wait_for_group
+from torch_fdattn.ops.attention.hopper.loading import load
+from torch_fdattn.ops.attention.hopper.pipeline import blocks_of, place_of, wait_for_group
 from torch_fdattn.ops.attention.hopper.rows import (
     MINUS_INFINITY,
     ROWS,
@@ -31,117 +32,44 @@ from torch_fdattn.ops.attention.hopper.rows import (
     thread_sums,
 )
 from torch_fdattn.ops.attention.hopper.scores import Scores
-from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, slots_of
-from torch_fdattn.ops.attention.hopper.tiles import Call, take, tile_of
+from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
+from torch_fdattn.ops.attention.hopper.tiles import Call, tile_of
 
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit(do_not_specialize=[
     "q_len", "capacity", "sequences", "heads", "group", "section", "left", "right",
-    "slope_of_sequence", "slope_of_head", "sink_of_head",
+    "slope_of_sequence", "slope_of_head", "sink_of_head", "table_stride", "table_step",
 ])  # fmt: skip
 def attention_forward_kernel(
-    q_blocks, k_blocks, v_blocks, out_blocks, lse, counter, kv_lens, q_start, kv_start,
+    q_blocks, k_blocks, v_blocks, out_blocks, out, lse, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    page_table, table_stride, table_step,
+    KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    KEYS: gl.constexpr = k_blocks.block_type.shape[2]
-    D: gl.constexpr = k_blocks.block_type.shape[3]
-    call = Call(kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
+    D: gl.constexpr = q_blocks.block_type.shape[3]
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     changes = Scores(scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)
     Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
-    slots = slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS)
+    slots = slots_of(q_blocks, Q_SLOTS, KEYS, D)
     if D > 128:  # no room for both
         outs = slots.q
     else:
         outs = blocks_of(out_blocks, GROUPS)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
-        (_multiply, (slots, outs, out_blocks, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
-        (_load, (slots, q_blocks, k_blocks, v_blocks, counter, call)),
+        (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
+        (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
-def _load(slots, q_blocks, k_blocks, v_blocks, counter, call):
-    """Of one warp: hands tile numbers over, and fills the slots in the order in which they are emptied."""
-    tiles = call.tiles()
-    number = gl.program_id(0)
-    turn = gl.to_tensor(0)
-    step = gl.to_tensor(0)
-    corner_of_values = [gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), 0]
-    while number < tiles:
-        following = take(counter, tiles)
-        place = place_of(turn, SLOTS)
-        slots.has_number.wait_empty(place)
-        slots.numbers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
-        slots.has_number.hand_over(place)
-
-        tile = tile_of(number, call)
-        for i in range(tile.end - tile.begin):
-            corner = [tile.sequence, tile.head // call.group, (tile.end - 1 - i) * call.KEYS, 0]
-            _load_keys(slots, k_blocks, v_blocks, corner, step)
-            if step > 0:
-                _load_values(slots, v_blocks, corner_of_values, step, True)
-            # After the last values of the tile before, without which no queries are released.
-            if i == 0:
-                _load_queries(slots, q_blocks, tile, turn)
-            corner_of_values = corner
-            step += 1
-        number = following
-        turn += 1
-    _load_values(slots, v_blocks, corner_of_values, step, False)
-
-
-@gluon.jit
-def _load_keys(slots, k_blocks, v_blocks, corner, step):
-    """Of a step that has keys: of the whole step, where its values lie beside them."""
-    K_BYTES: gl.constexpr = k_blocks.block_type.nbytes
-    V_BYTES: gl.constexpr = v_blocks.block_type.nbytes
-    place = place_of(step, SLOTS)
-    slots.has_keys.wait_empty(place)
-    if slots.TOGETHER:
-        slots.has_keys.expect(place, K_BYTES, step == 0)
-        slots.has_keys.expect(place, K_BYTES + V_BYTES, step > 0)
-    else:
-        slots.has_keys.expect(place, K_BYTES)
-    slots.has_keys.fill(k_blocks, corner, slots.k.index(place.slot), place)
-
-
-@gluon.jit
-def _load_values(slots, v_blocks, corner, step, HAS_KEYS: gl.constexpr):
-    """Of a step, whether or not it has keys: the block before its keys."""
-    place = slots.place_of_values(step)
-    if not (slots.TOGETHER and HAS_KEYS):
-        slots.has_values.wait_empty(place)
-        slots.has_values.expect(place, v_blocks.block_type.nbytes)
-    slots.has_values.fill(v_blocks, corner, slots.v.index(place.slot), place)
-
-
-@gluon.jit
-def _load_queries(slots, q_blocks, tile, turn):
-    for i in gl.static_range(GROUPS):
-        place = _own(i, turn, slots.q.shape[0] // GROUPS)
-        slots.has_queries.wait_empty(place)
-        slots.has_queries.expect(place, q_blocks.block_type.nbytes)
-        corner = [tile.sequence, tile.head, tile.row + i * ROWS, 0]
-        slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
-
-
-@gluon.jit
-def _own(i, turn, SLOTS_OF_GROUP: gl.constexpr):
-    """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
-    return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)
-
-
-@gluon.jit
 def _multiply(
-    slots, outs, out_blocks, lse, call, changes,
+    slots, outs, out_blocks, out, lse, call, changes,
     RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of a warp group: 64 rows of each tile.
@@ -158,7 +86,7 @@ def _multiply(
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = tile_of(number, call)
-    own = _own(GROUP, turn, SLOTS_OF_GROUP)
+    own = own_place(GROUP, turn, SLOTS_OF_GROUP)
     q = _queries(slots, own, True, D, SCORES, Q_IN_REGISTERS)
     slots.has_keys.wait_full(place_of(step, SLOTS))
     scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, D, SCORES),))
@@ -178,7 +106,7 @@ def _multiply(
         slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
         slots.wait_for_values(step)
         acc = _add_values(p, slots, step, acc, D)
-        following_own = _own(GROUP, turn, SLOTS_OF_GROUP)
+        following_own = own_place(GROUP, turn, SLOTS_OF_GROUP)
         if SLOTS_OF_GROUP > 1:
             if not Q_IN_REGISTERS:
                 slots.has_queries.release(own)
@@ -186,11 +114,11 @@ def _multiply(
             scores = _scores(q, slots, step, D, SCORES)
             acc, p, scores = warpgroup_mma_wait(1, deps=(acc, p, scores))
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
         else:  # where results take the queries' place
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
             tma.store_wait(0)
             slots.has_queries.release(own)
             q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
@@ -243,7 +171,7 @@ def _attend(
     count = tile.end - tile.begin
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
     if call.kv_lens is not None:
-        kept = tile.kv_len - (tile.end - 1) * KEYS
+        kept = tile.keys.length - (tile.end - 1) * KEYS
         if kept < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))
             v = slots.v.index(slots.place_of_values(step + 1).slot).reshape([KEYS, D])
@@ -319,7 +247,7 @@ def _seen_by_all(tile, row, call):
         begin = (
             gl.maximum(row + ROWS - 1 + tile.offset - call.left, 0) + call.KEYS - 1
         ) // call.KEYS
-    end = tile.kv_len // call.KEYS
+    end = tile.keys.length // call.KEYS
     if call.HAS_RIGHT:
         end = gl.minimum(end, gl.maximum(row + tile.offset + call.right + 1, 0) // call.KEYS)
     return begin, end
@@ -369,17 +297,40 @@ def _step(
 
 @gluon.jit
 def _finish(
-    acc, top, sums, tile, row, buffer, out_blocks, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
+    acc, top, sums, tile, row, buffer, out_blocks, out, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
     """Writes the rows' out and lse."""
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
     inverse, row_lse = changes.finish(top, total, tile)
-    out = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
-    tma.store_wait(0)  # of the tile before, from this buffer
-    buffer.reshape([ROWS, D]).store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_blocks, [tile.sequence, tile.head, row, 0], buffer)
+    results = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
+    first = tile.queries.first + row
     rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
-    lse += (tile.sequence * call.heads + tile.head).to(gl.int64) * call.q_len
-    gl.store(lse + rows, row_lse, mask=rows < call.q_len)
+    seen = rows < tile.queries.length
+    if call.cu_seqlens_q is not None and row + ROWS > tile.queries.length:
+        # A block's copy would end in the next sequence.
+        _store_rows(results, out, first, tile, out_blocks, seen, D)
+    else:
+        tma.store_wait(0)  # of the tile before, from this buffer
+        buffer.reshape([ROWS, D]).store(results)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_blocks, [tile.batch, tile.head, first, 0], buffer)
+    lse += (tile.batch * call.heads + tile.head).to(gl.int64) * call.q_len + tile.queries.first
+    gl.store(lse + rows, row_lse, mask=seen)
+
+
+@gluon.jit
+def _store_rows(results, out, first, tile, out_blocks, seen, D: gl.constexpr):
+    """The seen ones of a warp group's rows, of packed sequences: `first` is the token of the first one."""
+    OUT: gl.constexpr = results.type.layout
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT), assert_trivial=True)
+    tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    out += (
+        tile.head.to(gl.int64) * out_blocks.strides[1] + first.to(gl.int64) * out_blocks.strides[2]
+    )
+    offsets = gl.expand_dims(tokens.to(gl.int64) * out_blocks.strides[2], 1) + gl.expand_dims(
+        columns, 0
+    )
+    inside = gl.expand_dims(seen, 1) & (gl.expand_dims(columns, 0) < out_blocks.shape[3])
+    gl.store(out + offsets, results, mask=inside)

@@ -14,8 +14,12 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed, key_capacity
 
+#: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
 HEAD_DIMS = (64, 128, 256)
+#: A stride of whole 16 bytes.
+_SOME = 128
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
@@ -46,38 +50,60 @@ def is_aligned(*tensors: Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
+def padded(head_dim: int) -> int:
+    """The head dim that the kernel computes with: a copy fills what is beyond the tensor's with zeros."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
 def keys_of_a_block(head_dim: int) -> int:
     """With 256, 128 keys and values twice do not fit beside the queries."""
     return 128 if head_dim <= 128 else 64
 
 
 def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor,
+    packed: Packed | None = None,
 ) -> Launch:  # fmt: skip
     """What writes attention of q, k, v into out and lse (fp32, contiguous).
 
+    Of packed sequences the tensors are (1, heads, tokens, D), and lse is (heads, tokens).
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
-    kv_heads, capacity = k.shape[1:3]
-    mask, scores, keys = options.mask, options.scores, keys_of_a_block(head_dim)
-    rows = GROUPS.value * ROWS.value
-    ragged = mask.kv_lens is not None or mask.q_start is not None or capacity % keys != 0
+    kv_heads, capacity = k.shape[1], key_capacity(k, packed)
+    mask, scores = options.mask, options.scores
+    dim, keys = padded(head_dim), keys_of_a_block(head_dim)
+    tile_rows = GROUPS.value * ROWS.value
+    ragged = (
+        packed is not None
+        or mask.kv_lens is not None
+        or mask.q_start is not None
+        or capacity % keys != 0
+    )
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
     # blocks to hide there is no room.
-    aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % rows == 0
-    in_registers = head_dim == 64 or (head_dim == 128 and mask.window_left < 0 and aligned)
-    tiles = cdiv(q_len, rows) * heads * batch
+    aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % tile_rows == 0
+    in_registers = dim == 64 or (dim == 128 and mask.window_left < 0 and aligned)
+    blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
+    if packed is not None:
+        blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
+        begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
+    block, pages = [1, 1, keys, dim], (None, None, None)
+    if packed is not None and packed.page_table is not None:
+        table = packed.page_table
+        # In shared memory 64 columns of a block's rows lie together.
+        block, pages, begins = [1, 1, k.shape[2], 64], (table, *table.stride()), (begins[0], None)
+    own = [1, 1, ROWS.value, dim]
     return Launch(
-        attention_forward_kernel, min(tiles, num_sms(q.device)),
-        _described(q, ROWS.value), _described(k, keys), _described(v, keys), _described(out, ROWS.value),
-        lse, counter, *mask[:3], q_len, capacity, batch, heads, heads // kv_heads,
+        attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
+        _described(q, own), _described(k, block), _described(v, block), _described(out, own),
+        out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, scores.softcap or None,
-        scores.alibi_slopes, *_strides(scores.alibi_slopes, batch),
-        scores.sinks, None if scores.sinks is None else scores.sinks.stride(0),
-        HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
+        scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
+        scores.sinks, None if scores.sinks is None else scores.sinks.stride(0), *pages,
+        KEYS=keys, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 
@@ -93,10 +119,16 @@ def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
     return cdiv(heads, cdiv(heads, most))
 
 
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
-    block = [1, 1, rows, x.shape[3]]
+def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), _steps(x), block, layout)
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Strides, where that of a dim of one entry, which says nothing, is one that a descriptor takes."""
+    return [step if n > 1 else _SOME for n, step in zip(x.shape[:3], x.stride(), strict=False)] + [
+        x.stride(3)
+    ]
 
 
 def _is_describable(x: Tensor) -> bool:
@@ -104,5 +136,5 @@ def _is_describable(x: Tensor) -> bool:
     return (
         x.stride(3) == 1
         and x.numel() > 0
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in _steps(x)[:3])
     )

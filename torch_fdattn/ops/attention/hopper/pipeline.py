@@ -56,10 +56,10 @@ class Ring:
         mbarrier.wait(self.full.index(place.slot), place.phase, pred=needed)
 
     @gluon.jit
-    def fill(self, descriptor, corner, buffer, place, needed=True):
+    def fill(self, descriptor, corner, buffer, place):
         """Starts to copy the block at this corner into a buffer of the slot, which must be empty."""
         full = self.full.index(place.slot)
-        tma.async_copy_global_to_shared(descriptor, corner, full, buffer, pred=needed)
+        tma.async_copy_global_to_shared(descriptor, corner, full, buffer)
 
     @gluon.jit
     def expect(self, place, BYTES: gl.constexpr, needed=True):

@@ -55,7 +55,7 @@ def hide(scores, tile, row, block, call, LAYOUT: gl.constexpr):
     """-inf where a row, from `row` on, does not see a key of the block."""
     keys = block * call.KEYS + gl.arange(0, call.KEYS, layout=gl.SliceLayout(0, LAYOUT))
     rows = row + tile.offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    last = gl.full_like(rows, 0) + (tile.kv_len - 1)
+    last = gl.full_like(rows, 0) + (tile.keys.length - 1)
     if call.HAS_RIGHT:
         last = gl.minimum(last, rows + call.right)
     seen = gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, place_of, ring
+from torch_fdattn.ops.attention.hopper.pipeline import Place, Ring, blocks_of, place_of, ring
 
 SLOTS = gl.constexpr(2)  #: of keys and values, of tile numbers
 GROUPS = gl.constexpr(2)  #: warp groups that multiply
@@ -30,9 +30,12 @@ class Slots:
     has_keys: Ring
     has_values: Ring  # where TOGETHER: has_keys
     TOGETHER: gl.constexpr
+    BYTES: gl.constexpr  # of a block of keys, and of one of values
 
     @gluon.constexpr_function
-    def __init__(self, numbers, q, k, v, has_number, has_queries, has_keys, has_values, TOGETHER):
+    def __init__(
+        self, numbers, q, k, v, has_number, has_queries, has_keys, has_values, TOGETHER, BYTES
+    ):
         self.numbers = numbers
         self.q = q
         self.k = k
@@ -42,6 +45,7 @@ class Slots:
         self.has_keys = has_keys
         self.has_values = has_values
         self.TOGETHER = gl.constexpr(TOGETHER)
+        self.BYTES = gl.constexpr(BYTES)
 
     @gluon.jit
     def place_of_values(self, step):
@@ -71,16 +75,34 @@ class Slots:
 
 
 @gluon.jit
-def slots_of(q_blocks, k_blocks, v_blocks, Q_SLOTS: gl.constexpr):
+def slots_of(q_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
-    q, k, v = blocks_of(q_blocks, Q_SLOTS), blocks_of(k_blocks, SLOTS), blocks_of(v_blocks, SLOTS)
+    q = blocks_of(q_blocks, Q_SLOTS)
+    # Keys lie as queries do, whatever their copies bring at a time.
+    k = gl.allocate_shared_memory(q_blocks.dtype, [SLOTS, 1, 1, KEYS, D], q_blocks.layout)
+    v = gl.allocate_shared_memory(q_blocks.dtype, [SLOTS, 1, 1, KEYS, D], q_blocks.layout)
     has_keys = ring(SLOTS, GROUPS)
-    TOGETHER: gl.constexpr = k_blocks.block_type.nbytes <= 16384
+    TOGETHER: gl.constexpr = D == 64
     if TOGETHER:
         has_values = has_keys
     else:
         has_values = ring(SLOTS, GROUPS)
     return Slots(
-        numbers, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values, TOGETHER
+        numbers,
+        q,
+        k,
+        v,
+        ring(SLOTS, GROUPS),
+        ring(Q_SLOTS, 1),
+        has_keys,
+        has_values,
+        TOGETHER,
+        2 * KEYS * D,
     )
+
+
+@gluon.jit
+def own_place(i, turn, SLOTS_OF_GROUP: gl.constexpr):
+    """Where queries of a warp group lie in a program's turn-th tile: one filling a tile."""
+    return Place((turn & (SLOTS_OF_GROUP - 1)) * GROUPS + i, (turn // SLOTS_OF_GROUP) & 1)

@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from torch_fdattn.ops.attention.hopper.sequences import Span, begun_before, span
+
 #: Positions are clamped to this (`ops/positions.py`).
 _FAR = gl.constexpr(1 << 29)
 
@@ -21,8 +23,10 @@ class Call:
     kv_lens: gl.tensor | gl.constexpr  # pointers, or None
     q_start: gl.tensor | gl.constexpr
     kv_start: gl.tensor | gl.constexpr
-    q_len: gl.tensor
-    capacity: gl.tensor  # keys of a sequence at most
+    cu_seqlens_q: gl.tensor | gl.constexpr  # of packed sequences
+    cu_seqlens_k: gl.tensor | gl.constexpr
+    q_len: gl.tensor  # of packed sequences: all tokens
+    capacity: gl.tensor  # keys of a sequence at most; all tokens
     sequences: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
@@ -35,11 +39,13 @@ class Call:
     KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
+    def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                  HAS_LEFT, HAS_RIGHT, ROWS, KEYS):  # fmt: skip
         self.kv_lens = gl.constexpr(None) if kv_lens is None else kv_lens
         self.q_start = gl.constexpr(None) if q_start is None else q_start
         self.kv_start = gl.constexpr(None) if kv_start is None else kv_start
+        self.cu_seqlens_q = gl.constexpr(None) if cu_seqlens_q is None else cu_seqlens_q
+        self.cu_seqlens_k = gl.constexpr(None) if cu_seqlens_k is None else cu_seqlens_k
         self.q_len = q_len
         self.capacity = capacity
         self.sequences = sequences
@@ -55,31 +61,48 @@ class Call:
 
     @gluon.jit
     def row_blocks(self):
-        return (self.q_len + self.ROWS - 1) // self.ROWS
+        if self.cu_seqlens_q is not None:
+            return self.q_len // self.ROWS + self.sequences + 2
+        else:
+            return (self.q_len + self.ROWS - 1) // self.ROWS
+
+    @gluon.jit
+    def all_heads(self):
+        """Of all sequences; packed ones share theirs."""
+        if self.cu_seqlens_q is not None:
+            return self.heads
+        else:
+            return self.heads * self.sequences
 
     @gluon.jit
     def tiles(self):
-        return self.row_blocks() * self.heads * self.sequences
+        return self.row_blocks() * self.all_heads()
 
 
 @aggregate
 class Tile:
-    """Rows from `row` on, and the blocks of keys from `begin` to before `end`, at least one."""
+    """Rows from `row` on, of `q_len` that there are, and the blocks of keys from `begin` to before `end`, at least one."""
 
     sequence: gl.tensor
+    batch: gl.tensor  # where it lies in the tensors: `sequence`, or 0 where sequences are packed
+    has_sink: gl.tensor  # no token of no sequence has
     head: gl.tensor
+    queries: Span
+    keys: Span
     row: gl.tensor
-    kv_len: gl.tensor
     offset: gl.tensor  # of the first query's position from the first key's
     begin: gl.tensor
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, sequence, head, row, kv_len, offset, begin, end):
+    def __init__(self, sequence, batch, has_sink, head, queries, keys, row, offset, begin, end):
         self.sequence = sequence
+        self.batch = batch
+        self.has_sink = has_sink
         self.head = head
+        self.queries = queries
+        self.keys = keys
         self.row = row
-        self.kv_len = kv_len
         self.offset = offset
         self.begin = begin
         self.end = end
@@ -91,21 +114,39 @@ def tile_of(number, call):
     each = call.section * row_blocks
     section = number // each
     number -= section * each
-    heads = gl.minimum(call.section, call.heads * call.sequences - section * call.section)
+    heads = gl.minimum(call.section, call.all_heads() - section * call.section)
     block = number // heads
     head = section * call.section + number - block * heads
     if call.HAS_RIGHT:
         block = row_blocks - 1 - block
-    sequence = head // call.heads
-    head -= sequence * call.heads
+    if call.cu_seqlens_q is not None:
+        begun = begun_before(block, call.cu_seqlens_q, call.sequences, call.q_len, call.ROWS)
+        queries = span(call.cu_seqlens_q, begun - 1, call.sequences, call.q_len)
+        keys = Span(gl.to_tensor(0), call.capacity)  # on pages
+        if call.cu_seqlens_k is not None:
+            keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
+        block = block - (queries.first // call.ROWS + begun)
+        # Lengths that do not grow have blocks before their first: none of theirs, then.
+        block = gl.where(block < 0, call.q_len // call.ROWS + 1, block)
+        # Those of no sequence have no keys, and read the entries of another one.
+        owned = (begun > 0) & (begun <= call.sequences)
+        kv_len = gl.where(owned, keys.length, 0)
+        sequence = gl.minimum(gl.maximum(begun - 1, 0), call.sequences - 1)
+        batch = gl.to_tensor(0)
+    else:
+        sequence = head // call.heads
+        head -= sequence * call.heads
+        batch = sequence
+        owned = gl.to_tensor(True)
+        queries = Span(gl.to_tensor(0), call.q_len)
+        keys = Span(gl.to_tensor(0), call.capacity)
+        kv_len = call.capacity
     row = block * call.ROWS
 
-    kv_len = call.capacity
     if call.kv_lens is not None:
-        kv_len = gl.minimum(
-            gl.maximum(gl.load(call.kv_lens + sequence).to(gl.int32), 0), call.capacity
-        )
-    offset = kv_len - call.q_len
+        given = gl.load(call.kv_lens + sequence).to(gl.int64)
+        kv_len = gl.minimum(gl.maximum(given, 0), kv_len).to(gl.int32)
+    offset = kv_len - queries.length
     if call.q_start is not None:
         offset = _position(call.q_start + sequence)
         if call.kv_start is not None:
@@ -115,11 +156,13 @@ def tile_of(number, call):
     if call.HAS_LEFT:
         low = gl.maximum(offset + row - call.left, 0)
     if call.HAS_RIGHT:
-        last = gl.minimum(row + call.ROWS, call.q_len) - 1
+        last = gl.minimum(row + call.ROWS, queries.length) - 1
         high = gl.minimum(high, offset + last + call.right + 1)
     begin = low // call.KEYS
     end = gl.maximum((high + call.KEYS - 1) // call.KEYS, begin + 1)
-    return Tile(sequence, head, row, kv_len, offset, begin, end)
+    return Tile(
+        sequence, batch, owned, head, queries, Span(keys.first, kv_len), row, offset, begin, end
+    )
 
 
 @gluon.jit

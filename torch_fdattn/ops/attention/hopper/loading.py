@@ -1,0 +1,126 @@
+"""The loading warp of Hopper's forward: it fills the slots (`slots.py`) in the order in which they are emptied."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_fdattn.ops.attention.hopper.pipeline import place_of
+from torch_fdattn.ops.attention.hopper.rows import ROWS
+from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place
+from torch_fdattn.ops.attention.hopper.tiles import take, tile_of
+
+#: A page that no cache has.
+_FAR = gl.constexpr(1 << 30)
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step):
+    """Of one warp: hands tile numbers over, and fills the slots in the order in which they are emptied."""
+    tiles = call.tiles()
+    number = gl.program_id(0)
+    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
+    corners_of_values = (_no_pages(k_blocks, call), gl.to_tensor(0), gl.to_tensor(0))
+    while number < tiles:
+        following = take(counter, tiles)
+        place = place_of(turn, SLOTS)
+        slots.has_number.wait_empty(place)
+        slots.numbers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
+        slots.has_number.hand_over(place)
+
+        tile = tile_of(number, call)
+        table = page_table
+        if page_table is not None:
+            table += tile.sequence.to(gl.int64) * table_stride
+        for i in range(tile.end - tile.begin):
+            first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
+            head = tile.head // call.group
+            if table is not None:
+                here = (_pages(table, table_step, first_key, k_blocks, call), head, gl.to_tensor(0))
+            else:
+                here = ((tile.batch,), head, first_key)
+            _load_keys(slots, k_blocks, here, step)
+            if step > 0:
+                _load_values(slots, v_blocks, corners_of_values, step, True)
+            # After the last values of the tile before, without which no queries are released.
+            if i == 0:
+                _load_queries(slots, q_blocks, tile, turn)
+            corners_of_values = here
+            step += 1
+        number = following
+        turn += 1
+    _load_values(slots, v_blocks, corners_of_values, step, False)
+
+
+@gluon.jit
+def _no_pages(blocks, call):
+    pages = ()
+    for _ in gl.static_range(call.KEYS // blocks.block_type.shape[2]):
+        pages = pages + (gl.to_tensor(0),)  # noqa: RUF005 -- Triton knows no unpacking
+    return pages
+
+
+@gluon.jit
+def _pages(table, table_step, first_key, blocks, call):
+    """The pages of a block of keys; copies from pages that are none bring zeros."""
+    PAGE: gl.constexpr = blocks.block_type.shape[2]
+    pages = ()
+    for i in gl.static_range(call.KEYS // PAGE):
+        entry = first_key // PAGE + i
+        page = gl.load(
+            table + entry.to(gl.int64) * table_step, mask=entry * PAGE < call.capacity, other=-1
+        )
+        pages = pages + (gl.minimum(gl.maximum(page.to(gl.int64), -1), _FAR).to(gl.int32),)  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
+def _fill(ring, blocks, corners, buffer, place):
+    """Starts to copy a block of keys or values: whole, or page by page, of which a copy has 64 columns."""
+    ROWS_OF_COPY: gl.constexpr = blocks.block_type.shape[2]
+    COLUMNS: gl.constexpr = blocks.block_type.shape[3]
+    pages, head, first = corners
+    for i in gl.static_range(buffer.shape[2] // ROWS_OF_COPY):
+        for j in gl.static_range(buffer.shape[3] // COLUMNS):
+            part = buffer
+            if buffer.shape[2] != ROWS_OF_COPY:
+                part = part.slice(i * ROWS_OF_COPY, ROWS_OF_COPY, 2)
+            if buffer.shape[3] != COLUMNS:
+                part = part.slice(j * COLUMNS, COLUMNS, 3)
+            ring.fill(blocks, [pages[i], head, first, j * COLUMNS], part, place)
+
+
+@gluon.jit
+def _load_keys(slots, k_blocks, corners, step):
+    """Of a step that has keys: of the whole step, where its values lie beside them."""
+    BYTES: gl.constexpr = slots.BYTES
+    place = place_of(step, SLOTS)
+    slots.has_keys.wait_empty(place)
+    if slots.TOGETHER:
+        slots.has_keys.expect(place, BYTES, step == 0)
+        slots.has_keys.expect(place, 2 * BYTES, step > 0)
+    else:
+        slots.has_keys.expect(place, BYTES)
+    _fill(slots.has_keys, k_blocks, corners, slots.k.index(place.slot), place)
+
+
+@gluon.jit
+def _load_values(slots, v_blocks, corners, step, HAS_KEYS: gl.constexpr):
+    """Of a step, whether or not it has keys: the block before its keys."""
+    place = slots.place_of_values(step)
+    if not (slots.TOGETHER and HAS_KEYS):
+        slots.has_values.wait_empty(place)
+        slots.has_values.expect(place, slots.BYTES)
+    _fill(slots.has_values, v_blocks, corners, slots.v.index(place.slot), place)
+
+
+@gluon.jit
+def _load_queries(slots, q_blocks, tile, turn):
+    for i in gl.static_range(GROUPS):
+        place = own_place(i, turn, slots.q.shape[0] // GROUPS)
+        slots.has_queries.wait_empty(place)
+        slots.has_queries.expect(place, q_blocks.block_type.nbytes)
+        corner = [tile.batch, tile.head, tile.queries.first + tile.row + i * ROWS, 0]
+        slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
