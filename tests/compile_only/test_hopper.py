@@ -49,7 +49,7 @@ def launch_of(
         meta(2, h, n, head_dim, dtype=dtype) for h, n in ((8, queries), (2, keys), (2, keys))
     )
     options = AttentionOptions(positions, head_dim**-0.5, scores)
-    assert takes(q, k, v, options) == (head_dim in HEAD_DIMS)
+    assert takes(q, k, v, options)
     made = forward_launch(q, k, v, options, q, meta(2, 8, queries), meta(1, **INT))
     return Launch(made.kernel, made.arguments, made.options)
 
@@ -133,7 +133,7 @@ def test_compiles_in_float16():
 @pytest.mark.parametrize(
     "wrong",
     [
-        dict(q=torch.float32), dict(head_dim=96), dict(mask=Mask(kv_block=4, kv_stride=8)), dict(stride=12),
+        dict(q=torch.float32), dict(head_dim=32), dict(mask=Mask(kv_block=4, kv_stride=8)), dict(stride=12),
         dict(expanded=True), dict(scale=0.0), dict(scale=-1.0), dict(out=torch.float32),
     ],
     ids=lambda x: next(iter(x)),

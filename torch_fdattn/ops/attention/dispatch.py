@@ -51,20 +51,22 @@ class Row(NamedTuple):
     head_dim: int  # at most, the larger one of K and V
     features: frozenset[str]
     note: str
-    #: What else it asks of (q, k, v, options).
-    fits: Callable[[Tensor, Tensor, Tensor, AttentionOptions], bool] | None = None
+    #: What else it asks of (q, k, v, options, packed).
+    fits: Callable[[Tensor, Tensor, Tensor, AttentionOptions, Packed | None], bool] | None = None
 
 
-def _fits_hopper(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+def _fits_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None
+) -> bool:
     from torch_fdattn.ops.attention.hopper.launch import takes
 
-    return not tuning.state.active and takes(q, k, v, options)
+    return not tuning.state.active and takes(q, k, v, options, packed)
 
 
 _BOTH = ("forward", "backward")
 TABLE = (
-    Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks")),
-        "Gluon; head dims 64, 128 and 256, K's and V's equal, rows of whole 16 bytes", _fits_hopper),
+    Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed", "pages")),
+        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or 128", _fits_hopper),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
         "the same kernels, interpreted; bf16 is refused"),
@@ -86,7 +88,7 @@ def choose(
     return next(
         row.kernel
         for row in rows
-        if asked <= row.features and (row.fits is None or row.fits(q, k, v, options))
+        if asked <= row.features and (row.fits is None or row.fits(q, k, v, options, packed))
     )
 
 

@@ -170,7 +170,8 @@ def _attend(
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     count = tile.end - tile.begin
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
-    if call.kv_lens is not None:
+    # Of packed sequences, those of the next one follow.
+    if call.kv_lens is not None or call.cu_seqlens_q is not None:
         kept = tile.keys.length - (tile.end - 1) * KEYS
         if kept < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))

@@ -16,7 +16,7 @@ from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, key_capacity
 
-#: Whose calls come here. The kernel takes others as well (`padded`), which have not run on a GPU yet.
+#: That the kernel computes with (`padded`).
 HEAD_DIMS = (64, 128, 256)
 #: A stride of whole 16 bytes.
 _SOME = 128
@@ -28,13 +28,15 @@ _SECTION_BYTES = 16 << 20
 _LEAST_SCALE = 1e-30
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None = None
+) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.dtype in _DTYPES
         and options.dtype in (None, q.dtype)
         and q.shape[3] == v.shape[3]
-        and q.shape[3] in HEAD_DIMS
+        and 32 < q.shape[3] <= 256
         and not options.mask.kv_block
         and _LEAST_SCALE < options.scale < float("inf")
         and (
@@ -42,7 +44,13 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
             or _LEAST_SCALE < options.scores.softcap / options.scale < float("inf")
         )
         and all(map(_is_describable, (q, k, v)))
+        and (packed is None or packed.page_table is None or _takes_pages(*k.shape[2:]))
     )
+
+
+def _takes_pages(page: int, head_dim: int) -> bool:
+    """Whether whole pages make a block of keys, of not too many copies."""
+    return page in (16, 32, 64, 128) and page <= keys_of_a_block(padded(head_dim))
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -72,7 +80,8 @@ def forward_launch(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1], key_capacity(k, packed)
     mask, scores = options.mask, options.scores
-    dim, keys = padded(head_dim), keys_of_a_block(head_dim)
+    dim = padded(head_dim)
+    keys = keys_of_a_block(dim)
     tile_rows = GROUPS.value * ROWS.value
     ragged = (
         packed is not None
