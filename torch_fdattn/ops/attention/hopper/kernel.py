@@ -2,7 +2,7 @@
 
 The pipeline is FlashAttention-3's (arXiv:2407.08608): QK of a block of keys is issued before PV of the block before, so
 that the softmax of one stands beside a product of the other. A program takes tile after tile (`tiles.py`); its loading
-warp is ahead by a tile number and two blocks of keys and values (`pipeline.py`).
+warp is ahead by a tile and two blocks of keys and values (`pipeline.py`).
 
 Shapes: q (B, H, M, D), k and v (B, H_kv, N, D), out (B, H, M, D), by descriptors of four dims, any strides of which the
 last is 1 and the others multiples of 16 bytes; lse (B, H, M). D is 64, 128 or 256; bfloat16 or float16.
@@ -33,7 +33,7 @@ from torch_fdattn.ops.attention.hopper.rows import (
 )
 from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
-from torch_fdattn.ops.attention.hopper.tiles import Call, tile_of
+from torch_fdattn.ops.attention.hopper.tiles import Call, read_end, read_tile
 
 _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -81,27 +81,23 @@ def _multiply(
     SLOTS_OF_GROUP: gl.constexpr = slots.q.shape[0] // GROUPS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    tiles = call.tiles()
-    number = gl.program_id(0)
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = tile_of(number, call)
+    tile = _next_tile(slots, turn)
     own = own_place(GROUP, turn, SLOTS_OF_GROUP)
     q = _queries(slots, own, True, D, SCORES, Q_IN_REGISTERS)
     slots.has_keys.wait_full(place_of(step, SLOTS))
     scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, D, SCORES),))
-    while number < tiles:
+    while tile.end > 0:
         slots.has_keys.release(place_of(step, SLOTS))
-        place = place_of(turn, SLOTS)
-        slots.has_number.wait_full(place)
-        following = gl.max(slots.numbers.index(place.slot).load(_ONE_OF_GROUP), 0)
-        slots.has_number.release(place)
         acc, p, top, sums = _attend(q, scores, tile, step, slots, call, changes, D, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
 
         # A step of two tiles: PV of this one's last block, and QK of the next one's first.
         step += tile.end - tile.begin
         turn += 1
-        more = following < tiles
+        place = place_of(turn, SLOTS)
+        slots.has_tile.wait_full(place)
+        more = read_end(slots.tiles, place.slot, _ONE_OF_GROUP) > 0
         row = tile.row + GROUP * ROWS
         slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
         slots.wait_for_values(step)
@@ -125,9 +121,17 @@ def _multiply(
             scores = _scores(q, slots, step, D, SCORES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         own = following_own
-        number = following
-        tile = tile_of(gl.minimum(number, tiles - 1), call)
+        tile = _next_tile(slots, turn)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _next_tile(slots, turn):
+    place = place_of(turn, SLOTS)
+    slots.has_tile.wait_full(place)
+    tile = read_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
+    slots.has_tile.release(place)
+    return tile
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from torch_fdattn.ops.attention.hopper.pipeline import place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place
-from torch_fdattn.ops.attention.hopper.tiles import take, tile_of
+from torch_fdattn.ops.attention.hopper.tiles import read_end, read_tile, take, tile_of, write_tile
 
 #: A page that no cache has.
 _FAR = gl.constexpr(1 << 30)
@@ -17,20 +17,17 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step):
-    """Of one warp: hands tile numbers over, and fills the slots in the order in which they are emptied."""
-    tiles = call.tiles()
-    number = gl.program_id(0)
+    """Of one warp: hands tiles over, and fills the slots in the order in which they are emptied.
+
+    The tile after the one that it loads is handed over before it is needed.
+    """
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     corners_of_values = (_no_pages(k_blocks, call), gl.to_tensor(0), gl.to_tensor(0))
-    while number < tiles:
-        following = take(counter, tiles)
-        place = place_of(turn, SLOTS)
-        slots.has_number.wait_empty(place)
-        slots.numbers.index(place.slot).store(gl.full([1], following, gl.int32, _ONE))
-        slots.has_number.hand_over(place)
-
-        tile = tile_of(number, call)
+    _hand_over(slots, gl.program_id(0), turn, call)
+    more = gl.to_tensor(True)
+    while more:
+        tile = read_tile(slots.tiles, place_of(turn, SLOTS).slot, _ONE)
         table = page_table
         if page_table is not None:
             table += tile.sequence.to(gl.int64) * table_stride
@@ -47,11 +44,23 @@ def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_s
             # After the last values of the tile before, without which no queries are released.
             if i == 0:
                 _load_queries(slots, q_blocks, tile, turn)
+                _hand_over(slots, take(counter, call.tiles()), turn + 1, call)
             corners_of_values = here
             step += 1
-        number = following
         turn += 1
+        more = read_end(slots.tiles, place_of(turn, SLOTS).slot, _ONE) > 0
     _load_values(slots, v_blocks, corners_of_values, step, False)
+
+
+@gluon.jit
+def _hand_over(slots, number, turn, call):
+    """The tile of this number, if there is one."""
+    tiles = call.tiles()
+    tile = tile_of(gl.minimum(number, tiles - 1), call)
+    place = place_of(turn, SLOTS)
+    slots.has_tile.wait_empty(place)
+    write_tile(tile, gl.where(number < tiles, tile.end, 0), slots.tiles, place.slot, _ONE)
+    slots.has_tile.hand_over(place)
 
 
 @gluon.jit

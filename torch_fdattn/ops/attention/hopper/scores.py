@@ -83,7 +83,7 @@ class Scores:
         if self.sinks is not None:
             offset = tile.head.to(gl.int64) * self.sink_of_head
             sink = gl.load(self.sinks + offset).to(gl.float32) * LOG2_E
-            sink = gl.where(tile.has_sink, sink, MINUS_INFINITY)
+            sink = gl.where(tile.has_sink != 0, sink, MINUS_INFINITY)
             high = gl.maximum(top, sink)
             high = gl.where(high == MINUS_INFINITY, 0.0, high)
             factor = gl.exp2(top - high)

@@ -12,20 +12,21 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from torch_fdattn.ops.attention.hopper.pipeline import Place, Ring, blocks_of, place_of, ring
+from torch_fdattn.ops.attention.hopper.tiles import FIELDS
 
-SLOTS = gl.constexpr(2)  #: of keys and values, of tile numbers
+SLOTS = gl.constexpr(2)  #: of keys and values, of tiles
 GROUPS = gl.constexpr(2)  #: warp groups that multiply
 
 
 @aggregate
 class Slots:
-    """Numbers of tiles; queries, of each warp group its own; keys with values."""
+    """Tiles; their queries, of each warp group its own; keys with values."""
 
-    numbers: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    has_number: Ring
+    has_tile: Ring
     has_queries: Ring
     has_keys: Ring
     has_values: Ring  # where TOGETHER: has_keys
@@ -34,13 +35,13 @@ class Slots:
 
     @gluon.constexpr_function
     def __init__(
-        self, numbers, q, k, v, has_number, has_queries, has_keys, has_values, TOGETHER, BYTES
+        self, tiles, q, k, v, has_tile, has_queries, has_keys, has_values, TOGETHER, BYTES
     ):
-        self.numbers = numbers
+        self.tiles = tiles
         self.q = q
         self.k = k
         self.v = v
-        self.has_number = has_number
+        self.has_tile = has_tile
         self.has_queries = has_queries
         self.has_keys = has_keys
         self.has_values = has_values
@@ -56,10 +57,10 @@ class Slots:
             return place_of(step - 1, SLOTS)
 
     @gluon.jit
-    def wait_for_values(self, step, needed=True):
+    def wait_for_values(self, step):
         """In a step that has its keys."""
         if not self.TOGETHER:
-            self.has_values.wait_full(self.place_of_values(step), needed)
+            self.has_values.wait_full(self.place_of_values(step))
 
     @gluon.jit
     def release_values(self, step):
@@ -77,7 +78,7 @@ class Slots:
 @gluon.jit
 def slots_of(q_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
     q = blocks_of(q_blocks, Q_SLOTS)
     # Keys lie as queries do, whatever their copies bring at a time.
     k = gl.allocate_shared_memory(q_blocks.dtype, [SLOTS, 1, 1, KEYS, D], q_blocks.layout)
@@ -89,7 +90,7 @@ def slots_of(q_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexp
     else:
         has_values = ring(SLOTS, GROUPS)
     return Slots(
-        numbers,
+        tiles,
         q,
         k,
         v,

@@ -1,6 +1,7 @@
 """Which tile a number stands for: rows of queries of one head, and the blocks of keys that these rows see.
 
-Programs take numbers from a counter (`take`). Numbers run through sections of heads whose keys and values fit into the
+The loading warp takes numbers from a counter (`take`), finds out what they stand for, which may need numbers from the
+device's memory, and hands that to the warp groups (`write_tile`, `read_tile`). Numbers run through sections of heads whose keys and values fit into the
 L2 cache together, and within a section from the tiles with the most keys to those with the fewest: what is left at the
 end of a launch are short tiles.
 """
@@ -85,7 +86,7 @@ class Tile:
 
     sequence: gl.tensor
     batch: gl.tensor  # where it lies in the tensors: `sequence`, or 0 where sequences are packed
-    has_sink: gl.tensor  # no token of no sequence has
+    has_sink: gl.tensor  # 0 for tokens of no sequence, or 1
     head: gl.tensor
     queries: Span
     keys: Span
@@ -129,15 +130,15 @@ def tile_of(number, call):
         # Lengths that do not grow have blocks before their first: none of theirs, then.
         block = gl.where(block < 0, call.q_len // call.ROWS + 1, block)
         # Those of no sequence have no keys, and read the entries of another one.
-        owned = (begun > 0) & (begun <= call.sequences)
-        kv_len = gl.where(owned, keys.length, 0)
+        owned = ((begun > 0) & (begun <= call.sequences)).to(gl.int32)
+        kv_len = owned * keys.length
         sequence = gl.minimum(gl.maximum(begun - 1, 0), call.sequences - 1)
         batch = gl.to_tensor(0)
     else:
         sequence = head // call.heads
         head -= sequence * call.heads
         batch = sequence
-        owned = gl.to_tensor(True)
+        owned = gl.to_tensor(1)
         queries = Span(gl.to_tensor(0), call.q_len)
         keys = Span(gl.to_tensor(0), call.capacity)
         kv_len = call.capacity
@@ -178,3 +179,45 @@ def take(counter, tiles):
     if taken == tiles - 1:
         gl.store(counter, 0)
     return taken + gl.num_programs(0)
+
+
+#: Room for a tile in shared memory, in int32.
+FIELDS = gl.constexpr(12)
+
+
+@gluon.jit
+def write_tile(tile, end, room, slot, LAYOUT: gl.constexpr):
+    """`end`, 0 for a tile that there is not, in place of the tile's own."""
+    fields = (
+        end, tile.begin, tile.row, tile.offset, tile.keys.first, tile.keys.length, tile.queries.first,
+        tile.queries.length, tile.head, tile.batch, tile.sequence, tile.has_sink,
+    )  # fmt: skip
+    for i in gl.static_range(FIELDS):
+        room.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_end(room, slot, LAYOUT: gl.constexpr):
+    """0 where there is no tile."""
+    return _read(room, slot, 0, LAYOUT)
+
+
+@gluon.jit
+def read_tile(room, slot, LAYOUT: gl.constexpr):
+    return Tile(
+        sequence=_read(room, slot, 10, LAYOUT),
+        batch=_read(room, slot, 9, LAYOUT),
+        has_sink=_read(room, slot, 11, LAYOUT),
+        head=_read(room, slot, 8, LAYOUT),
+        queries=Span(_read(room, slot, 6, LAYOUT), _read(room, slot, 7, LAYOUT)),
+        keys=Span(_read(room, slot, 4, LAYOUT), _read(room, slot, 5, LAYOUT)),
+        row=_read(room, slot, 2, LAYOUT),
+        offset=_read(room, slot, 3, LAYOUT),
+        begin=_read(room, slot, 1, LAYOUT),
+        end=_read(room, slot, 0, LAYOUT),
+    )
+
+
+@gluon.jit
+def _read(room, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.max(room.index(slot * FIELDS + FIELD).load(LAYOUT), 0)
