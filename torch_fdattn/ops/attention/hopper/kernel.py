@@ -5,7 +5,10 @@ that the softmax of one stands beside a product of the other. A program takes ti
 warp is ahead by a tile and two blocks of keys and values (`pipeline.py`).
 
 Shapes: q (B, H, M, D), k and v (B, H_kv, N, D), out (B, H, M, D), by descriptors of four dims, any strides of which the
-last is 1 and the others multiples of 16 bytes; lse (B, H, M). D is 64, 128 or 256; bfloat16 or float16.
+last is 1 and the others multiples of 16 bytes; lse (B, H, M). D is 64, 128, 192 or 256; bfloat16, float16, or fp8: q, k, v
+of float8_e4m3fn with a scale for each head, and values transposed (`fp8.py`).
+
+Columns of heads come in PARTS, since sizes are powers of two: 192 in three of 64.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from torch_fdattn.ops.attention.hopper.rows import (
     MINUS_INFINITY,
     ROWS,
     as_column,
+    as_operand,
     halves,
     hide,
     joined,
+    kept,
     row_max,
     thread_sums,
+    width_of,
 )
 from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
@@ -45,20 +51,22 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, out, lse, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, heads, group, section, left, right,
-    scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
+    scale, q_scales, k_scales, v_scales,
+    softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
     page_table, table_stride, table_step,
-    KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    KEYS: gl.constexpr, PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
-    changes = Scores(scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)
-    Q_SLOTS: gl.constexpr = GROUPS if D > 128 else 2 * GROUPS
-    slots = slots_of(q_blocks, Q_SLOTS, KEYS, D)
-    if D > 128:  # no room for both
+    changes = Scores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)  # fmt: skip
+    Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
+    slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS)
+    if PARTS * D > 128 and q_blocks.dtype == out_blocks.dtype:  # no room for both
         outs = slots.q
     else:
-        outs = blocks_of(out_blocks, GROUPS)
+        outs = blocks_of(out_blocks, GROUPS * PARTS)
     fence_async_shared()
     gl.warp_specialize([
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
@@ -76,21 +84,24 @@ def _multiply(
 
     The first scores of a tile are issued before the results of the tile before are written.
     """
-    KEYS: gl.constexpr = call.KEYS
     D: gl.constexpr = out_blocks.block_type.shape[3]
-    SLOTS_OF_GROUP: gl.constexpr = slots.q.shape[0] // GROUPS
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    PARTS: gl.constexpr = slots.PARTS
+    SLOTS_OF_GROUP: gl.constexpr = slots.Q_SLOTS // GROUPS
+    # Of the summed dim, by one instruction.
+    SUMMED: gl.constexpr = 256 // slots.q.dtype.primitive_bitwidth
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.KEYS, SUMMED])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, SUMMED])
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = _next_tile(slots, turn)
     own = own_place(GROUP, turn, SLOTS_OF_GROUP)
-    q = _queries(slots, own, True, D, SCORES, Q_IN_REGISTERS)
+    q = _queries(slots, own, True, SCORES, Q_IN_REGISTERS)
     slots.has_keys.wait_full(place_of(step, SLOTS))
-    scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, D, SCORES),))
+    scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, SCORES),))
     while tile.end > 0:
         slots.has_keys.release(place_of(step, SLOTS))
-        acc, p, top, sums = _attend(q, scores, tile, step, slots, call, changes, D, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
+        scale = changes.scale_of(tile, call)
+        acc, p, top, sums = _attend(q, scores, tile, step, slots, call, changes, scale, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
 
         # A step of two tiles: PV of this one's last block, and QK of the next one's first.
         step += tile.end - tile.begin
@@ -101,24 +112,24 @@ def _multiply(
         row = tile.row + GROUP * ROWS
         slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
         slots.wait_for_values(step)
-        acc = _add_values(p, slots, step, acc, D)
+        acc = _add_values(p, slots, step, acc)
         following_own = own_place(GROUP, turn, SLOTS_OF_GROUP)
         if SLOTS_OF_GROUP > 1:
             if not Q_IN_REGISTERS:
                 slots.has_queries.release(own)
-            q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
-            scores = _scores(q, slots, step, D, SCORES)
-            acc, p, scores = warpgroup_mma_wait(1, deps=(acc, p, scores))
+            q = _queries(slots, following_own, more, SCORES, Q_IN_REGISTERS)
+            scores = _scores(q, slots, step, SCORES)
+            acc = _wait_for(PARTS, p, acc)
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
         else:  # where results take the queries' place
-            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            acc = _wait_for(0, p, acc)
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, outs.index(GROUP), out_blocks, out, lse, call, changes, D, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, row, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
             tma.store_wait(0)
             slots.has_queries.release(own)
-            q = _queries(slots, following_own, more, D, SCORES, Q_IN_REGISTERS)
-            scores = _scores(q, slots, step, D, SCORES)
+            q = _queries(slots, following_own, more, SCORES, Q_IN_REGISTERS)
+            scores = _scores(q, slots, step, SCORES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         own = following_own
         tile = _next_tile(slots, turn)
@@ -135,22 +146,26 @@ def _next_tile(slots, turn):
 
 
 @gluon.jit
-def _queries(slots, own, needed, D: gl.constexpr, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):  # fmt: skip
+def _queries(slots, own, needed, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.constexpr):
     """A warp group's queries of a tile, as a product takes them: whatever lies there where there is no such tile."""
     slots.has_queries.wait_full(own, needed)
-    q = slots.q.index(own.slot).reshape([ROWS, D])
+    D: gl.constexpr = slots.q.shape[4]
+    HELD: gl.constexpr = gl.DotOperandLayout(0, SCORES, width_of(slots.q.dtype))
+    q = ()
+    for part in gl.static_range(slots.PARTS):
+        found = slots.q.index(own.slot * slots.PARTS + part).reshape([ROWS, D])
+        if Q_IN_REGISTERS:
+            found = found.load(HELD)
+        q = q + (found,)  # noqa: RUF005 -- Triton knows no unpacking
     if Q_IN_REGISTERS:
-        held = q.load(gl.DotOperandLayout(0, SCORES, 2))
         slots.has_queries.release(own)
-        return held
-    else:
-        return q
+    return q
 
 
 @gluon.jit
 def _attend(
-    q, scores, tile, step, slots, call, changes, D: gl.constexpr, SCORES: gl.constexpr,
-    OUT: gl.constexpr, RAGGED: gl.constexpr, GROUP: gl.constexpr,
+    q, scores, tile, step, slots, call, changes, scale, SCORES: gl.constexpr, OUT: gl.constexpr,
+    RAGGED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """All of a tile but PV of its last block: its blocks of keys from right to left.
 
@@ -159,77 +174,86 @@ def _attend(
     """
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    unit = changes.unit()
-    slope = changes.slope_of(tile)
+    unit = changes.unit(scale)
+    slope = changes.slope_of(tile, unit)
     row = tile.row + GROUP * ROWS
-    scores = changes.change(scores, slope, row + tile.offset, (tile.end - 1) * KEYS)
+    scores = changes.change(scores, scale, slope, row + tile.offset, (tile.end - 1) * KEYS)
     if call.HAS_RIGHT or RAGGED:
         scores = hide(scores, tile, row, tile.end - 1, call, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
-    weights = gl.exp2(scores * unit - as_column(_finite(top) * unit, scores))
+    subtracted = _finite(top) * unit - changes.LOG2_OF_LARGEST
+    weights = gl.exp2(scores * unit - as_column(subtracted, scores))
     sums = thread_sums(weights, KEYS)
-    p = gl.convert_layout(
-        weights.to(slots.v.dtype), gl.DotOperandLayout(0, OUT, 2), assert_trivial=True
-    )
-    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    p = kept(weights, slots.v.dtype, OUT)
+    D: gl.constexpr = slots.q.shape[4]
+    acc = ()
+    for _ in gl.static_range(slots.PARTS):
+        acc = acc + (gl.zeros([ROWS, D], gl.float32, OUT),)  # noqa: RUF005
     count = tile.end - tile.begin
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
-    # Of packed sequences, those of the next one follow.
-    if call.kv_lens is not None or call.cu_seqlens_q is not None:
-        kept = tile.keys.length - (tile.end - 1) * KEYS
+    # Of packed sequences, those of the next one follow. Transposed values are 0 there.
+    if (call.kv_lens is not None or call.cu_seqlens_q is not None) and not slots.TRANSPOSED:
+        XX - (tile.end - 1) * KEYS
         if kept < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))
-            v = slots.v.index(slots.place_of_values(step + 1).slot).reshape([KEYS, D])
-            _keep_first(v, kept, KEYS, D)
+            for part in gl.static_range(slots.PARTS):
+                _keep_first(slots.values_of(step + 1, part), behind)
     seen_from, seen_to = _seen_by_all(tile, row, call)
     for i in range(1, count):
         block = tile.end - 1 - i
         hidden = (block < seen_from) | (block >= seen_to)
         acc, p, top, sums = _step(
-            acc,
-            p,
-            top,
-            sums,
-            step + i,
-            block,
-            hidden,
-            tile,
-            row,
-            q,
-            slots,
-            call,
-            changes,
-            unit,
-            slope,
-            D,
-            SCORES,
-        )
+            acc, p, top, sums, step + i, block, hidden, tile, row, q, slots, call, changes, scale, unit, slope, SCORES, OUT
+        )  # fmt: skip
     return acc, p, top, sums
 
 
 @gluon.jit
-def _scores(q, slots, step, D: gl.constexpr, SCORES: gl.constexpr):
+def _scores(q, slots, step, SCORES: gl.constexpr):
     """QK of a step, issued."""
     KEYS: gl.constexpr = slots.k.shape[3]
-    k = slots.k.index(place_of(step, SLOTS).slot).reshape([KEYS, D]).permute((1, 0))
-    return warpgroup_mma(
-        q, k, gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False, is_async=True
-    )
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    for part in gl.static_range(slots.PARTS):
+        k = slots.keys_of(step, part).permute((1, 0))
+        scores = warpgroup_mma(q[part], k, scores, use_acc=part > 0, is_async=True)
+    return scores
 
 
 @gluon.jit
-def _add_values(p, slots, step, acc, D: gl.constexpr):
+def _add_values(p, slots, step, acc):
     """PV of a step, issued."""
-    v = slots.v.index(slots.place_of_values(step).slot).reshape([slots.v.shape[3], D])
-    return warpgroup_mma(p, v, acc, is_async=True)
+    p = as_operand(p, slots.v.dtype, acc[0].type.layout)
+    added = ()
+    for part in gl.static_range(slots.PARTS):
+        v = slots.values_of(step, part)
+        added = added + (warpgroup_mma(p, v, acc[part], is_async=True),)  # noqa: RUF005
+    return added
 
 
 @gluon.jit
-def _keep_first(buffer, count, KEYS: gl.constexpr, D: gl.constexpr):
+def _wait_for(PENDING: gl.constexpr, p, products):
+    """For all but the last PENDING products that were issued, of which one reads the weights p.
+
+    They are among what is waited for: ptxas may else give their registers away while they are read. Of those that are
+    converted for the product (`rows.kept`) that is not possible.
+    """
+    if p.dtype == gl.float32:
+        if len(products) == 1:
+            return (warpgroup_mma_wait(PENDING, deps=products),)
+        else:
+            return warpgroup_mma_wait(PENDING, deps=products)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=(p,) + products)[1:]  # noqa: RUF005
+
+
+@gluon.jit
+def _keep_first(buffer, count):
     """Zeros for all but the first rows of a block of values: what lies beyond a length may be NaN, and 0 · NaN is.
 
     The other warp group writes the same at the same time, or reads what is the same already.
     """
+    KEYS: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     found = buffer.load(LAYOUT)
@@ -260,8 +284,8 @@ def _seen_by_all(tile, row, call):
 
 @gluon.jit
 def _step(
-    acc, p, top, sums, step, block, hidden, tile, row, q, slots, call, changes, unit, slope,
-    D: gl.constexpr, SCORES: gl.constexpr,
+    acc, p, top, sums, step, block, hidden, tile, row, q, slots, call, changes, scale, unit, slope,
+    SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """QK of a block of keys, which have landed, beside PV of the block at its right.
 
@@ -269,68 +293,85 @@ def _step(
     """
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    scores = _scores(q, slots, step, D, SCORES)
+    scores = _scores(q, slots, step, SCORES)
     slots.wait_for_values(step)
-    acc = _add_values(p, slots, step, acc, D)
-    # Waits for QK alone. p among what is waited for: ptxas may else give its registers away while PV reads them.
-    scores, acc, p = warpgroup_mma_wait(1, deps=(scores, acc, p))
+    acc = _add_values(p, slots, step, acc)
+    # Waits for QK alone.
+    waited = _wait_for(slots.PARTS, p, (scores,) + acc)  # noqa: RUF005
+    scores, acc = waited[0], waited[1:]
     slots.release_keys(step)
-    scores = changes.change(scores, slope, row + tile.offset, block * KEYS)
+    scores = changes.change(scores, scale, slope, row + tile.offset, block * KEYS)
     if (call.HAS_LEFT or call.HAS_RIGHT) and hidden:
         scores = hide(scores, tile, row, block, call, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))
-    subtracted = _finite(new_top) * unit
-    shrink = gl.exp2(top * unit - subtracted)
+    highest = _finite(new_top) * unit
+    shrink = gl.exp2(top * unit - highest)
+    subtracted = highest - changes.LOG2_OF_LARGEST
     left, right = halves(scores, KEYS)
     left = gl.exp2(left * unit - as_column(subtracted, left))
     sums = sums * as_column(shrink, sums)
     sums += gl.convert_layout(thread_sums(left, KEYS // 2), sums.type.layout, assert_trivial=True)
-    left = left.to(slots.v.dtype)
+    left = kept(left, slots.v.dtype, OUT)
     # ptxas moves instructions within a basic block only, and would put the wait for PV before all exponentials, or after.
     # Waiting for the next slot here, where another step needs it, ends the block.
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), block > tile.begin)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc = _wait_for(0, p, acc)
     slots.has_values.release(slots.place_of_values(step))
-    acc = acc * as_column(shrink, acc)
+    acc = _scaled(acc, shrink)
     right = gl.exp2(right * unit - as_column(subtracted, right))
     sums += gl.convert_layout(thread_sums(right, KEYS // 2), sums.type.layout, assert_trivial=True)
-    p = gl.convert_layout(
-        joined(left, right.to(slots.v.dtype), KEYS), p.type.layout, assert_trivial=True
-    )
+    right = kept(right, slots.v.dtype, OUT)
+    p = gl.convert_layout(joined(left, right, KEYS), p.type.layout, assert_trivial=True)
     return acc, p, new_top, sums
 
 
 @gluon.jit
+def _scaled(acc, factor):
+    """All parts, by a factor for each row."""
+    scaled = ()
+    for part in gl.static_range(len(acc)):
+        scaled = scaled + (acc[part] * as_column(factor, acc[part]),)  # noqa: RUF005
+    return scaled
+
+
+@gluon.jit
 def _finish(
-    acc, top, sums, tile, row, buffer, out_blocks, out, lse, call, changes, D: gl.constexpr, SCORES: gl.constexpr
+    acc, top, sums, tile, row, scale, outs, FIRST_OUT: gl.constexpr, out_blocks, out, lse, call, changes,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """Writes the rows' out and lse."""
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    D: gl.constexpr = out_blocks.block_type.shape[3]
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
-    inverse, row_lse = changes.finish(top, total, tile)
-    results = (acc * as_column(inverse, acc)).to(out_blocks.dtype)
+    inverse, row_lse = changes.finish(top, total, tile, call, scale)
+    results = _scaled(acc, inverse)
     first = tile.queries.first + row
     rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
     seen = rows < tile.queries.length
     if call.cu_seqlens_q is not None and row + ROWS > tile.queries.length:
         # A block's copy would end in the next sequence.
-        _store_rows(results, out, first, tile, out_blocks, seen, D)
+        for part in gl.static_range(len(acc)):
+            _store_rows(results[part].to(out_blocks.dtype), out, first, part * D, tile, out_blocks, seen)  # fmt: skip
     else:
-        tma.store_wait(0)  # of the tile before, from this buffer
-        buffer.reshape([ROWS, D]).store(results)
+        tma.store_wait(0)  # of the tile before, from these buffers
+        for part in gl.static_range(len(acc)):
+            buffer = outs.index(FIRST_OUT + part).reshape([ROWS, D])
+            buffer.store(results[part].to(out_blocks.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_blocks, [tile.batch, tile.head, first, 0], buffer)
+        for part in gl.static_range(len(acc)):
+            corner = [tile.batch, tile.head, first, part * D]
+            tma.async_copy_shared_to_global(out_blocks, corner, outs.index(FIRST_OUT + part))
     lse += (tile.batch * call.heads + tile.head).to(gl.int64) * call.q_len + tile.queries.first
     gl.store(lse + rows, row_lse, mask=seen)
 
 
 @gluon.jit
-def _store_rows(results, out, first, tile, out_blocks, seen, D: gl.constexpr):
+def _store_rows(results, out, first, FIRST_COLUMN: gl.constexpr, tile, out_blocks, seen):
     """The seen ones of a warp group's rows, of packed sequences: `first` is the token of the first one."""
-    OUT: gl.constexpr = results.type.layout
-    seen = gl.convert_layout(seen, gl.SliceLayout(1, OUT), assert_trivial=True)
-    tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    LAYOUT: gl.constexpr = results.type.layout
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = FIRST_COLUMN + gl.arange(0, results.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     out += (
         tile.head.to(gl.int64) * out_blocks.strides[1] + first.to(gl.int64) * out_blocks.strides[2]
     )

@@ -17,10 +17,11 @@ from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, key_capacity
 
 #: That the kernel computes with (`padded`).
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 192, 256)
 #: A stride of whole 16 bytes.
 _SOME = 128
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_HALF = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {**_HALF, torch.float8_e4m3fn: gl.float8e4nv}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
 _SECTION_BYTES = 16 << 20
@@ -33,9 +34,22 @@ def takes(
 ) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
-        q.dtype in _DTYPES
+        q.dtype in _HALF
         and options.dtype in (None, q.dtype)
-        and q.shape[3] == v.shape[3]
+        and _has_what_is_asked(q, v, options)
+        and all(map(_is_describable, (q, k, v)))
+        and (packed is None or packed.page_table is None or _takes_pages(*k.shape[2:]))
+    )
+
+
+def takes_fp8(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """As `takes`, of float8_e4m3fn; values lie anyhow."""
+    return _has_what_is_asked(q, v, options) and _is_describable(q) and _is_describable(k)
+
+
+def _has_what_is_asked(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    return (
+        q.shape[3] == v.shape[3]
         and 32 < q.shape[3] <= 256
         and not options.mask.kv_block
         and _LEAST_SCALE < options.scale < float("inf")
@@ -43,14 +57,12 @@ def takes(
             options.scores.softcap == 0.0
             or _LEAST_SCALE < options.scores.softcap / options.scale < float("inf")
         )
-        and all(map(_is_describable, (q, k, v)))
-        and (packed is None or packed.page_table is None or _takes_pages(*k.shape[2:]))
     )
 
 
 def _takes_pages(page: int, head_dim: int) -> bool:
     """Whether whole pages make a block of keys, of not too many copies."""
-    return page in (16, 32, 64, 128) and page <= keys_of_a_block(padded(head_dim))
+    return page in (16, 32, 64, 128) and page <= keys_of_a_block(head_dim)
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -60,7 +72,7 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 def padded(head_dim: int) -> int:
     """The head dim that the kernel computes with: a copy fills what is beyond the tensor's with zeros."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    return next(dim for dim in HEAD_DIMS if head_dim <= dim)
 
 
 def keys_of_a_block(head_dim: int) -> int:
@@ -70,18 +82,19 @@ def keys_of_a_block(head_dim: int) -> int:
 
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor, counter: Tensor,
-    packed: Packed | None = None,
+    packed: Packed | None = None, scales: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Launch:  # fmt: skip
     """What writes attention of q, k, v into out and lse (fp32, contiguous).
 
     Of packed sequences the tensors are (1, heads, tokens, D), and lse is (heads, tokens).
+    scales: of fp8, what q's, k's and v's heads are multiplied by; v is `fp8.transposed` then.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1], key_capacity(k, packed)
     mask, scores = options.mask, options.scores
-    dim = padded(head_dim)
-    keys = keys_of_a_block(dim)
+    parts = 3 if padded(head_dim) == 192 else 1
+    dim, keys = padded(head_dim) // parts, keys_of_a_block(head_dim)
     tile_rows = GROUPS.value * ROWS.value
     ragged = (
         packed is not None
@@ -90,9 +103,11 @@ def forward_launch(
         or capacity % keys != 0
     )
     # Rows whose own diagonal ends within their first block of keys alone keep their queries in registers: with more
-    # blocks to hide there is no room.
+    # blocks to hide there is no room, and the compiler unpacks queries of 8 bits.
     aligned = not ragged and (capacity - q_len) % keys == 0 and q_len % tile_rows == 0
-    in_registers = dim == 64 or (dim == 128 and mask.window_left < 0 and aligned)
+    in_registers = scales is None and (
+        head_dim <= 64 or (head_dim <= 128 and mask.window_left < 0 and aligned)
+    )
     blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
     if packed is not None:
         blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
@@ -102,17 +117,17 @@ def forward_launch(
         table = packed.page_table
         # In shared memory 64 columns of a block's rows lie together.
         block, pages, begins = [1, 1, k.shape[2], 64], (table, *table.stride()), (begins[0], None)
-    own = [1, 1, ROWS.value, dim]
+    own, columns = [1, 1, ROWS.value, dim], [1, 1, dim, keys]
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
-        _described(q, own), _described(k, block), _described(v, block), _described(out, own),
+        _described(q, own), _described(k, block), _described(v, block if scales is None else columns), _described(out, own),
         out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
         _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
-        options.scale, scores.softcap or None,
+        options.scale, *(scales or (None, None, None)), scores.softcap or None,
         scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
         scores.sinks, None if scores.sinks is None else scores.sinks.stride(0), *pages,
-        KEYS=keys, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
+        KEYS=keys, PARTS=parts, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 

@@ -86,19 +86,25 @@ def _pages(table, table_step, first_key, blocks, call):
 
 
 @gluon.jit
-def _fill(ring, blocks, corners, buffer, place):
-    """Starts to copy a block of keys or values: whole, or page by page, of which a copy has 64 columns."""
+def _fill(ring, blocks, corners, buffers, slot, place, PARTS: gl.constexpr, TRANSPOSED: gl.constexpr):  # fmt: skip
+    """Starts to copy a block of keys or values: whole, in parts, or page by page, of which a copy has 64 columns."""
     ROWS_OF_COPY: gl.constexpr = blocks.block_type.shape[2]
     COLUMNS: gl.constexpr = blocks.block_type.shape[3]
     pages, head, first = corners
-    for i in gl.static_range(buffer.shape[2] // ROWS_OF_COPY):
-        for j in gl.static_range(buffer.shape[3] // COLUMNS):
-            part = buffer
-            if buffer.shape[2] != ROWS_OF_COPY:
-                part = part.slice(i * ROWS_OF_COPY, ROWS_OF_COPY, 2)
-            if buffer.shape[3] != COLUMNS:
-                part = part.slice(j * COLUMNS, COLUMNS, 3)
-            ring.fill(blocks, [pages[i], head, first, j * COLUMNS], part, place)
+    for part in gl.static_range(PARTS):
+        whole = buffers.index(slot * PARTS + part)
+        if TRANSPOSED:
+            ring.fill(blocks, [pages[0], head, part * ROWS_OF_COPY, first], whole, place)
+        else:
+            for i in gl.static_range(whole.shape[2] // ROWS_OF_COPY):
+                for j in gl.static_range(whole.shape[3] // COLUMNS):
+                    piece = whole
+                    if piece.shape[2] != ROWS_OF_COPY:
+                        piece = piece.slice(i * ROWS_OF_COPY, ROWS_OF_COPY, 2)
+                    if piece.shape[3] != COLUMNS:
+                        piece = piece.slice(j * COLUMNS, COLUMNS, 3)
+                    column = part * whole.shape[3] + j * COLUMNS
+                    ring.fill(blocks, [pages[i], head, first, column], piece, place)
 
 
 @gluon.jit
@@ -112,7 +118,7 @@ def _load_keys(slots, k_blocks, corners, step):
         slots.has_keys.expect(place, 2 * BYTES, step > 0)
     else:
         slots.has_keys.expect(place, BYTES)
-    _fill(slots.has_keys, k_blocks, corners, slots.k.index(place.slot), place)
+    _fill(slots.has_keys, k_blocks, corners, slots.k, place.slot, place, slots.PARTS, False)
 
 
 @gluon.jit
@@ -122,14 +128,15 @@ def _load_values(slots, v_blocks, corners, step, HAS_KEYS: gl.constexpr):
     if not (slots.TOGETHER and HAS_KEYS):
         slots.has_values.wait_empty(place)
         slots.has_values.expect(place, slots.BYTES)
-    _fill(slots.has_values, v_blocks, corners, slots.v.index(place.slot), place)
+    _fill(slots.has_values, v_blocks, corners, slots.v, place.slot, place, slots.PARTS, slots.TRANSPOSED)  # fmt: skip
 
 
 @gluon.jit
 def _load_queries(slots, q_blocks, tile, turn):
     for i in gl.static_range(GROUPS):
-        place = own_place(i, turn, slots.q.shape[0] // GROUPS)
+        place = own_place(i, turn, slots.Q_SLOTS // GROUPS)
         slots.has_queries.wait_empty(place)
-        slots.has_queries.expect(place, q_blocks.block_type.nbytes)
-        corner = [tile.batch, tile.head, tile.queries.first + tile.row + i * ROWS, 0]
-        slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
+        slots.has_queries.expect(place, slots.PARTS * q_blocks.block_type.nbytes)
+        first = tile.queries.first + tile.row + i * ROWS
+        corners = (tile.batch,), tile.head, first
+        _fill(slots.has_queries, q_blocks, corners, slots.q, place.slot, place, slots.PARTS, False)

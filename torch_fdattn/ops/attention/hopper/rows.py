@@ -50,6 +50,43 @@ def joined(left, right, N: gl.constexpr):
     return gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, N])
 
 
+@gluon.constexpr_function
+def width_of(dtype):
+    """How many numbers next to each other a thread holds of a product's operand: 32 bits."""
+    return 32 // dtype.primitive_bitwidth
+
+
+@gluon.jit
+def kept(weights, dtype: gl.constexpr, PRODUCT: gl.constexpr):
+    """Weights as a loop hands them on: of 8 bits in float32, for the compiler would unpack and pack them again."""
+    if dtype.primitive_bitwidth == 8:
+        return weights
+    else:
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+        return gl.convert_layout(weights.to(dtype), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, PRODUCT: gl.constexpr):
+    """Weights as a product of this layout takes them at its left, of what `kept` returns.
+
+    Of 8 bits a thread holds four columns next to each other there, of accumulators two and two, 8 apart. So 16 columns
+    8 i + 2 j + l become 4 j + 2 i + l, and the rows of the right operand must have that order too (`fp8.py`).
+    """
+    if dtype.primitive_bitwidth == 8:
+        N: gl.constexpr = weights.shape[1]
+        apart = weights.reshape([ROWS, N // 16, 2, 4, 2])
+        weights = apart.permute((0, 1, 3, 2, 4)).reshape([ROWS, N])
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
+        weights = gl.convert_layout(weights, LAYOUT, assert_trivial=True)
+        return gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [weights], dtype=gl.float8e4nv, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return weights
+
+
 @gluon.jit
 def hide(scores, tile, row, block, call, LAYOUT: gl.constexpr):
     """-inf where a row, from `row` on, does not see a key of the block."""

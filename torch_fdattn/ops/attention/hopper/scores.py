@@ -19,38 +19,57 @@ class Scores:
     """A call's scale and what it does to scores, None for what it does not."""
 
     scale: gl.tensor
+    q_scales: gl.tensor | gl.constexpr  # of fp8: pointers to (B, H), and twice to (B, H_kv)
+    k_scales: gl.tensor | gl.constexpr
+    v_scales: gl.tensor | gl.constexpr
     softcap: gl.tensor | gl.constexpr
     slopes: gl.tensor | gl.constexpr  # a pointer
     slope_of_sequence: gl.tensor | gl.constexpr
     slope_of_head: gl.tensor | gl.constexpr
     sinks: gl.tensor | gl.constexpr  # a pointer
     sink_of_head: gl.tensor | gl.constexpr
+    LOG2_OF_LARGEST: (
+        gl.constexpr
+    )  # of a row's weights: of e4m3, whose largest number is 448, as many bits as there are
 
     @gluon.constexpr_function
     def __init__(
-        self, scale, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head
-    ):
+        self, scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head,
+        sinks, sink_of_head,
+    ):  # fmt: skip
         def none(x):
             return gl.constexpr(None) if x is None else x
 
         self.scale = scale
+        self.q_scales = none(q_scales)
+        self.k_scales = none(k_scales)
+        self.v_scales = none(v_scales)
         self.softcap = none(softcap)
         self.slopes = none(slopes)
         self.slope_of_sequence = none(slope_of_sequence)
         self.slope_of_head = none(slope_of_head)
         self.sinks = none(sinks)
         self.sink_of_head = none(sink_of_head)
+        self.LOG2_OF_LARGEST = gl.constexpr(0.0 if q_scales is None else 8.0)
 
     @gluon.jit
-    def unit(self):
+    def scale_of(self, tile, call):
+        if self.q_scales is None:
+            return self.scale
+        else:
+            head = tile.sequence * call.heads + tile.head
+            return self.scale * gl.load(self.q_scales + head) * gl.load(self.k_scales + head // call.group)  # fmt: skip
+
+    @gluon.jit
+    def unit(self, scale):
         """Of scores, as `change` leaves them, in log2: QK itself, or capped ones in log2 already."""
         if self.softcap is None:
-            return self.scale * LOG2_E
+            return scale * LOG2_E
         else:
             return gl.to_tensor(1.0)
 
     @gluon.jit
-    def slope_of(self, tile):
+    def slope_of(self, tile, unit):
         """A tile's ALiBi slope in the unit of scores."""
         if self.slopes is None:
             return gl.to_tensor(0.0)
@@ -58,28 +77,33 @@ class Scores:
             of_sequence = tile.sequence.to(gl.int64) * self.slope_of_sequence
             of_head = tile.head.to(gl.int64) * self.slope_of_head
             slope = gl.load(self.slopes + of_sequence + of_head).to(gl.float32)
-            return slope * LOG2_E / self.unit()
+            return slope * LOG2_E / unit
 
     @gluon.jit
-    def change(self, scores, slope, row, first_key):
+    def change(self, scores, scale, slope, row, first_key):
         """QK of rows from the position `row` on and of keys from the position `first_key` on, capped and biased."""
         if self.softcap is not None:
             # cap · tanh(x) = cap - 2 cap / (exp(2x) + 1), to 1e-7 of the cap.
             cap = self.softcap * LOG2_E
-            grown = gl.exp2(scores * (self.scale / self.softcap * (2.0 * LOG2_E)))
+            grown = gl.exp2(scores * (scale / self.softcap * (2.0 * LOG2_E)))
             scores = cap - 2.0 * cap * _reciprocal(grown + 1.0)
         if self.slopes is not None:
             scores -= slope * gl.abs(_distances(scores, row - first_key))
         return scores
 
     @gluon.jit
-    def finish(self, top, total, tile):
-        """(1 / the sum of weights, lse) of rows, of their largest score and the sum of weights relative to it.
+    def finish(self, top, total, tile, call, scale):
+        """(what turns sums of values into results, lse) of rows, of their largest score and the sum of their weights.
 
         0 and -inf for a row that has seen no key.
         """
-        top *= self.unit()
+        top *= self.unit(scale)
         factor = 1.0
+        value = 1.0
+        if self.v_scales is not None:
+            head = tile.sequence * call.heads + tile.head
+            value = gl.load(self.v_scales + head // call.group) * 2.0**-self.LOG2_OF_LARGEST
+            total *= 2.0**-self.LOG2_OF_LARGEST
         if self.sinks is not None:
             offset = tile.head.to(gl.int64) * self.sink_of_head
             sink = gl.load(self.sinks + offset).to(gl.float32) * LOG2_E
@@ -89,7 +113,7 @@ class Scores:
             factor = gl.exp2(top - high)
             total = total * factor + gl.exp2(sink - high)
             top = high
-        return gl.where(total == 0.0, 0.0, factor / total), (top + gl.log2(total)) * LN_2
+        return gl.where(total == 0.0, 0.0, factor * value / total), (top + gl.log2(total)) * LN_2
 
 
 @gluon.jit

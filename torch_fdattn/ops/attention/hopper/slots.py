@@ -30,13 +30,17 @@ class Slots:
     has_queries: Ring
     has_keys: Ring
     has_values: Ring  # where TOGETHER: has_keys
+    Q_SLOTS: gl.constexpr
+    PARTS: gl.constexpr  # of columns, each a buffer
     TOGETHER: gl.constexpr
+    TRANSPOSED: gl.constexpr  # values, as products of 8 bits need them
     BYTES: gl.constexpr  # of a block of keys, and of one of values
 
     @gluon.constexpr_function
     def __init__(
-        self, tiles, q, k, v, has_tile, has_queries, has_keys, has_values, TOGETHER, BYTES
-    ):
+        self, tiles, q, k, v, has_tile, has_queries, has_keys, has_values, Q_SLOTS, PARTS, TOGETHER,
+        TRANSPOSED, BYTES,
+    ):  # fmt: skip
         self.tiles = tiles
         self.q = q
         self.k = k
@@ -45,7 +49,10 @@ class Slots:
         self.has_queries = has_queries
         self.has_keys = has_keys
         self.has_values = has_values
+        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
+        self.PARTS = gl.constexpr(PARTS)
         self.TOGETHER = gl.constexpr(TOGETHER)
+        self.TRANSPOSED = gl.constexpr(TRANSPOSED)
         self.BYTES = gl.constexpr(BYTES)
 
     @gluon.jit
@@ -55,6 +62,25 @@ class Slots:
             return place_of(step, SLOTS)
         else:
             return place_of(step - 1, SLOTS)
+
+    @gluon.jit
+    def keys_of(self, step, PART: gl.constexpr):
+        """(keys, columns)"""
+        KEYS: gl.constexpr = self.k.shape[3]
+        D: gl.constexpr = self.k.shape[4]
+        return self.k.index(place_of(step, SLOTS).slot * self.PARTS + PART).reshape([KEYS, D])
+
+    @gluon.jit
+    def values_of(self, step, PART: gl.constexpr):
+        """(keys, columns)"""
+        ROWS: gl.constexpr = self.v.shape[3]
+        COLUMNS: gl.constexpr = self.v.shape[4]
+        buffer = self.v.index(self.place_of_values(step).slot * self.PARTS + PART)
+        buffer = buffer.reshape([ROWS, COLUMNS])
+        if self.TRANSPOSED:
+            return buffer.permute((1, 0))
+        else:
+            return buffer
 
     @gluon.jit
     def wait_for_values(self, step):
@@ -76,31 +102,30 @@ class Slots:
 
 
 @gluon.jit
-def slots_of(q_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr):
+def slots_of(q_blocks, v_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr):
+    D: gl.constexpr = q_blocks.block_type.shape[3]
+    BITS: gl.constexpr = q_blocks.dtype.primitive_bitwidth
+    TRANSPOSED: gl.constexpr = BITS == 8
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
-    q = blocks_of(q_blocks, Q_SLOTS)
+    q = blocks_of(q_blocks, Q_SLOTS * PARTS)
     # Keys lie as queries do, whatever their copies bring at a time.
-    k = gl.allocate_shared_memory(q_blocks.dtype, [SLOTS, 1, 1, KEYS, D], q_blocks.layout)
-    v = gl.allocate_shared_memory(q_blocks.dtype, [SLOTS, 1, 1, KEYS, D], q_blocks.layout)
+    shape: gl.constexpr = [SLOTS * PARTS, 1, 1, KEYS, D]
+    k = gl.allocate_shared_memory(q_blocks.dtype, shape, q_blocks.layout)
+    if TRANSPOSED:
+        v = blocks_of(v_blocks, SLOTS * PARTS)
+    else:
+        v = gl.allocate_shared_memory(q_blocks.dtype, shape, q_blocks.layout)
     has_keys = ring(SLOTS, GROUPS)
-    TOGETHER: gl.constexpr = D == 64
+    TOGETHER: gl.constexpr = PARTS * D == 64
     if TOGETHER:
         has_values = has_keys
     else:
         has_values = ring(SLOTS, GROUPS)
     return Slots(
-        tiles,
-        q,
-        k,
-        v,
-        ring(SLOTS, GROUPS),
-        ring(Q_SLOTS, 1),
-        has_keys,
-        has_values,
-        TOGETHER,
-        2 * KEYS * D,
-    )
+        tiles, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values,
+        Q_SLOTS, PARTS, TOGETHER, TRANSPOSED, KEYS * D * PARTS * BITS // 8,
+    )  # fmt: skip
 
 
 @gluon.jit
