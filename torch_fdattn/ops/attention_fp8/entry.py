@@ -23,9 +23,9 @@ def attention_fp8(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of ``q · q_scale``, ``k · k_scale`` and ``v · v_scale``, given in float8_e4m3fn; forward alone.
 
-    An sm_90 multiplies in float8 where head dims are from 40 to 256: the weights of a row are rounded to e4m3 too. Everywhere
-    else (other GPUs, head dims and memory layouts) the inputs are dequantised, which takes memory and time, and the result is
-    that of `attention` on them: rounded to out_dtype, on a CPU to float32.
+    An sm_90 multiplies in float8 where head dims are above 32, to 256, and rows are whole 16 bytes: the weights of a row are
+    rounded to e4m3 too. Everywhere else (other GPUs, head dims and memory layouts) the inputs are dequantised, which takes
+    memory and time, and the result is that of `attention` on them: rounded to out_dtype, on a CPU to float32.
 
     Args:
         q: queries (B, H, S, D), float8_e4m3fn, any strides; D a multiple of 8 from 16 to 512.
