@@ -22,6 +22,10 @@ from torch_fdattn.models import ModelConfig, Tokenizer, Transformer, load_model,
 def functional_ops(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor) -> Tensor:
     out, lse = torch_fdattn.attention(q, k, v, lens, causal=True, window=(128, 0), softcap=30.0)
     packed, _ = torch_fdattn.varlen_attention(q[0], k[0], v[0], lens, causal=True, dropout_p=0.1)
+    q8, scales = torch_fdattn.quantise_per_head(q)
+    eighths, _ = torch_fdattn.attention_fp8(
+        q8, q8, q8, scales, scales, scales, lens, causal=True, out_dtype=torch.float16
+    )
     workspace: Tensor = torch_fdattn.decode_workspace(q, k, v)
     one, one_lse = torch_fdattn.decode(q, k, v, lens, out=(out, lse), workspace=workspace)
     paged, _ = torch_fdattn.paged_decode(q, k, v, table, lens, scale=0.5)
@@ -33,7 +37,7 @@ def functional_ops(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor)
     torch_fdattn.set_deterministic(True)
     with torch_fdattn.tiles("forward", block_m=64, num_warps=4), torch_fdattn.autotune():
         pass
-    return merged + packed + paged
+    return merged + packed + paged + eighths
 
 
 def over_ranks(

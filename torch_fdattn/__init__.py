@@ -14,11 +14,13 @@ from torch_fdattn.decode_plan import plan_decode, plan_paged_decode
 from torch_fdattn.functional import (
     append_kv,
     attention,
+    attention_fp8,
     decode,
     decode_workspace,
     merge_states,
     paged_append_kv,
     paged_decode,
+    quantise_per_head,
     varlen_attention,
 )
 from torch_fdattn.ops.attention.tuning import autotune, tiles
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "append_kv",
     "attention",
+    "attention_fp8",
     "autotune",
     "compile_backend",
     "decode",
@@ -49,6 +52,7 @@ __all__ = [
     "paged_decode",
     "plan_decode",
     "plan_paged_decode",
+    "quantise_per_head",
     "set_deterministic",
     "tiles",
     "varlen_attention",

@@ -52,7 +52,9 @@ def _register() -> None:
 
     ops = torch.ops.fdattn
 
-    @register_flop_formula([ops.attention_forward, ops.decode_forward, ops.decode_out])
+    @register_flop_formula(
+        [ops.attention_forward, ops.attention_fp8_forward, ops.decode_forward, ops.decode_out]
+    )
     def forward_flops(q_shape, k_shape, v_shape, *args, **kwargs) -> int:
         return _pair_flops(q_shape, k_shape[2], q_shape[3] + v_shape[3])
 

@@ -139,7 +139,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
         if torch.is_grad_enabled() and any(requires_grad(arg) for arg in given):
             raise NotImplementedError(f"torch.ops.fdattn.{name} {advice}")
         # The level is private to torch, but reading it costs 30 ns and unpacking every tensor does not.
-        if forward_ad._current_level >= 0 and any(_has_tangent(arg) for arg in given):
+        if forward_ad._current_level >= 0 and any(has_tangent(arg) for arg in given):
             raise NotImplementedError(
                 f"torch.ops.fdattn.{name} has no forward-mode derivative (torch.func.jvp, "
                 "torch.autograd.forward_ad); attention, varlen_attention, decode and merge_states have one"
@@ -330,7 +330,7 @@ def in_forward_mode(*arguments: object) -> bool:
     functionalize = torch._C._functorch.TransformType.Functionalize
     if any(x.key() != functionalize for x in _transforms()):
         return True
-    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in arguments)
+    return forward_ad._current_level >= 0 and any(has_tangent(x) for x in arguments)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -354,7 +354,7 @@ def run_without_derivatives(op: str, where: str, raw: Callable, *arguments: obje
 
     By the name that users call, where the raw op beneath would be named otherwise.
     """
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+    if forward_ad._current_level >= 0 and any(map(has_tangent, arguments)):
         raise NotImplementedError(
             f"{op} has no forward-mode derivative {where} (torch.func.jvp, torch.autograd.forward_ad)"
         )
@@ -379,7 +379,7 @@ def requires_grad(arg: object) -> bool:
     return isinstance(arg, Tensor) and arg.requires_grad
 
 
-def _has_tangent(arg: object) -> bool:
+def has_tangent(arg: object) -> bool:
     return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None
 
 

@@ -16,10 +16,12 @@ NAMES = ("q", "k", "v")
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, names: tuple[str, str, str] = NAMES
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, names: tuple[str, str, str] = NAMES,
+    float8: bool = False,
+) -> None:  # fmt: skip
+    """float8: whether the caller has checked the dtypes of q, k and v, which are none of attention's."""
     mask, scores, dropout = options.mask, options.scores, options.dropout
-    checks.check_qkv(q, k, v, names)
+    checks.check_qkv(q, k, v, names, float8)
     for name, tensor, what, most in (
         (names[0], q, "queries", FAR), (names[1], k, "keys", 2 * FAR),
     ):  # fmt: skip
