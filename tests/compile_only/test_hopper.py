@@ -13,6 +13,8 @@ from tests.compile_only.compiled import compile_launch, nvidia_usage
 from tests.compile_only.launches import Launch, meta
 from tests.compile_only.targets import ARCHS
 from tests.compile_only.uniform_registers import disassembled
+from tests.compile_only.wgmma_registers import early_writes
+from torch_fdattn.ops.attention.hopper.fp8 import fp8_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     HEAD_DIMS,
     forward_launch,
@@ -75,6 +77,7 @@ def test_compiles(head_dim, mask):
 def check_spills(compiled, sass: str, head_dim: int, most: int = 0) -> None:
     """Few bytes, and none from QK of a step to its last exponential: `WARPGROUP.DEPBAR … 0x1`, 0x3 of three parts, waits for that QK alone."""
     assert nvidia_usage(compiled)[1] <= max(SPILLS[head_dim], most)
+    assert not early_writes(sass)
     steps = re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL)
     assert len(steps) >= 2  # of two warp groups
     for step in steps:
@@ -119,10 +122,55 @@ def test_compiles_for_pages(page, head_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [40, 96, 192])
+@pytest.mark.parametrize("head_dim", [40, 96, 160])
 def test_compiles_with_padded_heads(head_dim):
     compiled = compile_launch(launch_of(head_dim, "causal"), ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), padded(head_dim))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask"),
+    [
+        pytest.param(head_dim, mask, marks=() if (head_dim, mask) == (128, "full") else pytest.mark.slow)
+        for head_dim in HEAD_DIMS
+        for mask in ("full", "causal", "window", "lengths")
+    ],
+)  # fmt: skip
+def test_compiles_for_fp8(head_dim, mask):
+    """Its weights are packed by one instruction for two and one for four, and not unpacked between steps."""
+    positions, queries, keys = MASKS[mask]
+    q, k = (meta(2, h, n, head_dim, dtype=torch.float8_e4m3fn) for h, n in ((8, queries), (2, keys)))  # fmt: skip
+    scales = meta(2, 8), meta(2, 2), meta(2, 2)
+    out = meta(2, 8, queries, head_dim, dtype=torch.bfloat16)
+    options = AttentionOptions(positions, head_dim**-0.5, dtype=torch.bfloat16)
+    launches = fp8_launches(q, k, k, *scales, options, out, meta(2, 8, queries), meta(1, **INT))
+    for made in launches:
+        compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
+    sass = disassembled(compiled.asm["cubin"])
+    check_spills(compiled, sass, head_dim)
+    block = keys_of_a_block(head_dim)
+    assert sass.count("QGMMA") >= 2 * (head_dim + block) // 32
+    step = max(
+        re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL), key=lambda x: x.count("EX2")
+    )
+    assert step.count("PRMT") <= block // 4
+
+
+def test_writes_to_registers_of_a_product_are_found():
+    product = "/*0010*/ HGMMA.64x128x16.F32.BF16 R24, R100, gdesc[UR4], R24, gsb0 ;"
+    wait = "/*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    for written, is_early in (
+        ("R103", True),
+        ("R104", False),
+        ("R99.64", True),
+        ("R99", False),
+        ("R87", True),
+        ("R88", False),
+    ):
+        register, _, wide = written.partition(".")
+        move = f"/*0020*/ LDS{'.64' if wide else ''} {register}, [R1] ;"
+        assert bool(early_writes("\n".join((product, move, wait)))) == is_early
+        assert not early_writes("\n".join((product, wait, move)))
 
 
 @pytest.mark.slow

@@ -127,12 +127,11 @@ class TestWhatHoppersLaunchIsGiven:
 
     @pytest.fixture
     def launch(self, monkeypatch):
-        """Hopper's launch, whose two functions for float8 a test says."""
-        from torch_fdattn.ops.attention.hopper import launch
+        """Where Hopper's launch of float8 stands."""
+        from torch_fdattn.ops.attention.hopper import fp8
 
         monkeypatch.setattr(attention_fp8_op, "device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(launch, "takes_fp8", lambda q, k, v, options: True, raising=False)
-        return launch
+        return fp8
 
     def call(self, **options):
         q, k, v, q_scale, k_scale, v_scale = quantised((2, 4, 9, 64), (2, 2, 12, 64))
@@ -151,7 +150,7 @@ class TestWhatHoppersLaunchIsGiven:
             lse.fill_(3)
             return ()
 
-        monkeypatch.setattr(launch, "fp8_launches", fp8_launches, raising=False)
+        monkeypatch.setattr(launch, "fp8_launches", fp8_launches)
         (out, lse), inputs = self.call(out_dtype=torch.float16)
         assert launches == {"attention_fp8/hopper": 1}
         assert (out == 7).all()
@@ -170,7 +169,9 @@ class TestWhatHoppersLaunchIsGiven:
         assert counter.tolist() == [0]
 
     def test_what_it_does_not_take(self, launch, monkeypatch):
-        monkeypatch.setattr(launch, "takes_fp8", lambda q, k, v, options: False)
+        from torch_fdattn.ops.attention.hopper import launch as hopper_launch
+
+        monkeypatch.setattr(hopper_launch, "takes_fp8", lambda q, k, v, options: False)
         self.call()
         assert launches["attention_fp8/dequantised"] == 1
         assert not launches["attention_fp8/hopper"]

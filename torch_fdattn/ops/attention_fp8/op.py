@@ -58,14 +58,14 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
         return "dequantised"
     from torch_fdattn.ops.attention.hopper.launch import is_aligned, takes_fp8
 
-    return "hopper" if is_aligned(q, k, v) and takes_fp8(q, k, v, options) else "dequantised"
+    return "hopper" if is_aligned(q, k) and takes_fp8(q, k, v, options) else "dequantised"
 
 
 def _multiply_in_float8(
     q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor, Tensor], options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from torch_fdattn.launch.launches import run
-    from torch_fdattn.ops.attention.hopper.launch import fp8_launches
+    from torch_fdattn.ops.attention.hopper.fp8 import fp8_launches
 
     out, lse = empty_state(q, v, options.dtype)
     by_head = (

@@ -193,11 +193,11 @@ def _attend(
     slots.has_keys.wait_full(place_of(step + 1, SLOTS), count > 1)
     # Of packed sequences, those of the next one follow. Transposed values are 0 there.
     if (call.kv_lens is not None or call.cu_seqlens_q is not None) and not slots.TRANSPOSED:
-        XX - (tile.end - 1) * KEYS
-        if kept < KEYS:
+        inside = tile.keys.length - (tile.end - 1) * KEYS
+        if inside < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))
             for part in gl.static_range(slots.PARTS):
-                _keep_first(slots.values_of(step + 1, part), behind)
+                _keep_first(slots.values_of(step + 1, part), inside)
     seen_from, seen_to = _seen_by_all(tile, row, call)
     for i in range(1, count):
         block = tile.end - 1 - i
@@ -222,7 +222,8 @@ def _scores(q, slots, step, SCORES: gl.constexpr):
 @gluon.jit
 def _add_values(p, slots, step, acc):
     """PV of a step, issued."""
-    p = as_operand(p, slots.v.dtype, acc[0].type.layout)
+    OUT: gl.constexpr = acc[0].type.layout
+    p = as_operand(p, slots.v.dtype, OUT)
     added = ()
     for part in gl.static_range(slots.PARTS):
         v = slots.values_of(step, part)
