@@ -83,7 +83,7 @@ def test_other_head_dims(causal, head_dim):
     check(q, k, v, Mask(window_right=0 if causal else -1))
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lens", "kv_lens"),
@@ -168,7 +168,7 @@ def test_windows(window, head_dim):
     check(q, k, v, Mask(window_left=window[0], window_right=window[1]))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_beyond_which_is_nan(causal, head_dim):
     q, k, v = (normal(4, h, 600, head_dim) for h in (4, 2, 2))
@@ -183,7 +183,7 @@ def test_positions():
     check(q, k, v, Mask(q_start=int32(800, 3, device="cuda"), window_right=0))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_same_bits_and_exact_means(head_dim):
     """The mean of small integers has no rounding: registers that wgmma reads too late would show."""
     q = torch.zeros(2, 8, 2048, head_dim, device="cuda", dtype=torch.bfloat16)
