@@ -40,6 +40,13 @@ ATTENTION_CASES: tuple[AttentionCase, ...] = (
     AttentionCase("tiny full", 1, 3, 1, 33, 16, False, "fp32", tiny=True),
 )
 
+#: Of attention_fp8; inputs are quantised from bf16.
+FP8_CASES: tuple[AttentionCase, ...] = (
+    *(_prefill(128, kilo, causal) for kilo, causal in ((16, False), (16, True), (4, True))),
+    *(_prefill(head_dim, 16, True) for head_dim in (64, 256)),
+    AttentionCase("tiny causal", 2, 3, 3, 48, 32, True, "fp32", tiny=True),
+)
+
 #: Each feature of attention at 8k, beside plain causal attention; a window also at 32k. See features.py.
 FEATURES = (
     "plain", "bias", "bias-grad", "alibi", "softcap", "window1024", "sinks", "dropout", "varlen",

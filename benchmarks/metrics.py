@@ -52,6 +52,7 @@ _SPEEDS = (
 _OTHERS = (
     Metric("first_call_ms", "ms", "First call, compilation included, ms", None),
     Metric("max_abs_err", "abs", "Largest error of the output against fp64", None),
+    Metric("rel_err", "abs", "Error over the norm of the exact output, fp64", None),
     Metric("grad_max_abs_err", "abs", "Largest error of a gradient against fp64", None),
     Metric("train_loss", "nats", "Training loss, mean since the line above, nats a byte", None),
     Metric("val_loss", "nats", "Validation loss after the last step, nats a byte", None),

@@ -234,6 +234,10 @@ BENCHMARKS = {
             "decode", "one query token against a cache: µs, GB/s, percent of a pure read", "decode",
             _versus("decode"), *_DECODE, REPEATS, PEERS_DIR, cases=cases.DECODE_CASES,
         ),
+        _one(
+            "fp8", "attention_fp8 beside bf16 and FlashAttention-3's: forward TFLOP/s, errors", "fp8",
+            REPEATS, PEERS_DIR, cases=cases.FP8_CASES,
+        ),
         _one("floors", "the machine alone: matmul and pure reads", "floors", REPEATS, cases=_CONTIGUOUS),
         _one(
             "compile", "layers of transformers' models under torch.compile", "compiled",
