@@ -42,7 +42,8 @@ def fa3(monkeypatch):
 
 def test_rates_and_errors(fa3, figures):
     names = fp8.OURS, fp8.BF16, fp8.FA3
-    assert set(figures) == {(name, metric) for name in names for metric in ("rel_err", "fwd_TFLOPs")}  # fmt: skip
+    metrics = "rel_err", "fwd_TFLOPs"
+    assert {(name, metric) for name in names for metric in metrics} <= set(figures)
     assert figures[fp8.BF16, "rel_err"] < 1e-6
     assert figures[fp8.OURS, "rel_err"] < 3e-3  # rounded to bf16
     assert figures[fp8.FA3, "rel_err"] < 1e-6
