@@ -6,14 +6,17 @@ variables of a rank. What the server has imported is the exception: of imports a
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch.multiprocessing
 
 from tests.ports import free_port
 
@@ -23,9 +26,22 @@ PRELOADED = ("torch_fdattn.dist", "torch._inductor.compile_fx", "transformers.mo
 
 def _imported() -> list[str]:
     """PRELOADED; a package that is not there is left to the script."""
-    import importlib.util
-
     return [name for name in PRELOADED if importlib.util.find_spec(name.split(".")[0])]
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    """Where processes of this one are forked; for functions, too: `torch.multiprocessing.start_processes`."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_imported())
+    return found
+
+
+def call_on_ranks(function: Callable, arguments: tuple, ranks: int) -> None:
+    """function(rank, *arguments) in a process for each rank."""
+    context()
+    torch.multiprocessing.start_processes(
+        function, arguments, nprocs=ranks, start_method="forkserver"
+    )
 
 
 def _begin(script: str, arguments: Sequence[str], environment: dict[str, str], out: str, err: str):
@@ -34,8 +50,6 @@ def _begin(script: str, arguments: Sequence[str], environment: dict[str, str], o
             os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(environment)
-    import torch
-
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -46,8 +60,7 @@ def run_forked(
     script: Path, *arguments: str, environment: dict[str, str], ranks: int = 0, seconds: float
 ) -> list[subprocess.CompletedProcess[str]]:
     """A script in a process for each rank, or in one; their exit codes and what they wrote."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_imported())
+    server = context()
     port = str(free_port()) if ranks else ""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -58,7 +71,7 @@ def run_forked(
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             given = {**environment, **(variables if ranks else {})}
-            process = context.Process(
+            process = server.Process(
                 target=_begin, args=(str(script), arguments, given, *names), daemon=True
             )
             process.start()
