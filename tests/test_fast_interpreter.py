@@ -7,7 +7,7 @@ import torch
 
 import torch_fdattn
 from tests import fast_interpreter
-from torch_fdattn.ops.library import INTERPRET
+from tests.interpreting import needs_interpret
 
 
 def results(device: str) -> list[torch.Tensor]:
@@ -28,9 +28,7 @@ def results(device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.skipif(
-    not INTERPRET, reason="tests a kernel: needs a CUDA device or TRITON_INTERPRET=1"
-)
+@needs_interpret
 def test_the_bits_are_tritons(monkeypatch):
     fast = results("cpu")
     assert [name for _, name, _ in fast_interpreter.ORIGINALS] == ["_patch_lang", "_get_np_dtype", "options"]  # fmt: skip
