@@ -66,7 +66,9 @@ def run(layer: Layer, folder: Path) -> Outcome:
             "--log-dir", str(logs), "--redirects", "3", "--tee", "0:3",
         ]  # fmt: skip
     pytest = ["-m", "pytest", "-q", *layer.arguments, f"--junitxml={report}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **layer.environment}
+    # Inductor's compile workers would be a process more for each of pytest's: on few processors it takes, and gives nothing.
+    defaults = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = {**defaults, **os.environ, **layer.environment}
     # The layers start some hundreds of processes, each of which would compile all that it imports.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.monotonic()

@@ -17,12 +17,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import fast_interpreter
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: A graph of an earlier test that is garbage is collected before a capture, in which destroying it is an error.
 torch.compiler.config.force_cudagraph_gc = True
+fast_interpreter.install()
 
 
 @pytest.hookimpl(tryfirst=True)

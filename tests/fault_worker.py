@@ -28,6 +28,7 @@ import torch.distributed.tensor  # what assert_close imports: better once than i
 from torch.distributed import distributed_c10d
 
 import torch_fdattn
+from tests import fast_interpreter
 from torch_fdattn.dist import (
     PeerTimeout,
     ShardMap,
@@ -228,6 +229,7 @@ def whole_call() -> tuple[torch.Tensor, ...]:
     return q, k, v, lens, *torch_fdattn.decode(q, k, v, lens)
 
 
+fast_interpreter.install()
 WHOLE = whole_call()
 #: x (M, K) and a weight (N, K); M divides by the ranks, all and those that survive.
 LINEAR = torch.randn(WORLD * (WORLD - 1), 16), torch.randn(6, 16)

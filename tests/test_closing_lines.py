@@ -26,11 +26,15 @@ def test_what_passes_is_ok(tmp_path):
     assert came.row().endswith("ok")
 
 
-def test_a_failed_test_is_named_with_its_message(tmp_path):
+def test_a_failed_test_is_named_with_its_message_and_last(tmp_path):
     came = outcome(tmp_path, PASSES + "\n\n" + FAILS)
     assert came.counts == {"passed": 1, "failed": 1, "skipped": 0}
     assert len(came.problems) == 1
     assert "test_wrong: AssertionError: one is not two" in came.problems[0]
+    lines = closing([came], "python -m tests cpu").splitlines()
+    assert "1 passed, 1 failed, 0 skipped" in lines
+    assert lines[-3:-1] == ["1 of 1 layers of python -m tests cpu failed:", "  one:"]
+    assert lines[-1].strip().endswith("test_wrong: AssertionError: one is not two")
 
 
 def test_a_check_that_was_not_made_fails(tmp_path):
@@ -44,10 +48,3 @@ def test_a_run_that_dies_is_no_success(tmp_path, ranks):
     came = outcome(tmp_path, DIES, ranks)
     assert "the run ended with exit code" in came.problems[0]
     assert not ranks or "out of luck" in came.problems[1]
-
-
-def test_the_last_lines_name_the_layer_and_the_test(tmp_path):
-    lines = closing([outcome(tmp_path, FAILS)], "python -m tests cpu").splitlines()
-    assert "0 passed, 1 failed, 0 skipped" in lines
-    assert lines[-3:-1] == ["1 of 1 layers of python -m tests cpu failed:", "  one:"]
-    assert lines[-1].strip().endswith("test_wrong: AssertionError: one is not two")

@@ -6,19 +6,15 @@ import doctest
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torch_fdattn
+from tests.interpreting import needs_interpret
 
-ROOT = Path(__file__).parent.parent
 MODULES = (
     "torch_fdattn", "torch_fdattn.compile_backend", "torch_fdattn.dist", "torch_fdattn.dropins",
     "torch_fdattn.engine", "torch_fdattn.models",
@@ -56,15 +52,12 @@ def run(name: str) -> str:
     return "".join(wrong)
 
 
-def start_world(folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)  # fmt: skip
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if dist.is_initialized():
         pytest.skip("a process group exists")
-    start_world(tmp_path_factory.mktemp("world"))
+    store = dist.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
     torch._dynamo.reset()
@@ -80,17 +73,11 @@ def test_examples(name: str) -> None:
     assert not run(name)
 
 
+@pytest.mark.interpreter
+@needs_interpret
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_examples_of_interpreted_kernels(name: str, tmp_path: Path) -> None:
-    code = (
-        "import pathlib, sys; from tests import test_doctests as t;"
-        f"t.start_world(pathlib.Path({str(tmp_path)!r})); wrong = t.run({name!r}); sys.exit(wrong or 0)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_examples_of_interpreted_kernels(name: str) -> None:
+    assert not run(name)
 
 
 def test_examples_are_run() -> None:

@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.documents import run_again_where_it_aborts
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -28,19 +30,37 @@ needs_smollm2 = pytest.mark.skipif(
 )
 
 
-def run(script: str, *arguments: str, ranks: int = 0) -> list[str]:
-    """The lines that it prints; what other packages say goes to stderr, where nothing is of ours."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+@pytest.fixture(params=["forked", pytest.param("command", marks=pytest.mark.slow)])
+def run(request) -> Callable[..., list[str]]:
+    """The lines that a script prints, started in a forked process or by the command of its docstring.
+
+    What other packages say goes to stderr, where nothing is of ours.
+    """
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *(launcher if ranks else ()), f"examples/{script}", *arguments]
-    done = run_again_where_it_aborts(command, env=environment, timeout=SECONDS)
+
+    def forked(script: str, ranks: int = 0) -> list[str]:
+        done = run_forked(EXAMPLES / script, environment=environment, ranks=ranks, seconds=SECONDS)
+        for rank in done:
+            checked(rank)
+        return [line for rank in done for line in rank.stdout.splitlines()]
+
+    def command(script: str, ranks: int = 0) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        words = [sys.executable, *(torchrun if ranks else ()), f"examples/{script}"]
+        done = run_again_where_it_aborts(words, env=environment, timeout=SECONDS)
+        checked(done)
+        return done.stdout.splitlines()
+
+    return forked if request.param == "forked" else command
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torch_fdattn" not in done.stderr
     assert "Traceback" not in done.stderr
-    return done.stdout.splitlines()
 
 
 def number(pattern: str, line: str) -> float:
@@ -49,7 +69,7 @@ def number(pattern: str, line: str) -> float:
     return float(found[1])
 
 
-def test_compile_sdpa():
+def test_compile_sdpa(run):
     head, first, second, gradients = run("compile_sdpa.py")
     assert head == "2 of 2 attention sites rewritten, in 1 graph"
     for line in (first, second):
@@ -62,7 +82,7 @@ def test_compile_sdpa():
 
 
 @needs_transformers
-def test_transformers_attention():
+def test_transformers_attention(run):
     eager, ours, logits, tokens = run("transformers_attention.py")
     assert eager == "eager: no op of fdattn"
     assert ours == "fdattn: fdattn.attention_forward, fdattn.decode_forward"
@@ -70,7 +90,7 @@ def test_transformers_attention():
     assert tokens == "8 generated tokens a prompt are the same: True"
 
 
-def test_train_long_sequence():
+def test_train_long_sequence(run):
     losses = []
     for step, line in enumerate(run("train_long_sequence.py", ranks=2)):
         found = re.fullmatch(rf"step {step}: loss (\S+) on 2 ranks, (\S+) on one", line)
@@ -82,7 +102,7 @@ def test_train_long_sequence():
 
 
 @needs_transformers
-def test_tensor_parallel():
+def test_tensor_parallel(run):
     loss, gradient, held = run("tensor_parallel.py", ranks=2)
     found = re.fullmatch(r"loss (\S+) on 2 ranks, (\S+) on one", loss)
     assert found, loss
@@ -91,13 +111,13 @@ def test_tensor_parallel():
     assert number(r"rank 0 holds (\d+)% of the parameters", held) < 65  # the embedding is whole
 
 
-def test_paged_decode():
+def test_paged_decode(run):
     first, last = run("paged_decode.py")
     assert number(r"step 0: lengths \[41, 18\], largest difference from SDPA: (\S+)", first) < 1e-5
     assert number(r"step 9: lengths \[50, 27\], largest difference from SDPA: (\S+)", last) < 1e-5
 
 
-def test_sharded_decode():
+def test_sharded_decode(run):
     *steps, held = run("sharded_decode.py", ranks=2)
     for (new, total), line in zip(((100, 100), (1, 101), (1, 102), (1, 103)), steps, strict=True):
         pattern = rf"{new} new, {total} held: largest difference from one process: (\S+)"
@@ -107,13 +127,13 @@ def test_sharded_decode():
 
 
 @needs_smollm2
-def test_generate():
+def test_generate(run):
     answer, rate = run("generate.py")
     assert answer == "The capital of Japan is Tokyo."
     assert number(r"8 tokens, (\S+) a second on cpu", rate) > 0
 
 
-def test_ring_strategy():
+def test_ring_strategy(run):
     outputs, gradients = run("ring_strategy.py", ranks=2)
     assert number(r"outputs, largest difference from SDPA: (\S+)", outputs) < 1e-5
     assert number(r"gradients, largest difference from SDPA: (\S+)", gradients) < 1e-4
@@ -121,10 +141,8 @@ def test_ring_strategy():
 
 def test_started_without_torchrun_it_says_how() -> None:
     environment = {name: x for name, x in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    done = subprocess.run(
-        [sys.executable, "examples/sharded_decode.py"], cwd=ROOT, capture_output=True, text=True,
-        env={**environment, "PYTHONPATH": str(ROOT)}, timeout=SECONDS,
-    )  # fmt: skip
+    script = EXAMPLES / "sharded_decode.py"
+    (done,) = run_forked(script, environment=environment, seconds=SECONDS)
     assert done.returncode == 1
     assert "    torchrun --nproc-per-node 2 examples/sharded_decode.py" in done.stderr
     assert "Traceback" not in done.stderr

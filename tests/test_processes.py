@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.ports import free_port
 
 WORKER = Path(__file__).parent / "process_worker.py"
@@ -58,15 +59,11 @@ def test_two_agents(ranks_per_agent: int) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
 def test_a_dead_rank_ends_the_others_with_an_error(name: str) -> None:
     """Without torchrun, which would end them itself."""
-    port = free_port()
-    ranks = [
-        start([str(WORKER), "dies", name], RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank,
-              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(3)
-    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    ranks = run_forked(WORKER, "dies", name, environment=environment, ranks=3, seconds=120)
     assert time.monotonic() - began < TIMEOUT_S + 60
+    outputs = [rank.stdout + rank.stderr for rank in ranks]
     assert all("first call done" in output for output in outputs), outputs
     assert ranks[1].returncode == 3
     for rank in (0, 2):

