@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128, 192, 256)
 #: A stride of whole 16 bytes.
 _SOME = 128
 _HALF = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_DTYPES = {**_HALF, torch.float8_e4m3fn: gl.float8e4nv}
+_DTYPES = {**_HALF, torch.float8_e4m3fn: gl.float8e4nv, torch.float32: gl.float32}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
 _SECTION_BYTES = 16 << 20
@@ -37,14 +37,14 @@ def takes(
         q.dtype in _HALF
         and options.dtype in (None, q.dtype)
         and _has_what_is_asked(q, v, options)
-        and all(map(_is_describable, (q, k, v)))
+        and all(map(is_describable, (q, k, v)))
         and (packed is None or packed.page_table is None or _takes_pages(*k.shape[2:]))
     )
 
 
 def takes_fp8(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """As `takes`, of float8_e4m3fn; values lie anyhow."""
-    return _has_what_is_asked(q, v, options) and _is_describable(q) and _is_describable(k)
+    return _has_what_is_asked(q, v, options) and is_describable(q) and is_describable(k)
 
 
 def _has_what_is_asked(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
@@ -120,9 +120,9 @@ def forward_launch(
     own, columns = [1, 1, ROWS.value, dim], [1, 1, dim, keys]
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
-        _described(q, own), _described(k, block), _described(v, block if scales is None else columns), _described(out, own),
+        described(q, own), described(k, block), described(v, block if scales is None else columns), described(out, own),
         out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
-        _section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
+        section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, *(scales or (None, None, None)), scores.softcap or None,
         scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
@@ -137,13 +137,13 @@ def _strides(slopes: Tensor | None, batch: int) -> tuple[int | None, ...]:
     return (None, None) if slopes is None else slopes.expand(batch, -1).stride()
 
 
-def _section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
+def section(heads: int, group: int, bytes_of_a_kv_head: int) -> int:
     """Heads of a section: sections of equal size, so that no small one is left at the end."""
     most = max(1, _SECTION_BYTES // max(1, bytes_of_a_kv_head)) * group
     return cdiv(heads, cdiv(heads, most))
 
 
-def _described(x: Tensor, block: list[int]) -> TensorDescriptor:
+def described(x: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), _steps(x), block, layout)
 
@@ -155,7 +155,7 @@ def _steps(x: Tensor) -> list[int]:
     ]
 
 
-def _is_describable(x: Tensor) -> bool:
+def is_describable(x: Tensor) -> bool:
     """Whether x lies as a descriptor needs it: 16-byte steps, the last dim contiguous, no dim expanded or empty."""
     return (
         x.stride(3) == 1

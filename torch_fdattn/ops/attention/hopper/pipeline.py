@@ -78,12 +78,12 @@ class Ring:
 
 
 @gluon.jit
-def ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Slots that are each emptied by as many consumers."""
+def ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
+    """Slots that are each filled by as many producers and emptied by as many consumers."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=PRODUCERS)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     return Ring(full, empty)
 

@@ -149,9 +149,9 @@ def tile_of(number, call):
         kv_len = gl.minimum(gl.maximum(given, 0), kv_len).to(gl.int32)
     offset = kv_len - queries.length
     if call.q_start is not None:
-        offset = _position(call.q_start + sequence)
+        offset = position_at(call.q_start + sequence)
         if call.kv_start is not None:
-            offset -= _position(call.kv_start + sequence)
+            offset -= position_at(call.kv_start + sequence)
     low = gl.to_tensor(0)
     high = kv_len
     if call.HAS_LEFT:
@@ -167,7 +167,7 @@ def tile_of(number, call):
 
 
 @gluon.jit
-def _position(pointer):
+def position_at(pointer):
     found = gl.load(pointer).to(gl.int64)
     return gl.minimum(gl.maximum(found, -_FAR), _FAR).to(gl.int32)
 

@@ -1,0 +1,152 @@
+"""Hopper's backward against the oracle, on an sm_90."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.ops.attention.test_hopper import attend, normal
+from tests.ops.decode.inputs import int32
+from torch_fdattn.launch.launches import run
+from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.positions import Mask
+from torch_fdattn.testing import attention_oracle
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of sm_90",
+)
+
+ALL = Mask()
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+def gradients(dout, dlse, q, k, v, out, lse, mask=ALL):
+    from torch_fdattn.ops.attention.backward import empty_rows
+    from torch_fdattn.ops.attention.hopper.backward.launch import backward_launches, takes
+
+    options = AttentionOptions(mask, q.shape[3] ** -0.5)
+    assert takes(q, k, v, dout, options)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    sums = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    run(backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, empty_rows(q), sums, counter))  # fmt: skip
+    assert counter.item() == 0
+    return grads
+
+
+def check(q, k, v, mask=ALL, lens=None, wants_lse=False):
+    out, lse = attend(q, k, v, mask)
+    dout = torch.randn_like(out)
+    dlse = torch.randn_like(lse) if wants_lse else None
+    found = gradients(dout, dlse, q, k, v, out, lse, mask)
+    doubles = [x.double().requires_grad_() for x in (q, k, v)]
+    if lens is not None:
+        kept = torch.arange(k.shape[2], device="cuda") < mask.kv_lens[:, None]
+        doubles[1:] = [
+            x.detach().masked_fill(~kept[:, None, :, None], 0.0).requires_grad_()
+            for x in doubles[1:]
+        ]
+    options = dict(causal=mask.window_right == 0)
+    if mask.window_left >= 0:
+        options["window"] = (mask.window_left, mask.window_right)
+    if mask.q_start is not None:
+        options["q_start"] = mask.q_start.tolist()
+    exact, exact_lse = attention_oracle(*doubles, lens, **options)
+    results, given = [exact], [dout.double()]
+    if wants_lse:
+        results, given = [exact, exact_lse], [dout.double(), dlse.double()]
+    expected = torch.autograd.grad(results, doubles, given)
+    for grad, right in zip(found, expected, strict=True):
+        assert torch.isfinite(grad).all()
+        assert (grad.double() - right).norm() <= (1e-2 if q.dtype == torch.bfloat16 else 2e-3) * right.norm()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@HEAD_DIMS
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(64, 128), (512, 512), (1, 700), (300, 1000), (1000, 1000)]
+)
+def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
+    q = normal(2, 4, queries, head_dim, dtype=dtype)
+    k, v = (normal(2, 2, keys, head_dim, dtype=dtype) for _ in range(2))
+    check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0)])
+def test_windows(window, head_dim):
+    q, k, v = (normal(1, h, 700, head_dim) for h in (4, 2, 2))
+    check(q, k, v, Mask(window_left=window[0], window_right=window[1]))
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_beyond_which_is_nan(causal, head_dim):
+    q, k, v = (normal(4, h, 600, head_dim) for h in (4, 2, 2))
+    lens = [600, 70, 129, 1]
+    for x, (b, n) in itertools.product((k, v), enumerate(lens)):
+        x[b, :, n:] = torch.nan
+    check(q, k, v, Mask(int32(*lens, device="cuda"), window_right=0 if causal else -1), lens)
+
+
+def test_rows_without_keys():
+    """More queries than keys: the first rows see none, and have no gradient."""
+    q, k, v = normal(1, 4, 300, 128), normal(1, 2, 100, 128), normal(1, 2, 100, 128)
+    out, lse = attend(q, k, v, Mask(window_right=0))
+    dq, dk, dv = gradients(torch.randn_like(out), None, q, k, v, out, lse, Mask(window_right=0))
+    assert (dq[:, :, :200] == 0).all()
+    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+
+
+def test_positions():
+    q, k, v = normal(2, 4, 100, 128), normal(2, 2, 900, 128), normal(2, 2, 900, 128)
+    check(q, k, v, Mask(q_start=int32(800, 3, device="cuda"), window_right=0))
+
+
+def test_strides():
+    qkv = normal(2, 300, 12, 128).transpose(1, 2)
+    check(qkv[:, :4], qkv[:, 4:8], qkv[:, 8:], Mask(window_right=0))
+
+
+@HEAD_DIMS
+def test_exact_gradients_of_v(head_dim):
+    """Of equal weights and small integers nothing is rounded: registers that wgmma reads too late would show."""
+    q, k = torch.zeros(2, 8, 2048, head_dim, device="cuda").bfloat16(), normal(2, 2, 2048, head_dim)
+    out, lse = attend(q, k, torch.zeros_like(k))
+    dout = torch.randint(-8, 9, q.shape, device="cuda").bfloat16()
+    expected = (dout.double().unflatten(1, (2, 4)).sum((2, 3), keepdim=True) / 2048).expand(2, 2, 1, 2048, head_dim)[:, :, 0]  # fmt: skip
+    for _ in range(100):
+        dq, dk, dv = gradients(dout, None, q, k, torch.zeros_like(k), out, lse)
+        assert torch.equal(dv, expected.bfloat16())
+        assert (dq == 0).all()
+        assert (dk == 0).all()
+
+
+@HEAD_DIMS
+def test_same_bits_but_of_dq(head_dim):
+    q, k, v = (normal(2, h, 1500, head_dim) for h in (8, 2, 2))
+    out, lse = attend(q, k, v, Mask(window_right=0))
+    dout = torch.randn_like(out)
+    first = gradients(dout, None, q, k, v, out, lse, Mask(window_right=0))
+    for _ in range(20):
+        again = gradients(dout, None, q, k, v, out, lse, Mask(window_right=0))
+        assert all(map(torch.equal, again[1:], first[1:]))
+        torch.testing.assert_close(again[0], first[0], rtol=2e-2, atol=1e-3)
+
+
+def test_two_streams():
+    q, k, v = (normal(1, 8, 2048, 128) for _ in range(3))
+    out, lse = attend(q, k, v)
+    expected = gradients(out, None, q, k, v, out, lse)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(gradients(out, None, q, k, v, out, lse))
+        torch.cuda.synchronize()
+        for grads in found:
+            assert all(map(torch.equal, grads[1:], expected[1:]))

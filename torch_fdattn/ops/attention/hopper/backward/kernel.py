@@ -1,0 +1,269 @@
+"""Attention backward on Hopper: one sweep over blocks of queries for each tile of keys, five products a step.
+
+Keys are rows of all scores: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ stay in registers, where Pᵀ and dSᵀ are left operands of
+dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp groups, and dQ = dS K is made of it a step later, so
+that no warp group waits for the other: each makes half of dQ's columns, and adds them to float32 sums in memory, which
+other programs add to as well (`sums.py`).
+
+Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), sums (B, H, M, D) fp32, by descriptors of four dims; lse2 and
+delta: fp32 of all rows, each head's padded. D is 64 or 128; bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_fdattn.ops.attention.hopper.backward.loading import load
+from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS, SLOTS, slots_of
+from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
+from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES, read_key_tile
+from torch_fdattn.ops.attention.hopper.pipeline import place_of, wait_for_group
+from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS
+from torch_fdattn.ops.attention.hopper.scores import LOG2_E
+from torch_fdattn.ops.attention.hopper.tiles import Call
+
+_ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit(do_not_specialize=[
+    "q_len", "capacity", "sequences", "kv_heads", "group", "section", "left", "right",
+])  # fmt: skip
+def attention_backward_kernel(
+    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, counter,
+    kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right, scale,
+    SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    KEYS: gl.constexpr = GROUPS * SUBS * ROWS
+    call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, kv_heads, group, section, left, right,
+                HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)  # fmt: skip
+    slots = slots_of(q_blocks, lse2, sums, SUBS)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, 0)),
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, 1)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def _multiply(slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """Of a warp group: SUBS blocks of 64 keys of each tile."""
+    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
+    tile = _next_tile(slots, turn)
+    while tile.end > 0:
+        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, GROUP)  # fmt: skip
+        turn += 1
+        tile = _next_tile(slots, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _next_tile(slots, turn):
+    place = place_of(turn, SLOTS)
+    slots.has_tile.wait_full(place)
+    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
+    slots.has_tile.release(place)
+    return tile
+
+
+@gluon.jit
+def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
+    D: gl.constexpr = slots.q.shape[4]
+    SUBS: gl.constexpr = slots.SUBS
+    KEYS_BY_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = ()
+    dv = ()
+    for _ in gl.static_range(SUBS):
+        dk = dk + (gl.zeros([ROWS, D], gl.float32, KEYS_BY_D),)  # noqa: RUF005 -- Triton knows no unpacking
+        dv = dv + (gl.zeros([ROWS, D], gl.float32, KEYS_BY_D),)  # noqa: RUF005
+    count = tile.end - tile.begin
+    first_head = tile.kv_head * call.group
+    slots.has_keys.wait_full(place_of(turn, 1))
+    slots.has_values.wait_full(place_of(turn, 1))
+    if call.kv_lens is not None:
+        for sub in gl.static_range(SUBS):
+            inside = tile.kv_len - tile.first - (GROUP * SUBS + sub) * ROWS
+            if inside < ROWS:
+                _keep_first(slots.k.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
+                _keep_first(slots.v.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
+    slots.has_queries.wait_full(place_of(step, SLOTS))
+    scores = warpgroup_mma_wait(0, deps=(_scores(slots.k, GROUP * SUBS, slots.q, step),))
+    # Of the step before: where its dQ goes.
+    head = gl.to_tensor(-1)
+    block = gl.to_tensor(0)
+    for member in range(call.group):
+        for i in range(count):
+            here = tile.end - 1 - i
+            more = (member + 1 < call.group) | (i + 1 < count)
+            scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, scale, RAGGED, GROUP)  # fmt: skip
+            head = first_head + member
+            block = here
+            step += 1
+    slots.has_values.release(place_of(turn, 1))
+
+    last = place_of(step - 1, SLOTS)
+    slots.has_dscores.wait_full(last)
+    dq = _dq(slots, last.slot, opaque_zero(step), GROUP)
+    tma.store_wait(0)
+    _store(dv, dv_blocks, tile, slots, GROUP)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    slots.has_keys.release(place_of(turn, 1))
+    slots.has_dscores.release(last)
+    add(dq, sums, slots.sums.index(GROUP), tile.batch, head, block * QUERIES, GROUP)
+    tma.store_wait(1)  # of dv
+    scaled = ()
+    for sub in gl.static_range(SUBS):
+        scaled = scaled + (dk[sub] * scale,)  # noqa: RUF005
+    _store(scaled, dk_blocks, tile, slots, GROUP)
+    return step
+
+
+@gluon.jit
+def _step(
+    scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, scale, RAGGED: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """A block of queries, `here`, whose scores are there; dQ of the step before; and the scores of the next one.
+
+    head, block: of the step before, -1 and whatever where it belongs to another tile.
+    """
+    SUBS: gl.constexpr = slots.SUBS
+    SCORES: gl.constexpr = scores.type.layout
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    D: gl.constexpr = slots.q.shape[4]
+    place = place_of(step, SLOTS)
+    unknown = opaque_zero(step)
+    q = slots.q.index(place.slot).reshape([QUERIES, D])
+    dout = slots.dout.index(place.slot).reshape([QUERIES, D])
+    slots.has_dout.wait_full(place)
+    new_dk = ()
+    new_dv = ()
+    for sub in gl.static_range(SUBS):
+        own = GROUP * SUBS + sub
+        dp = _scores(slots.v, own + unknown, slots.dout, step)
+        scores = _hide(scores, tile, own, here, call, RAGGED)
+        lse2 = slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(scores * (scale * LOG2_E) - gl.expand_dims(lse2, 0))
+        # ptxas moves instructions within a basic block only, and would put the wait for dP before most exponentials.
+        # Waiting for the slot of dS ends the block.
+        slots.has_dscores.wait_empty(place)
+        p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
+        added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
+        delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        dscores = (p * (dp - gl.expand_dims(delta, 0))).to(slots.q.dtype)
+        slots.dscores.index(place.slot * GROUPS * SUBS + own + unknown).store(dscores)
+        fence_async_shared()
+        if sub == SUBS - 1:
+            slots.has_dscores.hand_over(place)
+        operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
+        also_added = warpgroup_mma(operand, q, dk[sub], is_async=True)
+        if sub < SUBS - 1:
+            scores = _scores(slots.k, own + 1 + unknown, slots.q, step)
+            scores, added, also_added, p_operand, operand = warpgroup_mma_wait(
+                0, deps=(scores, added, also_added, p_operand, operand)
+            )
+        new_dk = new_dk + (also_added,)  # noqa: RUF005
+        new_dv = new_dv + (added,)  # noqa: RUF005
+
+    previous = place_of(step + 1, SLOTS)  # the other slot
+    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), head >= 0)
+    dq = _dq(slots, previous.slot, unknown, GROUP)
+    waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
+    dk = waited[2 : 2 + SUBS]
+    dv = waited[2 + SUBS :]
+    slots.has_dout.release(place)
+    slots.has_queries.release(place)
+    slots.has_queries.wait_full(place_of(step + 1, SLOTS), more)
+    scores = _scores(slots.k, GROUP * SUBS + unknown, slots.q, step + 1)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    if head >= 0:
+        slots.has_dscores.release(place_of(step - 1, SLOTS))
+        add(dq, sums, slots.sums.index(GROUP), tile.batch, head, block * QUERIES, GROUP)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    return scores, dk, dv
+
+
+@gluon.jit
+def _scores(keys, own, queries, step):
+    """64 keys by the queries of a step, issued: K Qᵀ, or V dOᵀ."""
+    D: gl.constexpr = keys.shape[4]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    left = keys.index(own).reshape([ROWS, D])
+    right = queries.index(place_of(step, SLOTS).slot).reshape([QUERIES, D]).permute((1, 0))
+    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq(slots, slot, unknown, GROUP: gl.constexpr):
+    """This warp group's half of dQ's columns of a step: the sum over all keys of the tile, issued."""
+    D: gl.constexpr = slots.k.shape[4]
+    COLUMNS: gl.constexpr = D // GROUPS
+    KEY_BLOCKS: gl.constexpr = slots.k.shape[0]
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([QUERIES, COLUMNS], gl.float32, DQ)
+    for i in gl.static_range(KEY_BLOCKS):
+        left = slots.dscores.index(slot * KEY_BLOCKS + i + unknown).permute((1, 0))
+        right = slots.k.index(i + unknown).reshape([ROWS, D]).slice(GROUP * COLUMNS, COLUMNS, 1)
+        dq = warpgroup_mma(left, right, dq, use_acc=i > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
+    """-inf where a query of the block does not see a key."""
+    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
+        SCORES: gl.constexpr = scores.type.layout
+        key = tile.first + own * ROWS
+        query = here * QUERIES + tile.offset
+        hidden = gl.to_tensor(False)
+        if RAGGED:
+            hidden = key + ROWS > tile.kv_len
+        if call.HAS_RIGHT:
+            hidden = hidden | (key + ROWS - 1 > query + call.right)
+        if call.HAS_LEFT:
+            hidden = hidden | (key < query + QUERIES - 1 - call.left)
+        if hidden:
+            keys = gl.expand_dims(key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)), 1)
+            queries = gl.expand_dims(query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES)), 0)  # fmt: skip
+            seen = keys < tile.kv_len
+            if call.HAS_RIGHT:
+                seen = seen & (keys <= queries + call.right)
+            if call.HAS_LEFT:
+                seen = seen & (keys >= queries - call.left)
+            scores = gl.where(seen, scores, MINUS_INFINITY)
+    return scores
+
+
+@gluon.jit
+def _keep_first(buffer, count):
+    """Zeros for all but the first rows of a block: what lies beyond a length may be NaN, and 0 · NaN is."""
+    D: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    found = buffer.load(LAYOUT)
+    buffer.store(gl.where(gl.expand_dims(rows, 1) < count, found, gl.zeros_like(found)))
+    fence_async_shared()
+    wait_for_group()
+
+
+@gluon.jit
+def _store(results, blocks, tile, slots, GROUP: gl.constexpr):
+    """A warp group's rows of dK or dV."""
+    D: gl.constexpr = slots.q.shape[4]
+    for sub in gl.static_range(slots.SUBS):
+        own = GROUP * slots.SUBS + sub
+        slots.results.index(own).reshape([ROWS, D]).store(results[sub].to(blocks.dtype))
+        fence_async_shared()
+        corner = [tile.batch, tile.kv_head, tile.first + own * ROWS, 0]
+        tma.async_copy_shared_to_global(blocks, corner, slots.results.index(own))

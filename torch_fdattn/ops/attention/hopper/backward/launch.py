@@ -1,0 +1,92 @@
+"""The launches of Hopper's backward: terms of rows, the sweep over keys, and dQ of its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torch_fdattn.launch.device import num_sms
+from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.backward_rows import PADDING, _row_terms_kernel
+from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
+from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS
+from torch_fdattn.ops.attention.hopper.backward.sums import scaled_sums_kernel
+from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES
+from torch_fdattn.ops.attention.hopper.launch import described, is_describable, section
+from torch_fdattn.ops.attention.hopper.launch import takes as forward_takes
+from torch_fdattn.ops.attention.hopper.rows import ROWS
+from torch_fdattn.ops.launch import cdiv
+from torch_fdattn.ops.options import AttentionOptions
+
+HEAD_DIMS = (64, 128)
+_ROWS_OF_A_PROGRAM, _NUMBERS_OF_A_PROGRAM = 64, 2048
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: AttentionOptions) -> bool:
+    """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
+    return (
+        q.shape[3] in HEAD_DIMS
+        and not options.scores.changes_tiles
+        and options.dropout.p == 0
+        and forward_takes(q, k, v, options)
+        and is_describable(dout)
+        and q.dtype == dout.dtype
+    )
+
+
+def subs_of(head_dim: int) -> int:
+    """Blocks of 64 keys of a warp group: of head dim 128 one fills the registers."""
+    return 2 if head_dim == 64 else 1
+
+
+def backward_launches(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor], sums: Tensor,
+    counter: Tensor,
+) -> Iterator[Launch]:  # fmt: skip
+    """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
+
+    The order in which tiles of keys add to dQ is not the same on every run.
+
+    rows: `empty_rows`; sums: float32 zeros (B, H, M, D), contiguous.
+    counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    mask, scale = options.mask, options.scale
+    lse2, delta = rows
+    padded_len = lse2.shape[2]
+    yield Launch(
+        _row_terms_kernel, padded_len // _ROWS_OF_A_PROGRAM * heads * batch,
+        out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, head_dim,
+        BLOCK_M=_ROWS_OF_A_PROGRAM, BLOCK_DV=head_dim,
+    )  # fmt: skip
+    subs = subs_of(head_dim)
+    keys = GROUPS.value * subs * ROWS.value
+    tiles = cdiv(capacity, keys) * batch * kv_heads
+    block, columns = [1, 1, ROWS.value, head_dim], [1, 1, QUERIES.value, head_dim // GROUPS.value]
+    # Of a head's section: Q, dO and the sums of dQ.
+    read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
+    yield Launch(
+        attention_backward_kernel, min(tiles, num_sms(q.device)),
+        *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), described(sums, columns),
+        described(dk, block), described(dv, block), counter, *mask[:3], q_len, capacity, batch, kv_heads,
+        heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right, scale,
+        SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
+        RAGGED=mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
+    )  # fmt: skip
+    numbers = q.numel()
+    yield Launch(
+        scaled_sums_kernel, cdiv(numbers, _NUMBERS_OF_A_PROGRAM),
+        sums, dq, dq.stride(), heads, q_len, head_dim, scale, numbers, BLOCK=_NUMBERS_OF_A_PROGRAM,
+    )  # fmt: skip
+
+
+def _terms(x: Tensor) -> TensorDescriptor:
+    """Of lse2 or delta: 64 rows of a head, whose rows are padded to more."""
+    assert PADDING.value % QUERIES.value == 0
+    layout = gl.NVMMASharedLayout(0, 32, 1)
+    return TensorDescriptor(x, [x.numel()], [1], [QUERIES.value], layout)

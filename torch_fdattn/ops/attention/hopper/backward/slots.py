@@ -1,0 +1,91 @@
+"""Where Hopper's backward keeps in shared memory what its warps hand to each other.
+
+A step has a block of queries, with their gradients of out, and all keys of the tile.
+"""
+# Without `from __future__ import annotations`: aggregates ask for the types of their fields.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, QUERIES
+from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, ring
+from torch_fdattn.ops.attention.hopper.rows import ROWS
+
+SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
+GROUPS = gl.constexpr(2)  #: warp groups that multiply
+
+
+@aggregate
+class Slots:
+    """Keys and values lie in blocks of 64, SUBS of each warp group; gradients of scores have keys as rows."""
+
+    tiles: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    lse2: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor
+    sums: (
+        gl.shared_memory_descriptor
+    )  # of dQ, on their way to memory: half of the columns of each warp group
+    results: gl.shared_memory_descriptor  # dK and dV, on their way to memory
+    has_tile: Ring
+    has_queries: Ring  # with their lse2 and delta
+    has_dout: Ring
+    has_keys: Ring  # one slot
+    has_values: Ring  # one slot
+    has_dscores: Ring
+    SUBS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tiles, q, dout, k, v, lse2, delta, dscores, sums, results, has_tile, has_queries, has_dout,
+        has_keys, has_values, has_dscores, SUBS,
+    ):  # fmt: skip
+        self.tiles = tiles
+        self.q = q
+        self.dout = dout
+        self.k = k
+        self.v = v
+        self.lse2 = lse2
+        self.delta = delta
+        self.dscores = dscores
+        self.sums = sums
+        self.results = results
+        self.has_tile = has_tile
+        self.has_queries = has_queries
+        self.has_dout = has_dout
+        self.has_keys = has_keys
+        self.has_values = has_values
+        self.has_dscores = has_dscores
+        self.SUBS = gl.constexpr(SUBS)
+
+
+@gluon.jit
+def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr):
+    KEY_BLOCKS: gl.constexpr = GROUPS * SUBS
+    dtype: gl.constexpr = q_blocks.dtype
+    TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    DSCORES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return Slots(
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], TILES),
+        blocks_of(q_blocks, SLOTS),
+        blocks_of(q_blocks, SLOTS),
+        blocks_of(q_blocks, KEY_BLOCKS),
+        blocks_of(q_blocks, KEY_BLOCKS),
+        blocks_of(rows_of_terms, SLOTS),
+        blocks_of(rows_of_terms, SLOTS),
+        gl.allocate_shared_memory(dtype, [SLOTS * KEY_BLOCKS, ROWS, QUERIES], DSCORES),
+        blocks_of(sums, GROUPS),
+        blocks_of(q_blocks, KEY_BLOCKS),
+        ring(SLOTS, GROUPS),
+        ring(SLOTS, GROUPS),
+        ring(SLOTS, GROUPS),
+        ring(1, GROUPS),
+        ring(1, GROUPS),
+        ring(SLOTS, GROUPS, GROUPS),
+        SUBS,
+    )
