@@ -197,16 +197,21 @@ def raw() -> Iterator[Call]:
 
 
 def hopper() -> Iterator[Call]:
-    """The kernel for sm_90, which no op comes to yet."""
-    given = qkv() | dict(
-        kv_lens=lengths(B), counter=lengths(1), out=new(B, H, S, D), lse=fp32(B, H, S)
-    )
-    yield Call("attention/hopper", _by_hopper, given, ())
+    """The kernels for sm_90: of fp8, and a backward which no op comes to yet."""
+    scales = dict(q_scale=fp32(H), k_scale=fp32(B, KV), v_scale=fp32(KV))
+    given = qkv(dtype=torch.float8_e4m3fn) | scales | dict(kv_lens=lengths(B))
+    yield Call("attention_fp8/lengths", torch_fdattn.attention_fp8, given)
+    state = dict(dout=new(B, H, S, D), out=new(B, H, S, D), lse=fp32(B, H, S))
+    grads = dict(dq=new(B, H, S, D), dk=new(B, KV, S, D), dv=new(B, KV, S, D))
+    scratch = dict(lse2=fp32(B, H, S), delta=fp32(B, H, S), sums=fp32(B, H, S, D))
+    given = qkv() | state | grads | scratch | dict(kv_lens=lengths(B), counter=lengths(1))
+    yield Call("attention/hopper/backward", _by_hopper, given, ())
 
 
-def _by_hopper(q, k, v, kv_lens, counter, out, lse) -> None:
+def _by_hopper(dout, q, k, v, out, lse, dq, dk, dv, lse2, delta, sums, kv_lens, counter) -> None:
     from torch_fdattn.launch.launches import run
-    from torch_fdattn.ops.attention.hopper.launch import forward_launch
+    from torch_fdattn.ops.attention.hopper.backward.launch import backward_launches
 
     options = AttentionOptions(Mask(kv_lens, window_right=0), 0.125)
-    run((forward_launch(q, k, v, options, out, lse, counter),))
+    state = dout, None, q, k, v, out, lse, options
+    run(backward_launches(*state, dq, dk, dv, (lse2, delta), sums, counter))

@@ -186,38 +186,38 @@ FIELDS = gl.constexpr(12)
 
 
 @gluon.jit
-def write_tile(tile, end, room, slot, LAYOUT: gl.constexpr):
+def write_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
     """`end`, 0 for a tile that there is not, in place of the tile's own."""
     fields = (
         end, tile.begin, tile.row, tile.offset, tile.keys.first, tile.keys.length, tile.queries.first,
         tile.queries.length, tile.head, tile.batch, tile.sequence, tile.has_sink,
     )  # fmt: skip
     for i in gl.static_range(FIELDS):
-        room.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
+        buffer.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
-def read_end(room, slot, LAYOUT: gl.constexpr):
+def read_end(buffer, slot, LAYOUT: gl.constexpr):
     """0 where there is no tile."""
-    return _read(room, slot, 0, LAYOUT)
+    return _read(buffer, slot, 0, LAYOUT)
 
 
 @gluon.jit
-def read_tile(room, slot, LAYOUT: gl.constexpr):
+def read_tile(buffer, slot, LAYOUT: gl.constexpr):
     return Tile(
-        sequence=_read(room, slot, 10, LAYOUT),
-        batch=_read(room, slot, 9, LAYOUT),
-        has_sink=_read(room, slot, 11, LAYOUT),
-        head=_read(room, slot, 8, LAYOUT),
-        queries=Span(_read(room, slot, 6, LAYOUT), _read(room, slot, 7, LAYOUT)),
-        keys=Span(_read(room, slot, 4, LAYOUT), _read(room, slot, 5, LAYOUT)),
-        row=_read(room, slot, 2, LAYOUT),
-        offset=_read(room, slot, 3, LAYOUT),
-        begin=_read(room, slot, 1, LAYOUT),
-        end=_read(room, slot, 0, LAYOUT),
+        sequence=_read(buffer, slot, 10, LAYOUT),
+        batch=_read(buffer, slot, 9, LAYOUT),
+        has_sink=_read(buffer, slot, 11, LAYOUT),
+        head=_read(buffer, slot, 8, LAYOUT),
+        queries=Span(_read(buffer, slot, 6, LAYOUT), _read(buffer, slot, 7, LAYOUT)),
+        keys=Span(_read(buffer, slot, 4, LAYOUT), _read(buffer, slot, 5, LAYOUT)),
+        row=_read(buffer, slot, 2, LAYOUT),
+        offset=_read(buffer, slot, 3, LAYOUT),
+        begin=_read(buffer, slot, 1, LAYOUT),
+        end=_read(buffer, slot, 0, LAYOUT),
     )
 
 
 @gluon.jit
-def _read(room, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
-    return gl.max(room.index(slot * FIELDS + FIELD).load(LAYOUT), 0)
+def _read(buffer, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.max(buffer.index(slot * FIELDS + FIELD).load(LAYOUT), 0)

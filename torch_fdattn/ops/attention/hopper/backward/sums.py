@@ -23,14 +23,14 @@ def _reduce_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def add(dq, sums, room, batch, head, row, GROUP: gl.constexpr):
+def add(dq, sums, buffer, batch, head, row, GROUP: gl.constexpr):
     """A warp group's columns of dQ, of rows from `row` on."""
     ROWS: gl.constexpr = dq.shape[0]
     COLUMNS: gl.constexpr = dq.shape[1]
     tma.store_wait(0)  # what was there before is read
-    room.reshape([ROWS, COLUMNS]).store(dq)
+    buffer.reshape([ROWS, COLUMNS]).store(dq)
     fence_async_shared()
-    _reduce_shared_to_global(sums, [batch, head, row, GROUP * COLUMNS], room)
+    _reduce_shared_to_global(sums, [batch, head, row, GROUP * COLUMNS], buffer)
 
 
 @gluon.jit

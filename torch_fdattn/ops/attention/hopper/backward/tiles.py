@@ -83,26 +83,26 @@ def key_tile_of(number, call):
 
 
 @gluon.jit
-def write_key_tile(tile, end, room, slot, LAYOUT: gl.constexpr):
+def write_key_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
     """`end`, 0 for a tile that there is not, in place of the tile's own."""
     fields = (end, tile.begin, tile.first, tile.kv_len, tile.offset, tile.kv_head, tile.batch)
     for i in gl.static_range(FIELDS):
-        room.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
+        buffer.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
-def read_key_tile(room, slot, LAYOUT: gl.constexpr):
+def read_key_tile(buffer, slot, LAYOUT: gl.constexpr):
     return KeyTile(
-        batch=_read(room, slot, 6, LAYOUT),
-        kv_head=_read(room, slot, 5, LAYOUT),
-        first=_read(room, slot, 2, LAYOUT),
-        kv_len=_read(room, slot, 3, LAYOUT),
-        offset=_read(room, slot, 4, LAYOUT),
-        begin=_read(room, slot, 1, LAYOUT),
-        end=_read(room, slot, 0, LAYOUT),
+        batch=_read(buffer, slot, 6, LAYOUT),
+        kv_head=_read(buffer, slot, 5, LAYOUT),
+        first=_read(buffer, slot, 2, LAYOUT),
+        kv_len=_read(buffer, slot, 3, LAYOUT),
+        offset=_read(buffer, slot, 4, LAYOUT),
+        begin=_read(buffer, slot, 1, LAYOUT),
+        end=_read(buffer, slot, 0, LAYOUT),
     )
 
 
 @gluon.jit
-def _read(room, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
-    return gl.max(room.index(slot * FIELDS + FIELD).load(LAYOUT), 0)
+def _read(buffer, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.max(buffer.index(slot * FIELDS + FIELD).load(LAYOUT), 0)
