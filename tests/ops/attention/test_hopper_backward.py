@@ -5,11 +5,13 @@ import itertools
 import pytest
 import torch
 
+import torch_fdattn
 from tests.ops.attention.test_hopper import attend, normal
 from tests.ops.decode.inputs import int32
 from torch_fdattn.launch.launches import run
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import NO_SCORES, Scores
 from torch_fdattn.testing import attention_oracle
 
 pytestmark = pytest.mark.skipif(
@@ -21,11 +23,11 @@ ALL = Mask()
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
 
-def gradients(dout, dlse, q, k, v, out, lse, mask=ALL):
+def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES):
     from torch_fdattn.ops.attention.backward import empty_rows
     from torch_fdattn.ops.attention.hopper.backward.launch import backward_launches, takes
 
-    options = AttentionOptions(mask, q.shape[3] ** -0.5)
+    options = AttentionOptions(mask, q.shape[3] ** -0.5, scores)
     assert takes(q, k, v, dout, options)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     sums = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
@@ -72,6 +74,34 @@ def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
     q = normal(2, 4, queries, head_dim, dtype=dtype)
     k, v = (normal(2, 2, keys, head_dim, dtype=dtype) for _ in range(2))
     check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("mask", ["full", "causal", "lengths"])
+@pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])
+def test_changed_scores(feature, mask, head_dim):
+    """Of q, k and v; gradients of slopes and sinks are not this kernel's."""
+    q, k, v = (normal(2, h, n, head_dim) for h, n in ((4, 300), (2, 700), (2, 700)))
+    options, lens = {}, [1, 517] if mask == "lengths" else None
+    if feature in ("softcap", "all"):
+        options["softcap"] = 1.5
+    if feature in ("ALiBi", "all"):
+        options["alibi_slopes"] = torch.rand(4, device="cuda") / 8
+    if feature == "slopes of sequences":
+        options["alibi_slopes"] = torch.rand(4, 2, device="cuda").mT / 8
+    if feature in ("sinks", "all"):
+        options["sinks"] = torch.tensor([1.0, -torch.inf, -3.0, 9.0], device="cuda").bfloat16()
+    causal = mask == "causal"
+    kv_lens = None if lens is None else int32(*lens, device="cuda")
+    out, lse = torch_fdattn.attention(q, k, v, kv_lens, causal=causal, **options)
+    dout = torch.randn_like(out)
+    found = gradients(
+        dout, None, q, k, v, out, lse, Mask(kv_lens, window_right=0 if causal else -1), Scores(**options)
+    )  # fmt: skip
+    doubles = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = attention_oracle(*doubles, lens, causal=causal, **options)[0]
+    for grad, right in zip(found, torch.autograd.grad(exact, doubles, dout.double()), strict=True):
+        assert (grad.double() - right).norm() <= 1e-2 * right.norm()
 
 
 @HEAD_DIMS

@@ -175,7 +175,7 @@ def _attend(
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     unit = changes.unit(scale)
-    slope = changes.slope_of(tile, unit)
+    slope = changes.slope_of(tile.sequence, tile.head, unit)
     row = tile.row + GROUP * ROWS
     scores = changes.change(scores, scale, slope, row + tile.offset, (tile.end - 1) * KEYS)
     if call.HAS_RIGHT or RAGGED:

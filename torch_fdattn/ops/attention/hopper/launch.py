@@ -125,14 +125,14 @@ def forward_launch(
         section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, *(scales or (None, None, None)), scores.softcap or None,
-        scores.alibi_slopes, *_strides(scores.alibi_slopes, sequences),
+        scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences),
         scores.sinks, None if scores.sinks is None else scores.sinks.stride(0), *pages,
         KEYS=keys, PARTS=parts, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
         Q_IN_REGISTERS=in_registers, num_warps=4,
     )  # fmt: skip
 
 
-def _strides(slopes: Tensor | None, batch: int) -> tuple[int | None, ...]:
+def strides_of(slopes: Tensor | None, batch: int) -> tuple[int | None, ...]:
     """Of ALiBi's slopes, (heads,) or (batch, heads)."""
     return (None, None) if slopes is None else slopes.expand(batch, -1).stride()
 

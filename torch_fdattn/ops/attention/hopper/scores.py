@@ -69,27 +69,41 @@ class Scores:
             return gl.to_tensor(1.0)
 
     @gluon.jit
-    def slope_of(self, tile, unit):
-        """A tile's ALiBi slope in the unit of scores."""
+    def slope_of(self, sequence, head, unit):
+        """A head's ALiBi slope in the unit of scores."""
         if self.slopes is None:
             return gl.to_tensor(0.0)
         else:
-            of_sequence = tile.sequence.to(gl.int64) * self.slope_of_sequence
-            of_head = tile.head.to(gl.int64) * self.slope_of_head
+            of_sequence = sequence.to(gl.int64) * self.slope_of_sequence
+            of_head = head.to(gl.int64) * self.slope_of_head
             slope = gl.load(self.slopes + of_sequence + of_head).to(gl.float32)
             return slope * LOG2_E / unit
 
     @gluon.jit
-    def change(self, scores, scale, slope, row, first_key):
-        """QK of rows from the position `row` on and of keys from the position `first_key` on, capped and biased."""
+    def capped(self, scores, scale):
         if self.softcap is not None:
             # cap · tanh(x) = cap - 2 cap / (exp(2x) + 1), to 1e-7 of the cap.
             cap = self.softcap * LOG2_E
             grown = gl.exp2(scores * (scale / self.softcap * (2.0 * LOG2_E)))
             scores = cap - 2.0 * cap * _reciprocal(grown + 1.0)
+        return scores
+
+    @gluon.jit
+    def slope_of_cap(self, capped):
+        """The derivative of what `capped` returned: 1 - tanh²."""
+        tanh = capped * (1.0 / (self.softcap * LOG2_E))
+        return 1.0 - tanh * tanh
+
+    @gluon.jit
+    def biased(self, scores, slope, row, first_key):
         if self.slopes is not None:
             scores -= slope * gl.abs(_distances(scores, row - first_key))
         return scores
+
+    @gluon.jit
+    def change(self, scores, scale, slope, row, first_key):
+        """QK of rows from the position `row` on and of keys from the position `first_key` on, capped and biased."""
+        return self.biased(self.capped(scores, scale), slope, row, first_key)
 
     @gluon.jit
     def finish(self, top, total, tile, call, scale):

@@ -26,7 +26,7 @@ from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES, read_key_tile
 from torch_fdattn.ops.attention.hopper.pipeline import place_of, wait_for_group
 from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS
-from torch_fdattn.ops.attention.hopper.scores import LOG2_E
+from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.tiles import Call
 
 _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -34,32 +34,35 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit(do_not_specialize=[
     "q_len", "capacity", "sequences", "kv_heads", "group", "section", "left", "right",
+    "slope_of_sequence", "slope_of_head",
 ])  # fmt: skip
 def attention_backward_kernel(
     q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, counter,
-    kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right, scale,
+    kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right,
+    scale, softcap, slopes, slope_of_sequence, slope_of_head,
     SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = GROUPS * SUBS * ROWS
     call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, kv_heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)  # fmt: skip
+    changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
     slots = slots_of(q_blocks, lse2, sums, SUBS)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, 0)),
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, 1)),
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, 0)),
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, 1)),
         (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
-def _multiply(slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = _next_tile(slots, turn)
     while tile.end > 0:
-        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED, GROUP)  # fmt: skip
+        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
         tile = _next_tile(slots, turn)
     tma.store_wait(0)
@@ -75,7 +78,7 @@ def _next_tile(slots, turn):
 
 
 @gluon.jit
-def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
     D: gl.constexpr = slots.q.shape[4]
     SUBS: gl.constexpr = slots.SUBS
@@ -100,11 +103,13 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAG
     # Of the step before: where its dQ goes.
     head = gl.to_tensor(-1)
     block = gl.to_tensor(0)
+    unit = changes.unit(changes.scale)
     for member in range(call.group):
+        slope = changes.slope_of(tile.batch, first_head + member, unit)
         for i in range(count):
             here = tile.end - 1 - i
             more = (member + 1 < call.group) | (i + 1 < count)
-            scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, scale, RAGGED, GROUP)  # fmt: skip
+            scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             head = first_head + member
             block = here
             step += 1
@@ -122,14 +127,14 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, scale, RAG
     tma.store_wait(1)  # of dv
     scaled = ()
     for sub in gl.static_range(SUBS):
-        scaled = scaled + (dk[sub] * scale,)  # noqa: RUF005
+        scaled = scaled + (dk[sub] * changes.scale,)  # noqa: RUF005
     _store(scaled, dk_blocks, tile, slots, GROUP)
     return step
 
 
 @gluon.jit
 def _step(
-    scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, scale, RAGGED: gl.constexpr,
+    scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, `here`, whose scores are there; dQ of the step before; and the scores of the next one.
@@ -150,14 +155,21 @@ def _step(
     for sub in gl.static_range(SUBS):
         own = GROUP * SUBS + sub
         dp = _scores(slots.v, own + unknown, slots.dout, step)
+        capped = changes.capped(scores, changes.scale)
+        # Distances are the same with keys as rows.
+        scores = changes.biased(
+            capped, slope, tile.first + own * ROWS, here * QUERIES + tile.offset
+        )
         scores = _hide(scores, tile, own, here, call, RAGGED)
         lse2 = slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES))
-        p = gl.exp2(scores * (scale * LOG2_E) - gl.expand_dims(lse2, 0))
+        p = gl.exp2(scores * changes.unit(changes.scale) - gl.expand_dims(lse2, 0))
         # ptxas moves instructions within a basic block only, and would put the wait for dP before most exponentials.
         # Waiting for the slot of dS ends the block.
         slots.has_dscores.wait_empty(place)
         p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
         added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
+        if changes.softcap is not None:
+            p *= changes.slope_of_cap(capped)
         delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(1, deps=(dp,))
         dscores = (p * (dp - gl.expand_dims(delta, 0))).to(slots.q.dtype)

@@ -15,7 +15,12 @@ from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward
 from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS
 from torch_fdattn.ops.attention.hopper.backward.sums import scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES
-from torch_fdattn.ops.attention.hopper.launch import described, is_describable, section
+from torch_fdattn.ops.attention.hopper.launch import (
+    described,
+    is_describable,
+    section,
+    strides_of,
+)
 from torch_fdattn.ops.attention.hopper.launch import takes as forward_takes
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
@@ -29,7 +34,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: AttentionOptio
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.shape[3] in HEAD_DIMS
-        and not options.scores.changes_tiles
+        and options.scores.attn_mask is None
         and options.dropout.p == 0
         and forward_takes(q, k, v, options)
         and is_describable(dout)
@@ -56,7 +61,7 @@ def backward_launches(
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
-    mask, scale = options.mask, options.scale
+    mask, scale, scores = options[:3]
     lse2, delta = rows
     padded_len = lse2.shape[2]
     yield Launch(
@@ -74,7 +79,8 @@ def backward_launches(
         attention_backward_kernel, min(tiles, num_sms(q.device)),
         *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), described(sums, columns),
         described(dk, block), described(dv, block), counter, *mask[:3], q_len, capacity, batch, kv_heads,
-        heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right, scale,
+        heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
+        scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
         RAGGED=mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip
