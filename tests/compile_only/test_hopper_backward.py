@@ -55,6 +55,12 @@ def test_compiles(head_dim, mask):
 
 
 @pytest.mark.slow
+def test_compiles_with_padded_heads():
+    *_, sweep, _ = compiled_launches(96, "causal")
+    check_sweep(sweep, 128, SPILLS[128])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi"])

@@ -76,6 +76,19 @@ def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
     check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal)
 
 
+@pytest.mark.parametrize("head_dim", [40, 96])
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_head_dims(causal, head_dim):
+    """Between NaN, which zeros that fill up must not be."""
+    q, k, v = (
+        torch.full((2, h, 300, head_dim + 8), torch.nan, device="cuda").bfloat16()[..., :head_dim]
+        for h in (4, 2, 2)
+    )
+    for x in (q, k, v):
+        x.normal_()
+    check(q, k, v, Mask(window_right=0 if causal else -1))
+
+
 @HEAD_DIMS
 @pytest.mark.parametrize("mask", ["full", "causal", "lengths"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])

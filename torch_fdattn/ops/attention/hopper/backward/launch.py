@@ -26,6 +26,7 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 
+#: That the kernel computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
 _ROWS_OF_A_PROGRAM, _NUMBERS_OF_A_PROGRAM = 64, 2048
 
@@ -33,7 +34,7 @@ _ROWS_OF_A_PROGRAM, _NUMBERS_OF_A_PROGRAM = 64, 2048
 def takes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
-        q.shape[3] in HEAD_DIMS
+        q.shape[3] <= HEAD_DIMS[-1]
         and options.scores.attn_mask is None
         and options.dropout.p == 0
         and forward_takes(q, k, v, options)
@@ -44,7 +45,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: AttentionOptio
 
 def subs_of(head_dim: int) -> int:
     """Blocks of 64 keys of a warp group: of head dim 128 one fills the registers."""
-    return 2 if head_dim == 64 else 1
+    return 2 if head_dim <= 64 else 1
 
 
 def backward_launches(
@@ -62,17 +63,18 @@ def backward_launches(
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
+    dim = next(x for x in HEAD_DIMS if head_dim <= x)
     lse2, delta = rows
     padded_len = lse2.shape[2]
     yield Launch(
         _row_terms_kernel, padded_len // _ROWS_OF_A_PROGRAM * heads * batch,
         out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, head_dim,
-        BLOCK_M=_ROWS_OF_A_PROGRAM, BLOCK_DV=head_dim,
+        BLOCK_M=_ROWS_OF_A_PROGRAM, BLOCK_DV=dim,
     )  # fmt: skip
     subs = subs_of(head_dim)
     keys = GROUPS.value * subs * ROWS.value
     tiles = cdiv(capacity, keys) * batch * kv_heads
-    block, columns = [1, 1, ROWS.value, head_dim], [1, 1, QUERIES.value, head_dim // GROUPS.value]
+    block, columns = [1, 1, ROWS.value, dim], [1, 1, QUERIES.value, dim // GROUPS.value]
     # Of a head's section: Q, dO and the sums of dQ.
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
     yield Launch(
