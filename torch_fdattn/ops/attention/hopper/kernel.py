@@ -34,6 +34,7 @@ from torch_fdattn.ops.attention.hopper.rows import (
     joined,
     kept,
     row_max,
+    store_rows,
     thread_sums,
     width_of,
 )
@@ -63,7 +64,9 @@ def attention_forward_kernel(
     changes = Scores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
     slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS)
-    if PARTS * D > 128 and q_blocks.dtype == out_blocks.dtype:  # no room for both
+    if out_blocks.dtype == gl.float32 or (
+        PARTS * D > 128 and q_blocks.dtype == out_blocks.dtype
+    ):  # stored from registers
         outs = slots.q
     else:
         outs = blocks_of(out_blocks, GROUPS * PARTS)
@@ -349,10 +352,12 @@ def _finish(
     first = tile.queries.first + row
     rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
     seen = rows < tile.queries.length
-    if call.cu_seqlens_q is not None and row + ROWS > tile.queries.length:
-        # A block's copy would end in the next sequence.
+    # float32 has no buffer, and of packed sequences a block's copy would end in the next one.
+    DIRECT: gl.constexpr = out_blocks.dtype == gl.float32
+    if DIRECT or (call.cu_seqlens_q is not None and row + ROWS > tile.queries.length):
         for part in gl.static_range(len(acc)):
-            _store_rows(results[part].to(out_blocks.dtype), out, first, part * D, tile, out_blocks, seen)  # fmt: skip
+            found = results[part].to(out_blocks.dtype)
+            store_rows(found, out, out_blocks, tile.batch, tile.head, first, part * D, seen)
     else:
         tma.store_wait(0)  # of the tile before, from these buffers
         for part in gl.static_range(len(acc)):
@@ -364,20 +369,3 @@ def _finish(
             tma.async_copy_shared_to_global(out_blocks, corner, outs.index(FIRST_OUT + part))
     lse += (tile.batch * call.heads + tile.head).to(gl.int64) * call.q_len + tile.queries.first
     gl.store(lse + rows, row_lse, mask=seen)
-
-
-@gluon.jit
-def _store_rows(results, out, first, FIRST_COLUMN: gl.constexpr, tile, out_blocks, seen):
-    """The seen ones of a warp group's rows, of packed sequences: `first` is the token of the first one."""
-    LAYOUT: gl.constexpr = results.type.layout
-    seen = gl.convert_layout(seen, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = FIRST_COLUMN + gl.arange(0, results.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    out += (
-        tile.head.to(gl.int64) * out_blocks.strides[1] + first.to(gl.int64) * out_blocks.strides[2]
-    )
-    offsets = gl.expand_dims(tokens.to(gl.int64) * out_blocks.strides[2], 1) + gl.expand_dims(
-        columns, 0
-    )
-    inside = gl.expand_dims(seen, 1) & (gl.expand_dims(columns, 0) < out_blocks.shape[3])
-    gl.store(out + offsets, results, mask=inside)

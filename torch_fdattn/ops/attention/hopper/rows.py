@@ -99,3 +99,20 @@ def hide(scores, tile, row, block, call, LAYOUT: gl.constexpr):
     if call.HAS_LEFT:
         seen = seen & (gl.expand_dims(keys, 0) >= gl.expand_dims(rows - call.left, 1))
     return gl.where(seen, scores, MINUS_INFINITY)
+
+
+@gluon.jit
+def store_rows(results, pointer, blocks, batch, head, first, FIRST_COLUMN: gl.constexpr, seen):
+    """Rows from registers to memory, `first` and those behind it, of which a mask says which are there.
+
+    pointer, blocks: of the tensor (B, H, M, D), and its descriptor.
+    """
+    LAYOUT: gl.constexpr = results.type.layout
+    seen = gl.convert_layout(seen, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = FIRST_COLUMN + gl.arange(0, results.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    pointer += batch.to(gl.int64) * blocks.strides[0]
+    pointer += head.to(gl.int64) * blocks.strides[1] + first.to(gl.int64) * blocks.strides[2]
+    offsets = gl.expand_dims(rows.to(gl.int64) * blocks.strides[2], 1) + gl.expand_dims(columns, 0)
+    inside = gl.expand_dims(seen, 1) & (gl.expand_dims(columns, 0) < blocks.shape[3])
+    gl.store(pointer + offsets, results, mask=inside)

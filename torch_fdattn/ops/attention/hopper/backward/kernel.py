@@ -25,7 +25,7 @@ from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS, SLOTS, slot
 from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES, read_key_tile
 from torch_fdattn.ops.attention.hopper.pipeline import place_of, wait_for_group
-from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS
+from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.tiles import Call
 
@@ -37,7 +37,7 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
     "slope_of_sequence", "slope_of_head",
 ])  # fmt: skip
 def attention_backward_kernel(
-    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, counter,
+    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter,
     kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head,
     SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
@@ -49,20 +49,20 @@ def attention_backward_kernel(
     slots = slots_of(q_blocks, lse2, sums, SUBS)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, 0)),
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, 1)),
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
+        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
         (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
-def _multiply(slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = _next_tile(slots, turn)
     while tile.end > 0:
-        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED, GROUP)  # fmt: skip
+        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
         tile = _next_tile(slots, turn)
     tma.store_wait(0)
@@ -78,7 +78,7 @@ def _next_tile(slots, turn):
 
 
 @gluon.jit
-def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
     D: gl.constexpr = slots.q.shape[4]
     SUBS: gl.constexpr = slots.SUBS
@@ -119,7 +119,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, R
     slots.has_dscores.wait_full(last)
     dq = _dq(slots, last.slot, opaque_zero(step), GROUP)
     tma.store_wait(0)
-    _store(dv, dv_blocks, tile, slots, GROUP)
+    _store(dv, dv_out, dv_blocks, tile, slots, call, GROUP)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
@@ -128,7 +128,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, call, changes, R
     scaled = ()
     for sub in gl.static_range(SUBS):
         scaled = scaled + (dk[sub] * changes.scale,)  # noqa: RUF005
-    _store(scaled, dk_blocks, tile, slots, GROUP)
+    _store(scaled, dk_out, dk_blocks, tile, slots, call, GROUP)
     return step
 
 
@@ -270,12 +270,19 @@ def _keep_first(buffer, count):
 
 
 @gluon.jit
-def _store(results, blocks, tile, slots, GROUP: gl.constexpr):
-    """A warp group's rows of dK or dV."""
+def _store(results, pointer, blocks, tile, slots, call, GROUP: gl.constexpr):
+    """A warp group's rows of dK or dV; float32 has no buffer."""
     D: gl.constexpr = slots.q.shape[4]
     for sub in gl.static_range(slots.SUBS):
         own = GROUP * slots.SUBS + sub
-        slots.results.index(own).reshape([ROWS, D]).store(results[sub].to(blocks.dtype))
-        fence_async_shared()
-        corner = [tile.batch, tile.kv_head, tile.first + own * ROWS, 0]
-        tma.async_copy_shared_to_global(blocks, corner, slots.results.index(own))
+        first = tile.first + own * ROWS
+        found = results[sub].to(blocks.dtype)
+        if blocks.dtype == gl.float32:
+            rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, found.type.layout))
+            seen = rows < call.capacity
+            store_rows(found, pointer, blocks, tile.batch, tile.kv_head, first, 0, seen)
+        else:
+            slots.results.index(own).reshape([ROWS, D]).store(found)
+            fence_async_shared()
+            corner = [tile.batch, tile.kv_head, first, 0]
+            tma.async_copy_shared_to_global(blocks, corner, slots.results.index(own))

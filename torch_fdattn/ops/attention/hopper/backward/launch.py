@@ -80,7 +80,7 @@ def backward_launches(
     yield Launch(
         attention_backward_kernel, min(tiles, num_sms(q.device)),
         *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), described(sums, columns),
-        described(dk, block), described(dv, block), counter, *mask[:3], q_len, capacity, batch, kv_heads,
+        described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], q_len, capacity, batch, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
