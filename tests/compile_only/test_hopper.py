@@ -34,6 +34,7 @@ MASKS = {
     "causal": (Mask(window_right=0), 4096, 4096),
     "causal, ragged": (Mask(window_right=0), 1000, 1300),
     "window": (Mask(window_left=512, window_right=0), 4096, 4096),
+    "window of earlier keys": (Mask(window_left=512), 4096, 4096),
     "lengths": (Mask(meta(2, **INT), window_right=0), 4096, 4096),
     "positions": (Mask(*(meta(2, **INT) for _ in range(3)), window_right=0), 256, 4096),
 }

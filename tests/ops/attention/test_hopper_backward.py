@@ -118,9 +118,10 @@ def test_changed_scores(feature, mask, head_dim):
 
 
 @HEAD_DIMS
-@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0)])
-def test_windows(window, head_dim):
-    q, k, v = (normal(1, h, 700, head_dim) for h in (4, 2, 2))
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0), (0, -1), (100, -1)])
+@pytest.mark.parametrize("keys", [512, 700])
+def test_windows(keys, window, head_dim):
+    q, k, v = (normal(1, h, keys, head_dim) for h in (4, 2, 2))
     check(q, k, v, Mask(window_left=window[0], window_right=window[1]))
 
 

@@ -62,10 +62,11 @@ def test_groups_and_scales_of_heads(kv_heads):
         check(attend(q, k, v, *each, causal=True), (q, k, v, *each), causal=True)
 
 
-@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0)])
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0), (0, -1), (100, -1)])
+@pytest.mark.parametrize("keys", [512, 700])
 @HEAD_DIMS
-def test_windows(head_dim, window):
-    inputs = quantised((1, 4, 700, head_dim), (1, 2, 700, head_dim), "cuda")
+def test_windows(head_dim, keys, window):
+    inputs = quantised((1, 4, keys, head_dim), (1, 2, keys, head_dim), "cuda")
     check(attend(*inputs, window=window), inputs, window=window)
 
 
@@ -95,6 +96,25 @@ def test_changed_scores(feature):
 def test_scale_of_the_scores():
     inputs = quantised((2, 4, 300, 128), (2, 2, 700, 128), "cuda")
     check(attend(*inputs, scale=0.03), inputs, scale=0.03)
+
+
+def test_tiny_scales():
+    """Whose product is no float32: weights of all keys that are seen are equal, and what is hidden stays hidden."""
+    q, k, v, q_scale, k_scale, v_scale = quantised((1, 4, 130, 64), (1, 2, 130, 64), "cuda")
+    tiny = torch.full_like(q_scale, 1e-30), torch.full_like(k_scale, 1e-30)
+    out, lse = attend(q, k, v, *tiny, v_scale, causal=True)
+    values = (v.double() * v_scale.double()[..., None, None]).repeat_interleave(2, 1)
+    counts = torch.arange(1, 131, device="cuda")
+    assert (out.double() - values.cumsum(2) / counts[:, None]).norm() < 0.06 * out.double().norm()
+    torch.testing.assert_close(lse, counts.float().log().expand_as(lse), rtol=1e-3, atol=1e-3)
+
+
+def test_many_sequences():
+    """More heads than the third dimension of a grid takes."""
+    inputs = quantised((8200, 8, 2, 64), (8200, 8, 1, 64), "cuda")
+    out, _ = attend(*inputs)
+    expected = inputs[2].float() * inputs[5][..., None, None]
+    torch.testing.assert_close(out.float(), expected.expand(out.shape), rtol=1e-2, atol=1e-3)
 
 
 def test_layout():

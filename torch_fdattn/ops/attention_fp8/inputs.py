@@ -51,9 +51,9 @@ def _check_scale(name: str, scale: Tensor, of: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be float32, got {scale.dtype}; {name}.float() is")
     batch, heads = tensor.shape[:2]
     if scale.shape != ((heads,) if scale.dim() == 1 else (batch, heads)):
+        one = f"; one number for all heads is given as {name}.expand({heads})" if scale.numel() == 1 and scale.dim() < 2 else ""  # fmt: skip
         raise ValueError(
-            f"{name} must have shape ({heads},) or ({batch}, {heads}) like {of}'s heads, got {tuple(scale.shape)}; "
-            f"one number for all heads is given as {name}.expand({heads})"
+            f"{name} must have shape ({heads},) or ({batch}, {heads}) like {of}'s heads, got {tuple(scale.shape)}{one}"
         )
     checks.expect_device(name, scale, tensor.device, of)
     if checks.readable(scale):

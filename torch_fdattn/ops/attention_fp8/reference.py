@@ -22,7 +22,8 @@ def quantise_per_head(x: Tensor, *, layout: Layout = "bhsd") -> tuple[Tensor, Te
 
     Args:
         x: (B, H, S, D), bfloat16, float16, float32 or float64, any strides. What stands beyond a sequence's
-            length counts for its scale too: fill padding with zeros, not with NaN or large numbers.
+            length counts for its scale too: fill padding with zeros, not with NaN or large numbers. Numbers must be
+            finite in float32: an infinity makes its whole head NaN.
         layout: "bshd": x and what is returned are (B, S, H, D); the scale is the same.
 
     Returns:

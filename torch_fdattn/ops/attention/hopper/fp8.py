@@ -15,6 +15,7 @@ from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.hopper.launch import forward_launch
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.tiles import program_coordinates
 
 _KEYS, _COLUMNS = 128, 64  # of a program
 
@@ -38,9 +39,9 @@ def fp8_launches(
 
 def _transposing_launch(v: Tensor, kv_lens: Tensor | None, turned: Tensor) -> Launch:
     batch, kv_heads, capacity, head_dim = v.shape
-    grid = cdiv(capacity, _KEYS), cdiv(head_dim, _COLUMNS), batch * kv_heads
+    programs = cdiv(capacity, _KEYS) * cdiv(head_dim, _COLUMNS) * batch * kv_heads
     return Launch(
-        transposing_kernel, grid, v.view(torch.uint8), turned.view(torch.uint8), kv_lens, v.stride(),
+        transposing_kernel, programs, v.view(torch.uint8), turned.view(torch.uint8), kv_lens, v.stride(),
         kv_heads, capacity, head_dim, KEYS=_KEYS, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
@@ -55,7 +56,8 @@ def transposing_kernel(
     A thread of the forward holds weights of keys 8 i + 2 j + l, i and l of 0 and 1, next to each other (`rows.as_operand`):
     their values come at 4 j + 2 i + l.
     """
-    block, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks = tl.cdiv(capacity, KEYS)
+    block, part, head = program_coordinates(blocks, tl.cdiv(head_dim, COLUMNS))
     batch = head // kv_heads
     length = capacity
     if kv_lens_ptr is not None:
@@ -71,6 +73,6 @@ def transposing_kernel(
         mask=(key < length)[None, :] & (columns < head_dim)[:, None],
         other=0,
     )
-    turned_ptr += head.to(tl.int64) * head_dim * (tl.num_programs(0) * KEYS)
-    rows = turned_ptr + columns.to(tl.int64)[:, None] * (tl.num_programs(0) * KEYS)
+    turned_ptr += head.to(tl.int64) * head_dim * (blocks * KEYS)
+    rows = turned_ptr + columns.to(tl.int64)[:, None] * (blocks * KEYS)
     tl.store(rows + place[None, :], found, mask=(columns < head_dim)[:, None])

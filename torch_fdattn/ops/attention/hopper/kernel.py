@@ -181,7 +181,7 @@ def _attend(
     slope = changes.slope_of(tile.sequence, tile.head, unit)
     row = tile.row + GROUP * ROWS
     scores = changes.change(scores, scale, slope, row + tile.offset, (tile.end - 1) * KEYS)
-    if call.HAS_RIGHT or RAGGED:
+    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
         scores = hide(scores, tile, row, tile.end - 1, call, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
     subtracted = _finite(top) * unit - changes.LOG2_OF_LARGEST

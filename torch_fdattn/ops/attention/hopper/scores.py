@@ -58,7 +58,9 @@ class Scores:
             return self.scale
         else:
             head = tile.sequence * call.heads + tile.head
-            return self.scale * gl.load(self.q_scales + head) * gl.load(self.k_scales + head // call.group)  # fmt: skip
+            scale = self.scale * gl.load(self.q_scales + head) * gl.load(self.k_scales + head // call.group)  # fmt: skip
+            # Below it, hidden scores would not stay hidden (-inf · 0 is NaN); what is seen changes by less than 1e-22.
+            return gl.maximum(scale, 1e-30)
 
     @gluon.jit
     def unit(self, scale):
