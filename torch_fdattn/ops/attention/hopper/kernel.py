@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.loading import load
-from torch_fdattn.ops.attention.hopper.pipeline import blocks_of, place_of, wait_for_group
+from torch_fdattn.ops.attention.hopper.pipeline import blocks_of, keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import (
     MINUS_INFINITY,
     ROWS,
@@ -200,7 +200,7 @@ def _attend(
         if inside < KEYS:
             slots.has_values.wait_full(slots.place_of_values(step + 1))
             for part in gl.static_range(slots.PARTS):
-                _keep_first(slots.values_of(step + 1, part), inside)
+                keep_first(slots.values_of(step + 1, part), inside)
     seen_from, seen_to = _seen_by_all(tile, row, call)
     for i in range(1, count):
         block = tile.end - 1 - i
@@ -248,22 +248,6 @@ def _wait_for(PENDING: gl.constexpr, p, products):
             return warpgroup_mma_wait(PENDING, deps=products)
     else:
         return warpgroup_mma_wait(PENDING, deps=(p,) + products)[1:]  # noqa: RUF005
-
-
-@gluon.jit
-def _keep_first(buffer, count):
-    """Zeros for all but the first rows of a block of values: what lies beyond a length may be NaN, and 0 · NaN is.
-
-    The other warp group writes the same at the same time, or reads what is the same already.
-    """
-    KEYS: gl.constexpr = buffer.shape[0]
-    D: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    found = buffer.load(LAYOUT)
-    buffer.store(gl.where(gl.expand_dims(rows, 1) < count, found, gl.zeros_like(found)))
-    fence_async_shared()
-    wait_for_group()
 
 
 @gluon.jit

@@ -87,7 +87,7 @@ def forward_launch(
     """What writes attention of q, k, v into out and lse (fp32, contiguous).
 
     Of packed sequences the tensors are (1, heads, tokens, D), and lse is (heads, tokens).
-    scales: of fp8, what q's, k's and v's heads are multiplied by; v is `fp8.transposed` then.
+    scales: of fp8, what q's, k's and v's heads are multiplied by; v is transposed then, by `fp8.py`.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape

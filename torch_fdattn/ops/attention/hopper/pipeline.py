@@ -9,7 +9,7 @@ before on `empty`, and before the first filling that counts as passed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 #: Between the threads of a warp group; its name in triton 3.6 and later.
@@ -93,3 +93,19 @@ def blocks_of(descriptor, SLOTS: gl.constexpr):
     """Room for as many of a descriptor's blocks."""
     shape: gl.constexpr = [SLOTS] + descriptor.block_type.shape  # noqa: RUF005 -- Triton knows no unpacking
     return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def keep_first(buffer, count):
+    """Zeros for all but the first rows of a block of values: what lies beyond a length may be NaN, and 0 · NaN is.
+
+    Another warp group may write the same at the same time, or read what is the same already.
+    """
+    KEYS: gl.constexpr = buffer.shape[0]
+    D: gl.constexpr = buffer.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    found = buffer.load(LAYOUT)
+    buffer.store(gl.where(gl.expand_dims(rows, 1) < count, found, gl.zeros_like(found)))
+    fence_async_shared()
+    wait_for_group()

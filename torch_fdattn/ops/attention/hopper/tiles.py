@@ -1,9 +1,9 @@
 """Which tile a number stands for: rows of queries of one head, and the blocks of keys that these rows see.
 
 The loading warp takes numbers from a counter (`take`), finds out what they stand for, which may need numbers from the
-device's memory, and hands that to the warp groups (`write_tile`, `read_tile`). Numbers run through sections of heads whose keys and values fit into the
-L2 cache together, and within a section from the tiles with the most keys to those with the fewest: what is left at the
-end of a launch are short tiles.
+device's memory, and hands that to the warp groups (`write_tile`, `read_tile`). Numbers run through sections of heads
+whose keys and values fit into the L2 cache together, and within a section from the tiles with the most keys to those
+with the fewest: what is left at the end of a launch are short tiles.
 """
 # Without `from __future__ import annotations`: aggregates ask for the types of their fields.
 
@@ -199,25 +199,29 @@ def write_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
 @gluon.jit
 def read_end(buffer, slot, LAYOUT: gl.constexpr):
     """0 where there is no tile."""
-    return _read(buffer, slot, 0, LAYOUT)
+    return read_field(buffer, slot, 0, FIELDS, LAYOUT)
 
 
 @gluon.jit
 def read_tile(buffer, slot, LAYOUT: gl.constexpr):
     return Tile(
-        sequence=_read(buffer, slot, 10, LAYOUT),
-        batch=_read(buffer, slot, 9, LAYOUT),
-        has_sink=_read(buffer, slot, 11, LAYOUT),
-        head=_read(buffer, slot, 8, LAYOUT),
-        queries=Span(_read(buffer, slot, 6, LAYOUT), _read(buffer, slot, 7, LAYOUT)),
-        keys=Span(_read(buffer, slot, 4, LAYOUT), _read(buffer, slot, 5, LAYOUT)),
-        row=_read(buffer, slot, 2, LAYOUT),
-        offset=_read(buffer, slot, 3, LAYOUT),
-        begin=_read(buffer, slot, 1, LAYOUT),
-        end=_read(buffer, slot, 0, LAYOUT),
+        sequence=read_field(buffer, slot, 10, FIELDS, LAYOUT),
+        batch=read_field(buffer, slot, 9, FIELDS, LAYOUT),
+        has_sink=read_field(buffer, slot, 11, FIELDS, LAYOUT),
+        head=read_field(buffer, slot, 8, FIELDS, LAYOUT),
+        queries=Span(
+            read_field(buffer, slot, 6, FIELDS, LAYOUT), read_field(buffer, slot, 7, FIELDS, LAYOUT)
+        ),
+        keys=Span(
+            read_field(buffer, slot, 4, FIELDS, LAYOUT), read_field(buffer, slot, 5, FIELDS, LAYOUT)
+        ),
+        row=read_field(buffer, slot, 2, FIELDS, LAYOUT),
+        offset=read_field(buffer, slot, 3, FIELDS, LAYOUT),
+        begin=read_field(buffer, slot, 1, FIELDS, LAYOUT),
+        end=read_field(buffer, slot, 0, FIELDS, LAYOUT),
     )
 
 
 @gluon.jit
-def _read(buffer, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
+def read_field(buffer, slot, FIELD: gl.constexpr, FIELDS: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.max(buffer.index(slot * FIELDS + FIELD).load(LAYOUT), 0)

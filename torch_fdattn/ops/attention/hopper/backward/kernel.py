@@ -24,7 +24,7 @@ from torch_fdattn.ops.attention.hopper.backward.loading import load
 from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS, SLOTS, slots_of
 from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES, read_key_tile
-from torch_fdattn.ops.attention.hopper.pipeline import place_of, wait_for_group
+from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.tiles import Call
@@ -96,8 +96,8 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
         for sub in gl.static_range(SUBS):
             inside = tile.kv_len - tile.first - (GROUP * SUBS + sub) * ROWS
             if inside < ROWS:
-                _keep_first(slots.k.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
-                _keep_first(slots.v.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
+                keep_first(slots.k.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
+                keep_first(slots.v.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
     slots.has_queries.wait_full(place_of(step, SLOTS))
     scores = warpgroup_mma_wait(0, deps=(_scores(slots.k, GROUP * SUBS, slots.q, step),))
     # Of the step before: where its dQ goes.
@@ -124,7 +124,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
     add(dq, sums, slots.sums.index(GROUP), tile.batch, head, block * QUERIES, GROUP)
-    tma.store_wait(1)  # of dv
+    tma.store_wait(1)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
         scaled = scaled + (dk[sub] * changes.scale,)  # noqa: RUF005
@@ -255,18 +255,6 @@ def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
                 seen = seen & (keys >= queries - call.left)
             scores = gl.where(seen, scores, MINUS_INFINITY)
     return scores
-
-
-@gluon.jit
-def _keep_first(buffer, count):
-    """Zeros for all but the first rows of a block: what lies beyond a length may be NaN, and 0 · NaN is."""
-    D: gl.constexpr = buffer.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    found = buffer.load(LAYOUT)
-    buffer.store(gl.where(gl.expand_dims(rows, 1) < count, found, gl.zeros_like(found)))
-    fence_async_shared()
-    wait_for_group()
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.tiles import position_at
+from torch_fdattn.ops.attention.hopper.tiles import position_at, read_field
 
 QUERIES = gl.constexpr(64)  #: of a block
 #: Room for a tile in shared memory, in int32.
@@ -93,16 +93,11 @@ def write_key_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
 @gluon.jit
 def read_key_tile(buffer, slot, LAYOUT: gl.constexpr):
     return KeyTile(
-        batch=_read(buffer, slot, 6, LAYOUT),
-        kv_head=_read(buffer, slot, 5, LAYOUT),
-        first=_read(buffer, slot, 2, LAYOUT),
-        kv_len=_read(buffer, slot, 3, LAYOUT),
-        offset=_read(buffer, slot, 4, LAYOUT),
-        begin=_read(buffer, slot, 1, LAYOUT),
-        end=_read(buffer, slot, 0, LAYOUT),
+        batch=read_field(buffer, slot, 6, FIELDS, LAYOUT),
+        kv_head=read_field(buffer, slot, 5, FIELDS, LAYOUT),
+        first=read_field(buffer, slot, 2, FIELDS, LAYOUT),
+        kv_len=read_field(buffer, slot, 3, FIELDS, LAYOUT),
+        offset=read_field(buffer, slot, 4, FIELDS, LAYOUT),
+        begin=read_field(buffer, slot, 1, FIELDS, LAYOUT),
+        end=read_field(buffer, slot, 0, FIELDS, LAYOUT),
     )
-
-
-@gluon.jit
-def _read(buffer, slot, FIELD: gl.constexpr, LAYOUT: gl.constexpr):
-    return gl.max(buffer.index(slot * FIELDS + FIELD).load(LAYOUT), 0)
