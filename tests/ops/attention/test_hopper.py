@@ -87,7 +87,7 @@ def test_other_head_dims(causal, head_dim):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lens", "kv_lens"),
-    [([500, 0, 1, 129, 64], None), ([30] * 40, None), ([100, 64, 7], [700, 0, 128]), ([300], [128])],
+    [([500, 0, 1, 129, 64], None), ([30] * 40, None), ([1], None), ([100, 64, 7], [700, 0, 128]), ([300], [128])],
 )  # fmt: skip
 def test_packed_sequences(lens, kv_lens, causal, head_dim):
     """Between tokens of no sequence, which see no key, and whose values are NaN."""

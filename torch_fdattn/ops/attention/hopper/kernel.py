@@ -98,8 +98,8 @@ def _multiply(
     step = gl.to_tensor(0)
     tile = _next_tile(slots, turn)
     own = own_place(GROUP, turn, SLOTS_OF_GROUP)
-    q = _queries(slots, own, True, SCORES, Q_IN_REGISTERS)
-    slots.has_keys.wait_full(place_of(step, SLOTS))
+    q = _queries(slots, own, tile.end > 0, SCORES, Q_IN_REGISTERS)
+    slots.has_keys.wait_full(place_of(step, SLOTS), tile.end > 0)
     scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, SCORES),))
     while tile.end > 0:
         slots.has_keys.release(place_of(step, SLOTS))

@@ -24,8 +24,8 @@ def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_s
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     corners_of_values = (_no_pages(k_blocks, call), gl.to_tensor(0), gl.to_tensor(0))
-    _hand_over(slots, gl.program_id(0), turn, call)
-    more = gl.to_tensor(True)
+    _hand_over(slots, gl.program_id(0), turn, counter, call)
+    more = read_end(slots.tiles, place_of(turn, SLOTS).slot, _ONE) > 0
     while more:
         tile = read_tile(slots.tiles, place_of(turn, SLOTS).slot, _ONE)
         table = page_table
@@ -44,19 +44,24 @@ def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_s
             # After the last values of the tile before, without which no queries are released.
             if i == 0:
                 _load_queries(slots, q_blocks, tile, turn)
-                _hand_over(slots, take(counter, call.tiles()), turn + 1, call)
+                _hand_over(slots, take(counter, call.tiles()), turn + 1, counter, call)
             corners_of_values = here
             step += 1
         turn += 1
         more = read_end(slots.tiles, place_of(turn, SLOTS).slot, _ONE) > 0
-    _load_values(slots, v_blocks, corners_of_values, step, False)
+    if step > 0:
+        _load_values(slots, v_blocks, corners_of_values, step, False)
 
 
 @gluon.jit
-def _hand_over(slots, number, turn, call):
-    """The tile of this number, if there is one."""
+def _hand_over(slots, number, turn, counter, call):
+    """The tile of this number, or of the next one that has rows; or says that there is none."""
     tiles = call.tiles()
     tile = tile_of(gl.minimum(number, tiles - 1), call)
+    if call.cu_seqlens_q is not None:
+        while (number < tiles) & (tile.row >= tile.queries.length):
+            number = take(counter, tiles)
+            tile = tile_of(gl.minimum(number, tiles - 1), call)
     place = place_of(turn, SLOTS)
     slots.has_tile.wait_empty(place)
     write_tile(tile, gl.where(number < tiles, tile.end, 0), slots.tiles, place.slot, _ONE)

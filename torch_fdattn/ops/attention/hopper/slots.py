@@ -117,14 +117,15 @@ def slots_of(q_blocks, v_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, PART
     else:
         v = gl.allocate_shared_memory(q_blocks.dtype, shape, q_blocks.layout)
     has_keys = ring(SLOTS, GROUPS)
-    TOGETHER: gl.constexpr = PARTS * D == 64
+    BYTES: gl.constexpr = KEYS * D * PARTS * BITS // 8
+    TOGETHER: gl.constexpr = BYTES <= 16384
     if TOGETHER:
         has_values = has_keys
     else:
         has_values = ring(SLOTS, GROUPS)
     return Slots(
         tiles, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values,
-        Q_SLOTS, PARTS, TOGETHER, TRANSPOSED, KEYS * D * PARTS * BITS // 8,
+        Q_SLOTS, PARTS, TOGETHER, TRANSPOSED, BYTES,
     )  # fmt: skip
 
 
