@@ -15,7 +15,11 @@ from tests.compile_only.targets import ARCHS
 from tests.compile_only.test_hopper import INT, MASKS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
-from torch_fdattn.ops.attention.hopper.backward.launch import HEAD_DIMS, backward_launches, takes
+from torch_fdattn.ops.attention.hopper.backward.launch import (
+    HEAD_DIMS,
+    hopper_backward_launches,
+    takes,
+)
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -30,13 +34,13 @@ def compiled_launches(head_dim: int, mask: str, scores: Scores = NO_SCORES) -> l
         meta(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((8, queries), (2, keys), (2, keys))
     )  # fmt: skip
     options = AttentionOptions(positions, head_dim**-0.5, scores)
-    assert takes(q, k, v, q, options)
+    assert takes(q, k, v, options)
     rows = (meta(2, 8, -(-queries // 128) * 128),) * 2
     state, scratch = (
         (q, None, q, k, v, q, meta(2, 8, queries)),
         (rows, meta(2, 8, queries, head_dim)),
     )
-    made = backward_launches(*state, options, q, k, v, *scratch, meta(1, **INT))
+    made = hopper_backward_launches(*state, options, q, k, v, *scratch, meta(1, **INT))
     return [compile_launch(Launch(x.kernel, x.arguments, x.options), ARCHS["sm_90"]) for x in made]
 
 

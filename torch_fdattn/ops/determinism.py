@@ -12,9 +12,11 @@ _generators: dict[torch.device, torch.Generator] = {}
 def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     """The same bits on every run.
 
-    Every forward and backward is deterministic whatever is set here: no kernel uses atomics, and sums have one
-    order. What is left to chance are the seeds that dropout draws where it is given none. By default they
-    come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
+    Every forward has the same bits on every run whatever is set here, and every backward but that of Hopper's kernel:
+    its tiles add to dQ in the order in which they finish. With `enabled`, or torch.use_deterministic_algorithms(True),
+    the portable kernels run in its place, whose sums have one order.
+
+    What is left to chance are the seeds that dropout draws where it is given none. By default they come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
     from a generator of their own, which each such call of `set_deterministic` starts anew and which no other
     consumer of random numbers advances. It is read when a call runs: compiled graphs follow it. (Under CUDA
     graph capture, and where activation checkpoints recompute dropout, give `dropout_seed` instead: captures and
@@ -44,6 +46,14 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     global _setting
     _setting = (enabled, seed)
     _generators.clear()
+
+
+def is_deterministic() -> bool:
+    """Whether a backward must give the same bits on every run: not where torch would only warn."""
+    return _setting[0] or (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def seed_generator(device: torch.device) -> torch.Generator | None:

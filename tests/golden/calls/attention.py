@@ -210,8 +210,8 @@ def hopper() -> Iterator[Call]:
 
 def _by_hopper(dout, q, k, v, out, lse, dq, dk, dv, lse2, delta, sums, kv_lens, counter) -> None:
     from torch_fdattn.launch.launches import run
-    from torch_fdattn.ops.attention.hopper.backward.launch import backward_launches
+    from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches
 
     options = AttentionOptions(Mask(kv_lens, window_right=0), 0.125)
     state = dout, None, q, k, v, out, lse, options
-    run(backward_launches(*state, dq, dk, dv, (lse2, delta), sums, counter))
+    run(hopper_backward_launches(*state, dq, dk, dv, (lse2, delta), sums, counter))

@@ -148,11 +148,29 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
         dispatch._rows.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "ask", [torch.use_deterministic_algorithms, torch_fdattn.set_deterministic]
+)
+def test_deterministic_backwards_are_the_portable_kernels(ask, monkeypatch) -> None:
+    q = make_tensor((2, 4, 64, 128), "bhsd", dtype=torch.bfloat16, device="cpu", generator=torch.Generator())  # fmt: skip
+    monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
+    monkeypatch.setattr(dispatch, "_rows", lambda *_: tuple(x for x in TABLE if "sm_90" in x.hardware and "backward" in x.directions))  # fmt: skip
+    options = AttentionOptions(Mask(), 0.1)
+    assert dispatch.choose("backward", q, q, q, options) == "hopper"
+    ask(True)
+    try:
+        assert dispatch.choose("backward", q, q, q, options) == "triton"
+    finally:
+        ask(False)
+
+
 def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
     mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)
     every = AttentionOptions(mask, 1.0, scores, Dropout(0.5, ANY))
-    assert dispatch.features_of(every, Packed(lens, None, lens[None])) == FEATURES
+    assert dispatch.features_of(every, Packed(lens, None, lens[None])) == FEATURES - {
+        "deterministic"
+    }
     assert dispatch.features_of(AttentionOptions(), Packed(lens)) == {"packed"}
     assert dispatch.features_of(AttentionOptions()) == frozenset()
     assert dispatch.features_of(AttentionOptions(Mask(window_right=3, kv_block=2, kv_stride=4))) == {"window", "positions"}  # fmt: skip

@@ -9,6 +9,7 @@ import torch_fdattn
 from tests.ops.attention.test_hopper import attend, normal
 from tests.ops.decode.inputs import int32
 from torch_fdattn.launch.launches import run
+from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
@@ -25,14 +26,14 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
 def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES):
     from torch_fdattn.ops.attention.backward import empty_rows
-    from torch_fdattn.ops.attention.hopper.backward.launch import backward_launches, takes
+    from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches, takes
 
     options = AttentionOptions(mask, q.shape[3] ** -0.5, scores)
-    assert takes(q, k, v, dout, options)
+    assert takes(q, k, v, options)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     sums = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    run(backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, empty_rows(q), sums, counter))  # fmt: skip
+    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, empty_rows(q), sums, counter))  # fmt: skip
     assert counter.item() == 0
     return grads
 
@@ -194,3 +195,69 @@ def test_two_streams():
         torch.cuda.synchronize()
         for grads in found:
             assert all(map(torch.equal, grads[1:], expected[1:]))
+
+
+def backward_of(out, dout, *inputs):
+    """(gradients, the kernels that the op launched)."""
+    launches.clear()
+    found = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    return found, dict(launches)
+
+
+HERE, PORTABLE = {"attention_backward/hopper": 1}, {"attention_backward/triton": 1}
+
+
+def test_the_op_comes_here_each_time():
+    """But where its gradient lies as no descriptor can, or the same bits are asked for."""
+    q, k, v = (normal(2, h, 400, 128).requires_grad_() for h in (4, 2, 2))
+    out, _ = torch_fdattn.attention(q, k, v, causal=True)
+    dout = torch.randn_like(out)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = attention_oracle(*doubles, causal=True)[0]
+    expected = torch.autograd.grad(exact, doubles, dout.double())
+    shifted = torch.empty(dout.numel() + 4, dtype=dout.dtype, device="cuda")[4:].view(dout.shape)
+    shifted.copy_(dout)
+    for given, kernels in [(dout, HERE)] * 4 + [(shifted, PORTABLE), (dout, HERE)]:
+        found, made = backward_of(out, given, q, k, v)
+        assert made == kernels
+        for grad, right in zip(found, expected, strict=True):
+            assert (grad.double() - right).norm() <= 1e-2 * right.norm()
+    assert backward_of(out, dout[:1, :1, :1].expand(out.shape), q, k, v)[1] == PORTABLE
+    torch_fdattn.set_deterministic(True)
+    try:
+        first, made = backward_of(out, dout, q, k, v)
+        assert made == PORTABLE
+        assert all(map(torch.equal, first, backward_of(out, dout, q, k, v)[0]))
+    finally:
+        torch_fdattn.set_deterministic(False)
+    assert backward_of(out, dout, q, k, v)[1] == HERE
+
+
+def test_a_captured_training_step():
+    q, k, v = (normal(1, 4, 1024, 128).requires_grad_() for _ in range(3))
+    dout = normal(1, 4, 1024, 128)
+    expected = torch.autograd.grad(torch_fdattn.attention(q, k, v)[0], (q, k, v), dout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(torch_fdattn.attention(q, k, v)[0], (q, k, v), dout)
+    for _ in range(5):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert all(map(torch.equal, found[1:], expected[1:]))
+        torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=1e-3)
+
+
+def test_ten_thousand_launches_of_mixed_shapes():
+    """They do not hang, and the last of each shape is right."""
+    shapes = [(1, 1, 1, 1), (1, 2, 130, 700), (2, 4, 64, 64), (3, 2, 257, 2000), (1, 16, 1024, 1024)]  # fmt: skip
+    calls = []
+    for (batch, heads, queries, keys), head_dim in itertools.product(shapes, (64, 128)):
+        q, k = normal(batch, heads, queries, head_dim), normal(batch, heads, keys, head_dim)
+        out, lse = attend(q, k, k)
+        calls.append((out, None, q, k, k, out, lse))
+    expected = [gradients(*call) for call in calls]
+    for i in range(10_000):
+        found = gradients(*calls[i % len(calls)])
+        if i >= 10_000 - len(calls):
+            assert all(map(torch.equal, found[1:], expected[i % len(calls)][1:]))

@@ -11,10 +11,15 @@ what modifies the scores, where they are asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.launch import prepared
+from torch_fdattn.launch.tile_counter import tile_counter
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import dispatch
 from torch_fdattn.ops.attention.autograd import TANGENT_SCHEMA, TANGENTS, check_tangents
@@ -28,10 +33,15 @@ from torch_fdattn.ops.attention.inputs import (
 )
 from torch_fdattn.ops.attention.op import key_of
 from torch_fdattn.ops.attention.reference import attention_tangent_reference
+from torch_fdattn.ops.determinism import is_deterministic
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.options import MASK_SCHEMA, SCORES_SCHEMA, AttentionOptions
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import NO_SCORES, Scores
+
+if TYPE_CHECKING:
+    from torch_fdattn.launch.launches import Launch
+    from torch_fdattn.launch.prepared import PreparedCall
 
 #: What attention_backward_all is told for each of the tensors in `Scores`: whether its gradient is asked for.
 FLAGS = tuple(f"bool {name}_gradient" for name in Scores._fields[1:])
@@ -55,24 +65,21 @@ def _gradients(
     call = prepared.checked(key)
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, options)
-        if dispatch.choose("backward", q, k, v, options) == "triton":
-            call = prepared.prepare(key)
+        kernel = _kernel(dout, q, k, v, options, score_grads)
+        if kernel != "cpu":
+            call = prepared.prepare(key, label=f"attention_backward/{kernel}")
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
-
-        mask, rows = contiguous_mask(mask), empty_rows(q)
-        ranges = empty_ranges(scores.attn_mask, q, k)
+        mask, scratch = contiguous_mask(mask), _scratch(call, q, k, scores.attn_mask)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         state = dout, dlse, q, k, v, out, lse
-        tensors = *state, *grads, *rows, *mask[:3], *scores[1:], dropout.seed, ranges
+        tensors = *state, *grads, *mask[:3], *scores[1:], dropout.seed, *scratch
         if call.by_driver(tensors):
-            library.launches["attention_backward/triton"] += 1
+            library.launches[call.label] += 1
         else:
             given = options._replace(mask=mask)
-            launches = backward_launches(*state, given, *grads, score_grads, rows=rows, ranges=ranges)  # fmt: skip
-            call.run(tensors, launches)
+            call.run(tensors, _launches(call, state, given, grads, score_grads, *scratch))
         return grads
     library.launches["attention_backward/cpu"] += 1
     *found, of_scores = attention_backward_on_cpu(
@@ -80,6 +87,52 @@ def _gradients(
     )  # fmt: skip
     copy_gradients((*grads, *score_grads[1:]), (*found, *of_scores[1:]))
     return grads
+
+
+def _kernel(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, score_grads: Scores
+) -> str:
+    """Which computes a checked call; gradients of what modifies the scores are the portable kernels'."""
+    kernel = dispatch.choose("backward", q, k, v, options)
+    if kernel == "hopper":
+        from torch_fdattn.ops.attention.hopper.launch import is_describable
+
+        if not is_describable(dout) or any(x is not None for x in score_grads[1:]):
+            return "triton"
+    return kernel
+
+
+def _scratch(
+    call: PreparedCall, q: Tensor, k: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What the kernels need beside the call's tensors: terms of rows, ranges of a mask, sums of dQ, a counter of tiles."""
+    from torch_fdattn.ops.attention.backward import empty_rows
+
+    rows = empty_rows(q)
+    if not call.label.endswith("/hopper"):
+        return *rows, empty_ranges(attn_mask, q, k), None, None
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    return *rows, None, sums, tile_counter(q.device)
+
+
+def _launches(
+    call: PreparedCall, state: tuple, options: AttentionOptions, grads: tuple, score_grads: Scores,
+    lse2: Tensor, delta: Tensor, ranges: Tensor | None, sums: Tensor | None, counter: Tensor | None,
+) -> Iterable[Launch]:  # fmt: skip
+    # As in the forward: addresses are no part of a call's key.
+    if sums is not None:
+        from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches
+        from torch_fdattn.ops.attention.hopper.launch import is_aligned
+
+        dout, _, q, k, v, _, _ = state
+        if is_aligned(dout, q, k, v):
+            library.launches[call.label] += 1
+            return hopper_backward_launches(*state, options, *grads, (lse2, delta), sums, counter)
+    from torch_fdattn.ops.attention.backward import backward_launches
+
+    return backward_launches(
+        *state, options, *grads, score_grads, rows=(lse2, delta), ranges=ranges
+    )
 
 
 def copy_gradients(grads: tuple[Tensor | None, ...], computed: tuple[Tensor | None, ...]) -> None:
@@ -90,7 +143,7 @@ def copy_gradients(grads: tuple[Tensor | None, ...], computed: tuple[Tensor | No
 
 def _backward(dout, dlse, q, k, v, out, lse, *tail):
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("attention_backward", q, *state, *tail)
+    key = key_of("attention_backward", q, *state, *tail, is_deterministic())
     return _gradients(*state, AttentionOptions.from_raw(tail), key=key)
 
 

@@ -17,7 +17,6 @@ from torch_fdattn.ops.attention.hopper.backward.sums import scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
-    is_describable,
     section,
     strides_of,
 )
@@ -31,15 +30,13 @@ HEAD_DIMS = (64, 128)
 _ROWS_OF_A_PROGRAM, _NUMBERS_OF_A_PROGRAM = 64, 2048
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: AttentionOptions) -> bool:
+def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.shape[3] <= HEAD_DIMS[-1]
         and options.scores.attn_mask is None
         and options.dropout.p == 0
         and forward_takes(q, k, v, options)
-        and is_describable(dout)
-        and q.dtype == dout.dtype
     )
 
 
@@ -48,7 +45,7 @@ def subs_of(head_dim: int) -> int:
     return 2 if head_dim <= 64 else 1
 
 
-def backward_launches(
+def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor], sums: Tensor,
     counter: Tensor,
