@@ -175,6 +175,18 @@ def test_writes_to_registers_of_a_product_are_found():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_compiles_with_results_in_float32(head_dim):
+    positions, queries, keys = MASKS["positions"]
+    q, k = (meta(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((8, queries), (2, keys)))
+    options = AttentionOptions(positions, 1.0, dtype=torch.float32)
+    out = meta(2, 8, queries, head_dim)
+    made = forward_launch(q, k, k, options, out, meta(2, 8, queries), meta(1, **INT))
+    compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
+    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+
+
+@pytest.mark.slow
 def test_compiles_in_float16():
     compile_launch(launch_of(128, "causal", torch.float16), ARCHS["sm_90"])
 
@@ -183,7 +195,7 @@ def test_compiles_in_float16():
     "wrong",
     [
         dict(q=torch.float32), dict(head_dim=32), dict(mask=Mask(kv_block=4, kv_stride=8)), dict(stride=12),
-        dict(expanded=True), dict(scale=0.0), dict(scale=-1.0), dict(out=torch.float32),
+        dict(expanded=True), dict(scale=0.0), dict(scale=-1.0), dict(out=torch.float64),
     ],
     ids=lambda x: next(iter(x)),
 )  # fmt: skip

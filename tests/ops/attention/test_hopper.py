@@ -240,6 +240,21 @@ def test_changed_scores(feature, mask, head_dim):
     assert (out.double() - exact).norm() / exact.norm() < 4e-3
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("shape", [(256, 256), (300, 1000), (130, 70)])
+def test_results_in_float32(shape, head_dim):
+    """As steps of ring attention ask for; nothing is rounded at the end."""
+    q, k, v = (normal(2, h, n, head_dim) for h, n in zip((4, 2, 2), (shape[0], shape[1], shape[1]), strict=True))  # fmt: skip
+    launches.clear()
+    mask = Mask(None, int32(*[shape[1] - shape[0]] * 2, device="cuda"), window_right=0)
+    out, lse = torch.ops.fdattn.attention_forward(q, k, v, *mask, head_dim**-0.5, torch.float32)
+    assert launches == HERE
+    exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), causal=True)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
+    assert out.dtype == torch.float32
+    assert (out.double() - exact).norm() < 3e-3 * exact.norm()
+
+
 def launched(*inputs, **options):
     """(results, the kernels that the op launched)."""
     launches.clear()

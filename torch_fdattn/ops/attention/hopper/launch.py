@@ -35,7 +35,7 @@ def takes(
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.dtype in _HALF
-        and options.dtype in (None, q.dtype)
+        and options.dtype in (None, q.dtype, torch.float32)
         and _has_what_is_asked(q, v, options)
         and all(map(is_describable, (q, k, v)))
         and (packed is None or packed.page_table is None or _takes_pages(*k.shape[2:]))
