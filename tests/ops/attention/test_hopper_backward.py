@@ -26,14 +26,19 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
 def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES, dtype=None):
     from torch_fdattn.ops.attention.backward import empty_rows
-    from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches, takes
+    from torch_fdattn.ops.attention.hopper.backward.launch import (
+        hopper_backward_launches,
+        takes,
+        zero_sums,
+    )
 
     options = AttentionOptions(mask, q.shape[3] ** -0.5, scores, dtype=dtype)
     assert takes(q, k, v, options)
     grads = [torch.full_like(x, torch.nan, dtype=dtype) for x in (q, k, v)]
-    sums = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
+    rows = empty_rows(q)
+    sums = zero_sums(q, rows[0].shape[2])
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, empty_rows(q), sums, counter))  # fmt: skip
+    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, rows, sums, counter))  # fmt: skip
     assert counter.item() == 0
     return grads
 

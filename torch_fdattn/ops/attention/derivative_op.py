@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from torch_fdattn import checks
@@ -111,8 +110,9 @@ def _scratch(
     rows = empty_rows(q)
     if not call.label.endswith("/hopper"):
         return *rows, empty_ranges(attn_mask, q, k), None, None
-    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    return *rows, None, sums, tile_counter(q.device)
+    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums
+
+    return *rows, None, zero_sums(q, rows[0].shape[2]), tile_counter(q.device)
 
 
 def _launches(

@@ -5,8 +5,8 @@ dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp g
 that no warp group waits for the other: each makes half of dQ's columns, and adds them to float32 sums in memory, which
 other programs add to as well (`sums.py`).
 
-Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), sums (B, H, M, D) fp32, by descriptors of four dims; lse2 and
-delta: fp32 of all rows, each head's padded. D is 64 or 128; bfloat16 or float16.
+Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), by descriptors of four dims; lse2 and delta: fp32 of all rows, each
+head's padded; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.loading import load
-from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS, SLOTS, slots_of
+from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, slots_of
 from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
-from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES, read_key_tile
+from torch_fdattn.ops.attention.hopper.backward.tiles import (
+    GROUPS,
+    QUERIES,
+    padded_row,
+    read_key_tile,
+)
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
@@ -107,7 +112,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     for member in range(call.group):
         slope = changes.slope_of(tile.batch, first_head + member, unit)
         for i in range(count):
-            here = tile.end - 1 - i
+            here = tile.begin + i
             more = (member + 1 < call.group) | (i + 1 < count)
             scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             head = first_head + member
@@ -123,7 +128,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
-    add(dq, sums, slots.sums.index(GROUP), tile.batch, head, block * QUERIES, GROUP)
+    add(dq, sums, slots.sums.index(GROUP), padded_row(tile.batch, head, block, call), GROUP)
     tma.store_wait(1)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
@@ -167,11 +172,11 @@ def _step(
         # Waiting for the slot of dS ends the block.
         slots.has_dscores.wait_empty(place)
         p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
-        added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
         if changes.softcap is not None:
             p *= changes.slope_of_cap(capped)
         delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
         dscores = (p * (dp - gl.expand_dims(delta, 0))).to(slots.q.dtype)
         slots.dscores.index(place.slot * GROUPS * SUBS + own + unknown).store(dscores)
         fence_async_shared()
@@ -200,7 +205,7 @@ def _step(
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if head >= 0:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
-        add(dq, sums, slots.sums.index(GROUP), tile.batch, head, block * QUERIES, GROUP)
+        add(dq, sums, slots.sums.index(GROUP), padded_row(tile.batch, head, block, call), GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -12,9 +13,8 @@ from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.backward_rows import PADDING, _row_terms_kernel
 from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
-from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS
-from torch_fdattn.ops.attention.hopper.backward.sums import scaled_sums_kernel
-from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES
+from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
     section,
@@ -27,7 +27,7 @@ from torch_fdattn.ops.options import AttentionOptions
 
 #: That the kernel computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
-_ROWS_OF_A_PROGRAM, _NUMBERS_OF_A_PROGRAM = 64, 2048
+_ROWS_OF_A_PROGRAM = 64
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
@@ -38,6 +38,16 @@ def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         and options.dropout.p == 0
         and forward_takes(q, k, v, options)
     )
+
+
+def zero_sums(q: Tensor, padded_len: int) -> Tensor:
+    """(B, H, padded_len, D'), float32, of the head dim that the kernel computes with."""
+    batch, heads, _, head_dim = q.shape
+    return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
+
+
+def _dim(head_dim: int) -> int:
+    return next(x for x in HEAD_DIMS if head_dim <= x)
 
 
 def subs_of(head_dim: int) -> int:
@@ -54,13 +64,13 @@ def hopper_backward_launches(
 
     The order in which tiles of keys add to dQ is not the same on every run.
 
-    rows: `empty_rows`; sums: float32 zeros (B, H, M, D), contiguous.
+    rows: `empty_rows`; sums: `zero_sums`.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
-    dim = next(x for x in HEAD_DIMS if head_dim <= x)
+    dim = _dim(head_dim)
     lse2, delta = rows
     padded_len = lse2.shape[2]
     yield Launch(
@@ -71,23 +81,30 @@ def hopper_backward_launches(
     subs = subs_of(head_dim)
     keys = GROUPS.value * subs * ROWS.value
     tiles = cdiv(capacity, keys) * batch * kv_heads
-    block, columns = [1, 1, ROWS.value, dim], [1, 1, QUERIES.value, dim // GROUPS.value]
+    block = [1, 1, ROWS.value, dim]
     # Of a head's section: Q, dO and the sums of dQ.
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
     yield Launch(
         attention_backward_kernel, min(tiles, num_sms(q.device)),
-        *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), described(sums, columns),
+        *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), _lines(sums),
         described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], q_len, capacity, batch, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
         RAGGED=mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip
-    numbers = q.numel()
     yield Launch(
-        scaled_sums_kernel, cdiv(numbers, _NUMBERS_OF_A_PROGRAM),
-        sums, dq, dq.stride(), heads, q_len, head_dim, scale, numbers, BLOCK=_NUMBERS_OF_A_PROGRAM,
+        scaled_sums_kernel, cdiv(q_len, QUERIES.value) * heads * batch,
+        sums, dq, dq.stride(), heads, q_len, padded_len, scale,
+        HEAD_DIM=head_dim, ROWS=QUERIES.value, COLUMNS=dim, GROUPS=GROUPS.value,
     )  # fmt: skip
+
+
+def _lines(sums: Tensor) -> TensorDescriptor:
+    """Blocks of a warp group's columns of 64 rows."""
+    lines, columns = QUERIES.value * sums.shape[3] // LINE.value // GROUPS.value, LINE.value
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(sums, [sums.numel() // columns, columns], [columns, 1], [lines, columns], layout)  # fmt: skip
 
 
 def _terms(x: Tensor) -> TensorDescriptor:

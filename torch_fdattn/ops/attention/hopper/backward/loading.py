@@ -5,12 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_fdattn.ops.attention.backward_rows import PADDING
-from torch_fdattn.ops.attention.hopper.backward.slots import GROUPS, SLOTS
+from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS
 from torch_fdattn.ops.attention.hopper.backward.tiles import (
+    GROUPS,
     QUERIES,
     key_tile_of,
     key_tiles,
+    padded_row,
     read_key_tile,
     write_key_tile,
 )
@@ -23,7 +24,7 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def load(slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call):
-    """Of one warp. Queries come from the last block to the first, so that programs of one head read the same ones."""
+    """Of one warp."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     _hand_over(slots, gl.program_id(0), turn, call)
@@ -32,7 +33,7 @@ def load(slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter,
         count = tile.end - tile.begin
         for i in range(call.group * count):
             head = tile.kv_head * call.group + i // count
-            block = tile.end - 1 - i % count
+            block = tile.begin + i % count
             _load_queries(slots, q_blocks, lse2, delta, tile.batch, head, block, call, step)
             if i == 0:
                 _load_keys(slots.has_values, slots.v, v_blocks, tile, turn, slots.SUBS)
@@ -65,8 +66,7 @@ def _load_queries(slots, q_blocks, lse2, delta, batch, head, block, call, step):
     slots.has_queries.expect(place, q_blocks.block_type.nbytes + 2 * lse2.block_type.nbytes)
     corner = [batch, head, block * QUERIES, 0]
     slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
-    padded = (call.q_len + PADDING - 1) // PADDING * PADDING
-    row = (batch * call.heads * call.group + head) * padded + block * QUERIES
+    row = padded_row(batch, head, block, call)
     slots.has_queries.fill(lse2, [row], slots.lse2.index(place.slot), place)
     slots.has_queries.fill(delta, [row], slots.delta.index(place.slot), place)
 

@@ -8,12 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, QUERIES
+from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, ring
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 
 SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
-GROUPS = gl.constexpr(2)  #: warp groups that multiply
 
 
 @aggregate
@@ -28,9 +27,7 @@ class Slots:
     lse2: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     dscores: gl.shared_memory_descriptor
-    sums: (
-        gl.shared_memory_descriptor
-    )  # of dQ, on their way to memory: half of the columns of each warp group
+    sums: gl.shared_memory_descriptor  # of dQ, on their way to memory: each warp group's columns
     results: gl.shared_memory_descriptor  # dK and dV, on their way to memory
     has_tile: Ring
     has_queries: Ring  # with their lse2 and delta

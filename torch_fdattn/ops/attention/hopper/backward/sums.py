@@ -1,4 +1,8 @@
-"""The sums of dQ, float32 in memory, to which all tiles of keys add, and the gradient that is made of them."""
+"""The sums of dQ, float32 in memory, to which all tiles of keys add, and the gradient that is made of them.
+
+Blocks of 64 rows follow each other, padded as lse2 and delta are; in a block the columns of each warp group lie in the order in
+which its threads hold them, so that a thread writes 16 bytes at a time to shared memory, without bank conflicts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS
+from torch_fdattn.ops.tiles import program_coordinates
+
+LINE = gl.constexpr(256)  #: numbers of a row of the sums, as the copy sees them
 
 
 @builtin
@@ -23,14 +32,25 @@ def _reduce_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def add(dq, sums, buffer, batch, head, row, GROUP: gl.constexpr):
-    """A warp group's columns of dQ, of rows from `row` on."""
-    ROWS: gl.constexpr = dq.shape[0]
-    COLUMNS: gl.constexpr = dq.shape[1]
+def add(dq, sums, buffer, row, GROUP: gl.constexpr):
+    """A warp group's columns of dQ, of 64 rows from the padded one on."""
+    LINES: gl.constexpr = buffer.shape[0]
     tma.store_wait(0)  # what was there before is read
-    buffer.reshape([ROWS, COLUMNS]).store(dq)
+    buffer.store(_by_threads(dq))
     fence_async_shared()
-    _reduce_shared_to_global(sums, [batch, head, row, GROUP * COLUMNS], buffer)
+    block = row // dq.shape[0]
+    _reduce_shared_to_global(sums, [(block * GROUPS + GROUP) * LINES, 0], buffer)
+
+
+@gluon.jit
+def _by_threads(x):
+    """An accumulator's elements in the order in which threads hold them, four of a thread side by side.
+
+    Thread 4 r + c of warp w has rows 16 w + r and 16 w + r + 8, of every eight columns 2 c and 2 c + 1 (PTX ISA, wgmma).
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
+    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([x.shape[0] * COLUMNS // LINE, LINE])
 
 
 @gluon.jit
@@ -43,18 +63,20 @@ def opaque_zero(x):
     )
 
 
-@triton.jit(do_not_specialize=["numbers"])
-def scaled_sums_kernel(sums_ptr, dq_ptr, dq_strides, heads, q_len, head_dim, scale, numbers, BLOCK: tl.constexpr):  # fmt: skip
-    """dq = scale · sums, which are contiguous."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < numbers
-    column, row = place % head_dim, place // head_dim
-    head = row // q_len
-    offsets = (
-        head // heads * dq_strides[0]
-        + head % heads * dq_strides[1]
-        + row % q_len * dq_strides[2]
-        + column * dq_strides[3]
-    )
-    found = tl.load(sums_ptr + place, mask=inside, other=0.0)
-    tl.store(dq_ptr + offsets, (found * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+@triton.jit(do_not_specialize=["heads", "q_len", "padded_len"])
+def scaled_sums_kernel(
+    sums_ptr, dq_ptr, dq_strides, heads, q_len, padded_len, scale,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """dq = scale · sums, of a block of one head; COLUMNS are HEAD_DIM's padded."""
+    block, head, batch = program_coordinates(tl.cdiv(q_len, ROWS), heads)
+    blocks_before = (batch.to(tl.int64) * heads + head) * (padded_len // ROWS) + block
+    sums = tl.load(sums_ptr + blocks_before * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS))
+    # Back from the order of `_by_threads`.
+    parts = sums.reshape([GROUPS, COLUMNS // GROUPS // 8, 4, 8, 4, 2, 2])
+    sums = parts.permute((2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, COLUMNS])
+    rows, columns = block * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (rows < q_len)[:, None] & (columns < HEAD_DIM)[None, :]
+    dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
+    places = rows[:, None].to(tl.int64) * dq_strides[2] + columns[None, :] * dq_strides[3]
+    tl.store(dq_ptr + places, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)

@@ -9,9 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.tiles import position_at, read_field
 
 QUERIES = gl.constexpr(64)  #: of a block
+GROUPS = gl.constexpr(
+    2
+)  #: warp groups that multiply: each has half of a tile's keys, and of dQ's columns
 #: Room for a tile in shared memory, in int32.
 FIELDS = gl.constexpr(7)
 
@@ -80,6 +84,13 @@ def key_tile_of(number, call):
     begin = gl.minimum(low, call.q_len - 1) // QUERIES
     end = gl.maximum((high + QUERIES - 1) // QUERIES, begin + 1)
     return KeyTile(batch, head - batch * call.heads, first, kv_len, offset, begin, end)
+
+
+@gluon.jit
+def padded_row(batch, head, block, call):
+    """Where a block's lse2, delta and sums of dQ begin: each head's rows are padded."""
+    padded = (call.q_len + PADDING - 1) // PADDING * PADDING
+    return (batch * call.heads * call.group + head) * padded + block * QUERIES
 
 
 @gluon.jit
