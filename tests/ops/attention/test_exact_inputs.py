@@ -1,0 +1,87 @@
+"""That inputs of `exact_inputs.py` have exact results: of the op on a CPU, and of a backward rounded as kernels round."""
+
+import pytest
+import torch
+
+from tests.ops.attention.exact_inputs import (
+    FP8,
+    MOST_KEYS,
+    SCALE,
+    Form,
+    backward_of,
+    call_of,
+    exact,
+    exact_gradients,
+    selecting,
+    sparse_gradients,
+)
+from torch_fdattn.testing.oracle import visible_keys
+
+FORMS = {
+    "full": Form((70, 70), (300, 300)),
+    "causal": Form((130, 130), (300, 300), (-1, 0)),
+    "window": Form((300,), (300,), (100, 20)),
+    "lengths": Form((70, 70, 70), (300, 0, 40), (-1, 0), "lengths"),
+    "packed": Form((100, 0, 1, 64), (200, 5, 128, 30), (-1, 0), "packed"),
+    "pages": Form((100, 0, 1, 64), (200, 5, 128, 64), (50, 0), "pages"),
+}
+DENSE = [name for name, form in FORMS.items() if form.layout in ("dense", "lengths")]
+HALF = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@HALF
+def test_results_are_exact(dtype, form, head_dim):
+    sequences = selecting(form, head_dim, 4, 2, "cpu")
+    expected, lse = exact(form, sequences)
+    assert torch.equal(expected.to(dtype).double(), expected)  # no rounding hides anything
+    counts = lse[lse > -torch.inf].exp()
+    assert {1, 2, 4, 8, MOST_KEYS} >= set(counts.round().int().tolist()) > {1, 2}
+    out, found_lse = call_of(form, sequences, dtype)()
+    assert torch.equal(out, expected.to(dtype))
+    torch.testing.assert_close(found_lse.double(), lse)
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_results_of_float8_are_exact(form):
+    form = FORMS[form]
+    sequences = selecting(form, 64, 4, 2, "cpu")
+    assert torch.equal(call_of(form, sequences, FP8)()[0], exact(form, sequences)[0].bfloat16())
+
+
+def as_kernels_do(dout, q, k, v, out, lse, window):
+    """Gradients of a sequence by float32 sums, where weights and dS are rounded to the inputs' dtype."""
+    dtype, group = q.dtype, q.shape[0] // k.shape[0]
+    dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    seen = visible_keys(q.shape[1], k.shape[1], window=window)
+    scores = (q @ k.mT * (SCALE * 1.4426950408889634)).masked_fill(~seen, -torch.inf)
+    p = torch.exp2(scores - lse.masked_fill(lse == -torch.inf, 2e38)[..., None] * 1.4426950408889634)  # fmt: skip
+    ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))).to(dtype).float()
+    of_heads = SCALE * (ds.mT @ q), p.to(dtype).float().mT @ dout
+    grads = SCALE * (ds @ k), *(x.unflatten(0, (-1, group)).sum(1) for x in of_heads)
+    return [x.to(dtype) for x in grads]
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (128, 1)])
+@pytest.mark.parametrize("form", DENSE)
+@HALF
+def test_gradients_are_exact(dtype, form, head_dim, kv_heads):
+    form = FORMS[form]
+    sequences = selecting(form, head_dim, 4, kv_heads, "cpu", largest=1)
+    douts = sparse_gradients(sequences)
+    expected = [x.to(dtype) for x in exact_gradients(form, sequences, douts)]
+    assert all(x.any() for x in expected)
+    call = backward_of(form, sequences, douts, dtype)
+    for grad, right in zip(call(), expected, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-2, atol=1e-2)
+    dout, _, q, k, v, out, lse = call.args[:7]
+    for b, keys in enumerate(form.keys):
+        state = dout[b], q[b], k[b, :, :keys], v[b, :, :keys], out[b], lse[b]
+        dq, dk, dv = as_kernels_do(*state, form.window)
+        for grad, right in ((dq, expected[0]), (dk, expected[1]), (dv, expected[2])):
+            assert torch.equal(grad, right[b, :, : grad.shape[1]])
+            assert not right[b, :, grad.shape[1] :].any()

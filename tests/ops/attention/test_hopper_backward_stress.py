@@ -1,0 +1,112 @@
+"""Hopper's backward a thousand times over: exact gradients of exact inputs, and the same bits, on an sm_90."""
+
+import pytest
+import torch
+
+import torch_fdattn
+from tests.ops.attention.counting import ON_HOPPER, Checked, repeated
+from tests.ops.attention.exact_inputs import (
+    SCALE,
+    Form,
+    backward_of,
+    exact_gradients,
+    normal,
+    selecting,
+    sparse_gradients,
+)
+from torch_fdattn.ops.library import launches
+from torch_fdattn.testing import attention_oracle, check_close
+
+pytestmark = ON_HOPPER
+
+#: Tiles of 128 or 256 keys by 12 KV heads, or by 3: some of these are more than an H100 has SMs.
+FORMS = {
+    "full": Form((1024,) * 3, (1024,) * 3),
+    "full, ragged": Form((900,) * 2, (1000,) * 2),
+    "causal": Form((1024,) * 3, (1024,) * 3, (-1, 0)),
+    "causal, ragged": Form((900,) * 3, (1000,) * 3, (-1, 0)),
+    "window": Form((1000,) * 3, (1000,) * 3, (300, 20)),
+    "lengths": Form((700,) * 4, (1000, 0, 129, 513), (-1, 0), "lengths"),
+}
+HEADS, KERNEL = 12, "attention_backward/hopper"
+EACH_FORM = pytest.mark.parametrize("form", FORMS)
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 4])
+@HEAD_DIMS
+@EACH_FORM
+def test_a_thousand_exact_gradients(form, head_dim, kv_heads, dtype):
+    """dQ too: sums without rounding are the same in any order."""
+    form, calls = FORMS[form], []
+    for _ in range(3):
+        sequences = selecting(form, head_dim, HEADS, kv_heads, "cuda", largest=1)
+        douts = sparse_gradients(sequences)
+        expected = [x.to(dtype) for x in exact_gradients(form, sequences, douts)]
+        assert all(x.any() for x in expected)
+        calls.append(Checked(backward_of(form, sequences, douts, dtype), expected))
+    repeated(KERNEL, calls, 1000)
+
+
+def drawn(form: Form, head_dim: int):
+    """(a call, its sequences, gradients of out) of normally distributed numbers, bfloat16."""
+    sequences = [
+        tuple(x.bfloat16().double() for x in each)
+        for each in normal(form, head_dim, HEADS, HEADS // 2, "cuda")
+    ]
+    douts = [torch.randn_like(q).bfloat16().double() for q, _, _ in sequences]
+    return backward_of(form, sequences, douts, torch.bfloat16), sequences, douts
+
+
+@HEAD_DIMS
+@EACH_FORM
+def test_same_bits_of_dk_and_dv(form, head_dim):
+    call = drawn(FORMS[form], head_dim)[0]
+    _, dk, dv = call()
+    assert torch.isfinite(dk).all()
+    assert torch.isfinite(dv).all()
+    repeated(KERNEL, [Checked(call, (None, dk, dv))], 100)
+
+
+def dq_by_torch(form: Form, sequences, douts, dtype: torch.dtype) -> torch.Tensor:
+    """By the textbook's formula, computed in this dtype."""
+    found = []
+    for each, dout in zip(sequences, douts, strict=True):
+        q, k, v = (x.to(dtype)[None].requires_grad_() for x in each)
+        out = attention_oracle(q, k, v, window=form.window, scale=SCALE)[0]
+        found += torch.autograd.grad(out, q, dout.to(dtype)[None])
+    return torch.cat(found).double()
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("form", ["full, ragged", "causal", "window"])
+def test_each_dq_is_within_the_error_rule(form, head_dim):
+    """Whatever the order in which tiles of keys add to it."""
+    form = FORMS[form]
+    call, sequences, douts = drawn(form, head_dim)
+    exact = dq_by_torch(form, sequences, douts, torch.float64)
+    error = dq_by_torch(form, sequences, douts, torch.bfloat16) - exact
+    launches.clear()
+    for _ in range(100):
+        check_close("dq", call()[0], exact, [error])
+    assert launches == {KERNEL: 100}
+
+
+@HEAD_DIMS
+@EACH_FORM
+def test_same_bits_of_all_gradients_where_they_are_asked_for(form, head_dim):
+    """By whichever kernel has an order: the portable one, or this one."""
+    call = drawn(FORMS[form], head_dim)[0]
+    torch_fdattn.set_deterministic(True)
+    try:
+        launches.clear()
+        first = call()
+        (kernel,) = launches
+        assert kernel.startswith("attention_backward/")
+        repeated(kernel, [Checked(call, first)], 100)
+    finally:
+        torch_fdattn.set_deterministic(False)
+    launches.clear()
+    call()
+    assert launches == {KERNEL: 1}
