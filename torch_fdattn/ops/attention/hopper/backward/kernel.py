@@ -128,7 +128,13 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
-    add(dq, sums, slots.sums.index(GROUP), padded_row(tile.batch, head, block, call), GROUP)
+    add(
+        dq,
+        sums,
+        slots.sums.index(GROUP),
+        padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
+        GROUP,
+    )
     tma.store_wait(1)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
@@ -205,7 +211,13 @@ def _step(
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if head >= 0:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
-        add(dq, sums, slots.sums.index(GROUP), padded_row(tile.batch, head, block, call), GROUP)
+        add(
+            dq,
+            sums,
+            slots.sums.index(GROUP),
+            padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
+            GROUP,
+        )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
 

@@ -11,9 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.attention.backward_rows import PADDING, _row_terms_kernel
 from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
+from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
@@ -27,7 +27,6 @@ from torch_fdattn.ops.options import AttentionOptions
 
 #: That the kernel computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
-_ROWS_OF_A_PROGRAM = 64
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
@@ -71,13 +70,8 @@ def hopper_backward_launches(
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
-    lse2, delta = rows
-    padded_len = lse2.shape[2]
-    yield Launch(
-        _row_terms_kernel, padded_len // _ROWS_OF_A_PROGRAM * heads * batch,
-        out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, head_dim,
-        BLOCK_M=_ROWS_OF_A_PROGRAM, BLOCK_DV=dim,
-    )  # fmt: skip
+    padded_len = rows[0].shape[2]
+    yield terms_launch(dout, dlse, out, lse, rows, dim)
     subs = subs_of(head_dim)
     keys = GROUPS.value * subs * ROWS.value
     tiles = cdiv(capacity, keys) * batch * kv_heads
@@ -86,7 +80,7 @@ def hopper_backward_launches(
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
     yield Launch(
         attention_backward_kernel, min(tiles, num_sms(q.device)),
-        *(described(x, block) for x in (q, k, v, dout)), _terms(lse2), _terms(delta), _lines(sums),
+        *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
         described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], q_len, capacity, batch, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
@@ -105,10 +99,3 @@ def _lines(sums: Tensor) -> TensorDescriptor:
     lines, columns = QUERIES.value * sums.shape[3] // LINE.value // GROUPS.value, LINE.value
     layout = gl.NVMMASharedLayout(0, 32, 2)
     return TensorDescriptor(sums, [sums.numel() // columns, columns], [columns, 1], [lines, columns], layout)  # fmt: skip
-
-
-def _terms(x: Tensor) -> TensorDescriptor:
-    """Of lse2 or delta: 64 rows of a head, whose rows are padded to more."""
-    assert PADDING.value % QUERIES.value == 0
-    layout = gl.NVMMASharedLayout(0, 32, 1)
-    return TensorDescriptor(x, [x.numel()], [1], [QUERIES.value], layout)

@@ -66,7 +66,7 @@ def _load_queries(slots, q_blocks, lse2, delta, batch, head, block, call, step):
     slots.has_queries.expect(place, q_blocks.block_type.nbytes + 2 * lse2.block_type.nbytes)
     corner = [batch, head, block * QUERIES, 0]
     slots.has_queries.fill(q_blocks, corner, slots.q.index(place.slot), place)
-    row = padded_row(batch, head, block, call)
+    row = padded_row(batch * call.heads * call.group + head, block * QUERIES, call)
     slots.has_queries.fill(lse2, [row], slots.lse2.index(place.slot), place)
     slots.has_queries.fill(delta, [row], slots.delta.index(place.slot), place)
 

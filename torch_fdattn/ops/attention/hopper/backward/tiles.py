@@ -87,10 +87,9 @@ def key_tile_of(number, call):
 
 
 @gluon.jit
-def padded_row(batch, head, block, call):
-    """Where a block's lse2, delta and sums of dQ begin: each head's rows are padded."""
-    padded = (call.q_len + PADDING - 1) // PADDING * PADDING
-    return (batch * call.heads * call.group + head) * padded + block * QUERIES
+def padded_row(head, row, call):
+    """Where lse2, delta and sums of dQ of a row lie: each head's are padded. head: of those of all sequences."""
+    return head * ((call.q_len + PADDING - 1) // PADDING * PADDING) + row
 
 
 @gluon.jit
