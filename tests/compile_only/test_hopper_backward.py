@@ -75,6 +75,38 @@ def test_compiles_with_changed_scores(feature, mask, head_dim):
     check_sweep(sweep, head_dim, {64: 160, 128: 56}[head_dim], reloads=8)
 
 
+@pytest.mark.parametrize(
+    "mask", [pytest.param(mask, marks=() if mask == "causal" else pytest.mark.slow) for mask in MASKS]
+)  # fmt: skip
+def test_compiles_wide_heads(mask):
+    terms, *gradients = compiled_launches(256, mask)
+    assert nvidia_usage(terms)[1] == 0
+    # Zeros beyond lengths are written in a branch, which spills.
+    has_lengths = mask in ("lengths", "positions")
+    for made, most in zip(gradients, (8, 48, 184 if has_lengths else 32), strict=True):
+        check_gradient(made, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+@pytest.mark.parametrize("feature", ["softcap", "ALiBi"])
+def test_compiles_wide_heads_with_changed_scores(feature, mask):
+    scores = Scores(30.0) if feature == "softcap" else Scores(0.0, meta(2, 8))
+    for made in compiled_launches(256, mask, scores)[1:]:
+        check_gradient(made, 200)
+
+
+def check_gradient(made, most: int) -> None:
+    """As `check_sweep`; of each warp group the first scores, dP but for dV, the gradient, and the next scores."""
+    assert nvidia_usage(made)[1] <= most
+    assert made.metadata.shared <= ARCHS["sm_90"].shared_size
+    sass = disassembled(made.asm["cubin"])
+    assert not early_writes(sass)
+    products = sass.count("HGMMA")
+    assert products in (2 * (2 * 16 + 4), 2 * (3 * 16 + 4))
+    assert sass.count("WARPGROUP.DEPBAR") == (6 if products < 100 else 8)
+
+
 def check_sweep(sweep, head_dim: int, most: int, reloads: int = 0) -> None:
     """Bytes that spill at most, how many of them a step reloads, and no product that waits for the one before."""
     assert nvidia_usage(sweep)[1] <= most

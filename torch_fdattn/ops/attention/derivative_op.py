@@ -120,7 +120,7 @@ def _launches(
     lse2: Tensor, delta: Tensor, ranges: Tensor | None, sums: Tensor | None, counter: Tensor | None,
 ) -> Iterable[Launch]:  # fmt: skip
     # As in the forward: addresses are no part of a call's key.
-    if sums is not None:
+    if counter is not None:
         from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches
         from torch_fdattn.ops.attention.hopper.launch import is_aligned
 

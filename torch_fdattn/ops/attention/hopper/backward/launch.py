@@ -15,6 +15,7 @@ from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
+from torch_fdattn.ops.attention.hopper.backward.wide_launch import wide_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
     section,
@@ -25,23 +26,24 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 
-#: That the kernel computes with; what is between is filled up with zeros by the copies that load it.
+#: That the sweep over keys computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
-        q.shape[3] <= HEAD_DIMS[-1]
-        and options.scores.attn_mask is None
+        options.scores.attn_mask is None
         and options.dropout.p == 0
         and forward_takes(q, k, v, options)
     )
 
 
-def zero_sums(q: Tensor, padded_len: int) -> Tensor:
-    """(B, H, padded_len, D'), float32, of the head dim that the kernel computes with."""
+def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
+    """(B, H, padded_len, D'), float32, of the head dim that the kernel computes with; None where no sums are needed."""
     batch, heads, _, head_dim = q.shape
+    if head_dim > HEAD_DIMS[-1]:
+        return None
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
 
 
@@ -56,17 +58,20 @@ def subs_of(head_dim: int) -> int:
 
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor], sums: Tensor,
-    counter: Tensor,
+    options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
+    sums: Tensor | None, counter: Tensor,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    The order in which tiles of keys add to dQ is not the same on every run.
+    The order in which tiles of keys add to dQ is not the same on every run, but above head dim 128.
 
     rows: `empty_rows`; sums: `zero_sums`.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
+    if sums is None:
+        yield from wide_launches(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, rows, counter)
+        return
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
