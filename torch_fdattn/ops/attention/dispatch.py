@@ -70,14 +70,14 @@ def _fits_hopper_backward(
 ) -> bool:
     from torch_fdattn.ops.attention.hopper.backward.launch import takes
 
-    return not tuning.state.active and takes(q, k, v, options)
+    return not tuning.state.active and takes(q, k, v, options, packed)
 
 
 _BOTH = ("forward", "backward")
 TABLE = (
     Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed", "pages")),
         "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or 128", _fits_hopper),
-    Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 128, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks")),
+    Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 128, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed")),
         "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; dQ in any order, gradients of q, k and v alone", _fits_hopper_backward),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
