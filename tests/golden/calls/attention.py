@@ -197,7 +197,7 @@ def raw() -> Iterator[Call]:
 
 
 def hopper() -> Iterator[Call]:
-    """The kernels for sm_90: of fp8, and a backward which no op comes to yet."""
+    """The kernels for sm_90: of fp8, and the backward with lengths."""
     scales = dict(q_scale=fp32(H), k_scale=fp32(B, KV), v_scale=fp32(KV))
     given = qkv(dtype=torch.float8_e4m3fn) | scales | dict(kv_lens=lengths(B))
     yield Call("attention_fp8/lengths", torch_fdattn.attention_fp8, given)

@@ -125,7 +125,7 @@ def empty_scratch(
 
 
 def state_launches(
-    call: PreparedCall, state: tuple, options: AttentionOptions, grads: Iterable[Tensor], score_grads: Scores,
+    call: PreparedCall, state: tuple, options: AttentionOptions, grads: tuple, score_grads: Scores,
     lse2: Tensor, delta: Tensor, sums: Tensor | None, counter: Tensor | None,
     packed: Packed | None = None, ranges: Tensor | None = None,
 ) -> Iterable[Launch]:  # fmt: skip

@@ -158,7 +158,7 @@ def _gradients(
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, packed, options)
         if _runs_kernels(q, packed):
-            by_head = map(by_heads, (dout, q, k, v))
+            by_head = by_heads(dout), by_heads(q), by_heads(k), by_heads(v)
             kernel = backward_kernel(*by_head, options, score_grads, packed)
             call = prepared.prepare(key, label=f"varlen_attention_backward/{kernel}")
     grads = empty_gradients(q, k, v, options.dtype)
@@ -172,12 +172,11 @@ def _gradients(
             library.launches[call.label] += 1
         else:
             state = by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse
-            options = options._replace(mask=mask)
-            by_head = map(by_heads, grads)
-            call.run(
-                tensors,
-                state_launches(call, state, options, by_head, score_grads, *scratch, packed=packed),
+            options, by_head_grads = options._replace(mask=mask), tuple(map(by_heads, grads))
+            launches = state_launches(
+                call, state, options, by_head_grads, score_grads, *scratch, packed=packed
             )
+            call.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
         for grad in (*grads, *score_grads[1:]):
             if grad is not None:
