@@ -122,6 +122,15 @@ def test_compiles_for_pages(page, head_dim):
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim, most=104)
 
 
+def test_rows_that_results_cannot_have():
+    """Of 36 columns 40 apart: results, which have no gaps, would lie as no descriptor can."""
+    q = meta(2, 8, 300, 40, dtype=torch.bfloat16)
+    options = AttentionOptions(Mask(), 1.0)
+    assert takes(q, q, q, options)
+    q = q[..., :36]
+    assert not takes(q, q, q, options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 96, 160])
 def test_compiles_with_padded_heads(head_dim):

@@ -15,6 +15,7 @@ from tests.compile_only.targets import ARCHS
 from tests.compile_only.test_hopper import INT, MASKS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
+from torch_fdattn.ops.attention.backward import empty_rows
 from torch_fdattn.ops.attention.hopper.backward.launch import (
     HEAD_DIMS,
     hopper_backward_launches,
@@ -22,6 +23,8 @@ from torch_fdattn.ops.attention.hopper.backward.launch import (
     zero_sums,
 )
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 QUICK = (128, "causal")
@@ -105,6 +108,44 @@ def check_gradient(made, most: int) -> None:
     products = sass.count("HGMMA")
     assert products in (2 * (2 * 16 + 4), 2 * (3 * 16 + 4))
     assert sass.count("WARPGROUP.DEPBAR") == (6 if products < 100 else 8)
+
+
+def packed_sweep(head_dim: int, mask: Mask, scores: Scores = NO_SCORES):
+    q, k = (by_heads(meta(5000, h, head_dim, dtype=torch.bfloat16)) for h in (8, 2))
+    packed = Packed(meta(5, **INT), meta(5, **INT))
+    options = AttentionOptions(mask, 1.0, scores)
+    assert takes(q, k, k, options, packed)
+    scratch = empty_rows(q, packed), meta(1, 8, 5000, head_dim), meta(1, **INT)
+    state = q, None, q, k, k, q, meta(8, 5000)
+    terms, sweep, sums = (
+        compile_launch(Launch(x.kernel, x.arguments, {**x.options, **x.also}), ARCHS["sm_90"])
+        for x in hopper_backward_launches(*state, options, q, k, k, *scratch, packed)
+    )
+    assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask"),
+    [
+        pytest.param(
+            head_dim, mask, marks=() if (head_dim, mask.window_right) == (128, 0) else pytest.mark.slow
+        )
+        for head_dim in HEAD_DIMS
+        for mask in (Mask(), Mask(window_right=0), Mask(window_left=512, window_right=100))
+    ],
+)  # fmt: skip
+def test_compiles_for_packed_sequences(mask, head_dim):
+    """What spills are numbers of tiles, and at head dim 64 addresses of rows that become zeros."""
+    check_sweep(packed_sweep(head_dim, mask), head_dim, {64: 400, 128: 224}[head_dim], reloads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_compiles_for_packed_sequences_with_everything(head_dim):
+    mask = Mask(*(meta(4, **INT) for _ in range(3)), window_left=512, window_right=0)
+    sweep = packed_sweep(head_dim, mask, Scores(30.0, meta(4, 8)))
+    check_sweep(sweep, head_dim, {64: 480, 128: 336}[head_dim], reloads=12)
 
 
 def check_sweep(sweep, head_dim: int, most: int, reloads: int = 0) -> None:

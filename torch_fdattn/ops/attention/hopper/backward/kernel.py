@@ -6,7 +6,11 @@ that no warp group waits for the other: each makes half of dQ's columns, and add
 other programs add to as well (`sums.py`).
 
 Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), by descriptors of four dims; lse2 and delta: fp32 of all rows, each
-head's padded; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or float16.
+head's padded, and each packed sequence's; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or
+float16.
+
+A block of queries of a packed sequence may end with rows of the next one, whatever these hold: NaN as well. They are zeros
+in shared memory, and see no key.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import (
     GROUPS,
     QUERIES,
-    padded_row,
+    padded_row_of,
     read_key_tile,
 )
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
@@ -43,15 +47,16 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ])  # fmt: skip
 def attention_backward_kernel(
     q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter,
-    kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right,
+    kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
+    q_len, capacity, sequences, kv_heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head,
     SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = GROUPS * SUBS * ROWS
-    call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, kv_heads, group, section, left, right,
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, kv_heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)  # fmt: skip
     changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
-    slots = slots_of(q_blocks, lse2, sums, SUBS)
+    slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
     gl.warp_specialize([
         (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
@@ -65,19 +70,19 @@ def _multiply(slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, 
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = _next_tile(slots, turn)
+    tile = _next_tile(slots, turn, call)
     while tile.end > 0:
         step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
-        tile = _next_tile(slots, turn)
+        tile = _next_tile(slots, turn, call)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _next_tile(slots, turn):
+def _next_tile(slots, turn, call):
     place = place_of(turn, SLOTS)
     slots.has_tile.wait_full(place)
-    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
+    tile = read_key_tile(slots.tiles, place.slot, call, _ONE_OF_GROUP)
     slots.has_tile.release(place)
     return tile
 
@@ -97,7 +102,8 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     first_head = tile.kv_head * call.group
     slots.has_keys.wait_full(place_of(turn, 1))
     slots.has_values.wait_full(place_of(turn, 1))
-    if call.kv_lens is not None:
+    # Of packed sequences, those of the next one follow.
+    if call.kv_lens is not None or tile.keys is not None:
         for sub in gl.static_range(SUBS):
             inside = tile.kv_len - tile.first - (GROUP * SUBS + sub) * ROWS
             if inside < ROWS:
@@ -110,7 +116,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     block = gl.to_tensor(0)
     unit = changes.unit(changes.scale)
     for member in range(call.group):
-        slope = changes.slope_of(tile.batch, first_head + member, unit)
+        slope = changes.slope_of(tile.sequence, first_head + member, unit)
         for i in range(count):
             here = tile.begin + i
             more = (member + 1 < call.group) | (i + 1 < count)
@@ -128,13 +134,7 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
-    add(
-        dq,
-        sums,
-        slots.sums.index(GROUP),
-        padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
-        GROUP,
-    )
+    _add(dq, sums, tile, head, block, slots, call, GROUP)
     tma.store_wait(1)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
@@ -161,6 +161,11 @@ def _step(
     q = slots.q.index(place.slot).reshape([QUERIES, D])
     dout = slots.dout.index(place.slot).reshape([QUERIES, D])
     slots.has_dout.wait_full(place)
+    if tile.queries is not None:
+        inside = tile.queries.length - here * QUERIES
+        if inside < QUERIES:
+            keep_first(q, inside)
+            keep_first(dout, inside)
     new_dk = ()
     new_dv = ()
     for sub in gl.static_range(SUBS):
@@ -179,7 +184,11 @@ def _step(
         slots.has_dscores.wait_empty(place)
         p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
         if changes.softcap is not None:
-            p *= changes.slope_of_cap(capped)
+            slope_of_cap = changes.slope_of_cap(capped)
+            if tile.queries is not None:
+                # 0 for NaN, which the next sequence's queries may have given before they were zeros.
+                slope_of_cap = gl.maximum(slope_of_cap, 0.0)
+            p *= slope_of_cap
         delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=(dp,))
         added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
@@ -211,13 +220,7 @@ def _step(
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if head >= 0:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
-        add(
-            dq,
-            sums,
-            slots.sums.index(GROUP),
-            padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
-            GROUP,
-        )
+        _add(dq, sums, tile, head, block, slots, call, GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
 
@@ -249,9 +252,15 @@ def _dq(slots, slot, unknown, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _add(dq, sums, tile, head, block, slots, call, GROUP: gl.constexpr):
+    """A block's dQ to the sums."""
+    add(dq, sums, slots.sums.index(GROUP), padded_row_of(tile, head, block, call), GROUP)
+
+
+@gluon.jit
 def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
     """-inf where a query of the block does not see a key."""
-    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
+    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:  # which packed sequences are
         SCORES: gl.constexpr = scores.type.layout
         key = tile.first + own * ROWS
         query = here * QUERIES + tile.offset
@@ -262,6 +271,8 @@ def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
             hidden = hidden | (key + ROWS - 1 > query + call.right)
         if call.HAS_LEFT:
             hidden = hidden | (key < query + QUERIES - 1 - call.left)
+        if tile.queries is not None:
+            hidden = hidden | (here * QUERIES + QUERIES > tile.queries.length)
         if hidden:
             keys = gl.expand_dims(key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)), 1)
             queries = gl.expand_dims(query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES)), 0)  # fmt: skip
@@ -270,24 +281,29 @@ def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
                 seen = seen & (keys <= queries + call.right)
             if call.HAS_LEFT:
                 seen = seen & (keys >= queries - call.left)
+            if tile.queries is not None:
+                seen = seen & (queries < tile.queries.length + tile.offset)
             scores = gl.where(seen, scores, MINUS_INFINITY)
     return scores
 
 
 @gluon.jit
 def _store(results, pointer, blocks, tile, slots, call, GROUP: gl.constexpr):
-    """A warp group's rows of dK or dV; float32 has no buffer."""
+    """A warp group's rows of dK or dV."""
     D: gl.constexpr = slots.q.shape[4]
+    # float32 has no buffer, and of packed sequences a block's copy would end in the next one.
+    DIRECT: gl.constexpr = blocks.dtype == gl.float32
     for sub in gl.static_range(slots.SUBS):
         own = GROUP * slots.SUBS + sub
         first = tile.first + own * ROWS
+        row = tile.row_of_key(first)
         found = results[sub].to(blocks.dtype)
-        if blocks.dtype == gl.float32:
+        there = tile.rows_of_keys(call)
+        if DIRECT or (tile.keys is not None and first + ROWS > there):
             rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, found.type.layout))
-            seen = rows < call.capacity
-            store_rows(found, pointer, blocks, tile.batch, tile.kv_head, first, 0, seen)
+            store_rows(found, pointer, blocks, tile.batch(), tile.kv_head, row, 0, rows < there)
         else:
             slots.results.index(own).reshape([ROWS, D]).store(found)
             fence_async_shared()
-            corner = [tile.batch, tile.kv_head, first, 0]
+            corner = [tile.batch(), tile.kv_head, row, 0]
             tma.async_copy_shared_to_global(blocks, corner, slots.results.index(own))

@@ -8,7 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, GROUPS, QUERIES
+from torch_fdattn.ops.attention.hopper.backward.tiles import (
+    FIELDS,
+    FIELDS_OF_PACKED,
+    GROUPS,
+    QUERIES,
+)
 from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, ring
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 
@@ -62,13 +67,14 @@ class Slots:
 
 
 @gluon.jit
-def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr):
+def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr, PACKED: gl.constexpr):
     KEY_BLOCKS: gl.constexpr = GROUPS * SUBS
     dtype: gl.constexpr = q_blocks.dtype
+    FIELDS_OF_TILE: gl.constexpr = FIELDS_OF_PACKED if PACKED else FIELDS
     TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     DSCORES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return Slots(
-        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], TILES),
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS_OF_TILE, 1], TILES),
         blocks_of(q_blocks, SLOTS),
         blocks_of(q_blocks, SLOTS),
         blocks_of(q_blocks, KEY_BLOCKS),
