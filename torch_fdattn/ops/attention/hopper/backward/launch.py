@@ -45,6 +45,12 @@ def zero_sums(q: Tensor, padded_len: int) -> Tensor:
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
 
 
+def zero_turns(q: Tensor, padded_len: int) -> Tensor:
+    """Of each block of queries of each head, how many tiles of keys have added to its sums."""
+    blocks = padded_len // QUERIES.value
+    return q.new_zeros((*q.shape[:2], blocks), dtype=torch.int32)
+
+
 def _dim(head_dim: int) -> int:
     return next(x for x in HEAD_DIMS if head_dim <= x)
 
@@ -57,14 +63,13 @@ def subs_of(head_dim: int) -> int:
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor], sums: Tensor,
-    counter: Tensor,
+    counter: Tensor, turns: Tensor | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    The order in which tiles of keys add to dQ is not the same on every run.
-
     rows: `empty_rows`; sums: `zero_sums`.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
+    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
@@ -81,7 +86,7 @@ def hopper_backward_launches(
     yield Launch(
         attention_backward_kernel, min(tiles, num_sms(q.device)),
         *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
-        described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], q_len, capacity, batch, kv_heads,
+        described(dk, block), described(dv, block), dk, dv, counter, turns, *mask[:3], q_len, capacity, batch, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,

@@ -1,7 +1,9 @@
 """Which tile a number stands for: keys of one KV head, and the blocks of queries that see them.
 
 As `hopper/tiles.py`: numbers run through sections of heads, within a section from the first keys, which most queries see,
-to the last.
+to the last. In the ordered form they run from the last keys to the first, the order in which tiles add to a block of
+queries: sweeps go upward over queries, and with a causal mask each tile begins at later queries than the one after it, so
+that it has added by the time the other one comes.
 """
 # Without `from __future__ import annotations`: aggregates ask for the types of their fields.
 
@@ -56,7 +58,7 @@ def key_tiles(call):
 
 
 @gluon.jit
-def key_tile_of(number, call):
+def key_tile_of(number, call, ORDERED: gl.constexpr = False):
     blocks = key_blocks(call)
     each = call.section * blocks
     section = number // each
@@ -64,6 +66,8 @@ def key_tile_of(number, call):
     heads = gl.minimum(call.section, call.sequences * call.heads - section * call.section)
     block = number // heads
     head = section * call.section + number - block * heads
+    if ORDERED:
+        block = blocks - 1 - block
     batch = head // call.heads
     first = block * call.KEYS
     kv_len = call.capacity
@@ -84,6 +88,21 @@ def key_tile_of(number, call):
     begin = gl.minimum(low, call.q_len - 1) // QUERIES
     end = gl.maximum((high + QUERIES - 1) // QUERIES, begin + 1)
     return KeyTile(batch, head - batch * call.heads, first, kv_len, offset, begin, end)
+
+
+@gluon.jit
+def rank_of(tile, block, call):
+    """How many tiles add to a block of queries before this one does: those of later keys that visit it.
+
+    Negative where the tile visits the block though none of its queries sees the tile's keys or earlier ones: it adds zeros.
+    """
+    key_block = tile.first // call.KEYS
+    rank = key_blocks(call) - 1 - key_block
+    if call.HAS_RIGHT:
+        # Of the block's last query from the tile's first key.
+        distance = block * QUERIES + QUERIES - 1 + tile.offset + call.right - tile.first
+        rank = gl.where(distance < 0, -1, gl.minimum(rank, distance // call.KEYS))
+    return rank
 
 
 @gluon.jit
