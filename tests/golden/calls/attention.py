@@ -206,12 +206,16 @@ def hopper() -> Iterator[Call]:
     scratch = dict(lse2=fp32(B, H, S), delta=fp32(B, H, S), sums=fp32(B, H, S, D))
     given = qkv() | state | grads | scratch | dict(kv_lens=lengths(B), counter=lengths(1))
     yield Call("attention/hopper/backward", _by_hopper, given, ())
+    given = given | dict(turns=lengths(B * H * (S // 64)))
+    yield Call("attention/hopper/backward/ordered", _by_hopper, given, ())
 
 
-def _by_hopper(dout, q, k, v, out, lse, dq, dk, dv, lse2, delta, sums, kv_lens, counter) -> None:
+def _by_hopper(
+    dout, q, k, v, out, lse, dq, dk, dv, lse2, delta, sums, kv_lens, counter, turns=None
+) -> None:
     from torch_fdattn.launch.launches import run
     from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches
 
     options = AttentionOptions(Mask(kv_lens, window_right=0), 0.125)
     state = dout, None, q, k, v, out, lse, options
-    run(hopper_backward_launches(*state, dq, dk, dv, (lse2, delta), sums, counter))
+    run(hopper_backward_launches(*state, dq, dk, dv, (lse2, delta), sums, counter, turns))

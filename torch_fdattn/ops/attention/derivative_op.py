@@ -53,11 +53,12 @@ def _check_backward(dout, dlse, q, k, v, out, lse, options: AttentionOptions) ->
 
 
 def _gradients(
-    dout, dlse, q, k, v, out, lse, options: AttentionOptions, score_grads: Scores = NO_SCORES,
+    dout, dlse, q, k, v, out, lse, options: AttentionOptions, ordered: bool, score_grads: Scores = NO_SCORES,
     key: tuple | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv).
 
+    ordered: `is_deterministic()` of this call; part of its key.
     score_grads: tensors for the gradients of what modifies the scores, None for those that nobody asks for; key: of
     `key_of`, where there are none.
     """
@@ -70,7 +71,7 @@ def _gradients(
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        mask, scratch = contiguous_mask(mask), _scratch(call, q, k, scores.attn_mask)
+        mask, scratch = contiguous_mask(mask), _scratch(call, q, k, scores.attn_mask, ordered)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         state = dout, dlse, q, k, v, out, lse
         tensors = *state, *grads, *mask[:3], *scores[1:], dropout.seed, *scratch
@@ -102,22 +103,27 @@ def _kernel(
 
 
 def _scratch(
-    call: PreparedCall, q: Tensor, k: Tensor, attn_mask: Tensor | None
+    call: PreparedCall, q: Tensor, k: Tensor, attn_mask: Tensor | None, ordered: bool
 ) -> tuple[Tensor | None, ...]:
-    """What the kernels need beside the call's tensors: terms of rows, ranges of a mask, sums of dQ, a counter of tiles."""
+    """What the kernels need beside the call's tensors: terms of rows, ranges of a mask; sums of dQ, a counter of tiles,
+    and whose turn it is to add to the sums.
+    """
     from torch_fdattn.ops.attention.backward import empty_rows
 
     rows = empty_rows(q)
     if not call.label.endswith("/hopper"):
-        return *rows, empty_ranges(attn_mask, q, k), None, None
-    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums
+        return *rows, empty_ranges(attn_mask, q, k), None, None, None
+    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums, zero_turns
 
-    return *rows, None, zero_sums(q, rows[0].shape[2]), tile_counter(q.device)
+    padded_len = rows[0].shape[2]
+    turns = zero_turns(q, padded_len) if ordered else None
+    return *rows, None, zero_sums(q, padded_len), tile_counter(q.device), turns
 
 
 def _launches(
     call: PreparedCall, state: tuple, options: AttentionOptions, grads: tuple, score_grads: Scores,
     lse2: Tensor, delta: Tensor, ranges: Tensor | None, sums: Tensor | None, counter: Tensor | None,
+    turns: Tensor | None,
 ) -> Iterable[Launch]:  # fmt: skip
     # As in the forward: addresses are no part of a call's key.
     if sums is not None:
@@ -127,7 +133,8 @@ def _launches(
         dout, _, q, k, v, _, _ = state
         if is_aligned(dout, q, k, v):
             library.launches[call.label] += 1
-            return hopper_backward_launches(*state, options, *grads, (lse2, delta), sums, counter)
+            rows = lse2, delta
+            return hopper_backward_launches(*state, options, *grads, rows, sums, counter, turns)
     from torch_fdattn.ops.attention.backward import backward_launches
 
     return backward_launches(
@@ -143,8 +150,9 @@ def copy_gradients(grads: tuple[Tensor | None, ...], computed: tuple[Tensor | No
 
 def _backward(dout, dlse, q, k, v, out, lse, *tail):
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("attention_backward", q, *state, *tail, is_deterministic())
-    return _gradients(*state, AttentionOptions.from_raw(tail), key=key)
+    ordered = is_deterministic()
+    key = key_of("attention_backward", q, *state, *tail, ordered)
+    return _gradients(*state, AttentionOptions.from_raw(tail), ordered, key=key)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *tail):
@@ -169,7 +177,8 @@ def returned(q: Tensor, score_grads: Scores) -> list[Tensor]:
 def _backward_all(dout, dlse, q, k, v, out, lse, *tail):
     flags, options = tail[: len(FLAGS)], AttentionOptions.from_raw(tail[len(FLAGS) :])
     score_grads = empty_score_grads(options.scores, flags)
-    grads = _gradients(dout, dlse, q, k, v, out, lse, options, score_grads)
+    state = dout, dlse, q, k, v, out, lse
+    grads = _gradients(*state, options, is_deterministic(), score_grads)
     return *grads, *returned(q, score_grads)
 
 
