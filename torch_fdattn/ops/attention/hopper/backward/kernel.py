@@ -2,8 +2,8 @@
 
 Keys are rows of all scores: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ stay in registers, where Pᵀ and dSᵀ are left operands of
 dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp groups, and dQ = dS K is made of it a step later, so
-that no warp group waits for the other: each makes half of dQ's columns, and adds them to float32 sums in memory, which
-other programs add to as well (`sums.py`).
+that no warp group waits for the other: each makes half of dQ's columns, which the storing warp (`storing.py`) adds to
+float32 sums in memory, as those of other programs do (`sums.py`).
 
 Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), by descriptors of four dims; lse2 and delta: fp32 of all rows, each
 head's padded, and each packed sequence's; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or
@@ -25,14 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.loading import load
-from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, slots_of
-from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
-from torch_fdattn.ops.attention.hopper.backward.tiles import (
-    GROUPS,
-    QUERIES,
-    padded_row_of,
-    read_key_tile,
-)
+from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile, slots_of
+from torch_fdattn.ops.attention.hopper.backward.storing import hand_over, store_sums
+from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
@@ -46,7 +42,7 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
     "slope_of_sequence", "slope_of_head",
 ])  # fmt: skip
 def attention_backward_kernel(
-    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter,
+    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter, turns,
     kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, kv_heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head,
@@ -59,36 +55,28 @@ def attention_backward_kernel(
     slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
-        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call, turns is not None)),
+        (store_sums, (slots, sums, turns, call)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def _multiply(slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = _next_tile(slots, turn, call)
+    tile = next_tile(slots, turn, call, _ONE_OF_GROUP)
     while tile.end > 0:
-        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
+        step = _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
-        tile = _next_tile(slots, turn, call)
+        tile = next_tile(slots, turn, call, _ONE_OF_GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _next_tile(slots, turn, call):
-    place = place_of(turn, SLOTS)
-    slots.has_tile.wait_full(place)
-    tile = read_key_tile(slots.tiles, place.slot, call, _ONE_OF_GROUP)
-    slots.has_tile.release(place)
-    return tile
-
-
-@gluon.jit
-def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
     D: gl.constexpr = slots.q.shape[4]
     SUBS: gl.constexpr = slots.SUBS
@@ -111,18 +99,14 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
                 keep_first(slots.v.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
     slots.has_queries.wait_full(place_of(step, SLOTS))
     scores = warpgroup_mma_wait(0, deps=(_scores(slots.k, GROUP * SUBS, slots.q, step),))
-    # Of the step before: where its dQ goes.
-    head = gl.to_tensor(-1)
-    block = gl.to_tensor(0)
     unit = changes.unit(changes.scale)
     for member in range(call.group):
         slope = changes.slope_of(tile.sequence, first_head + member, unit)
         for i in range(count):
             here = tile.begin + i
             more = (member + 1 < call.group) | (i + 1 < count)
-            scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED, GROUP)  # fmt: skip
-            head = first_head + member
-            block = here
+            later = (member > 0) | (i > 0)
+            scores, dk, dv = _step(scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             step += 1
     slots.has_values.release(place_of(turn, 1))
 
@@ -134,8 +118,8 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
-    _add(dq, sums, tile, head, block, slots, call, GROUP)
-    tma.store_wait(1)  # of dV, whose buffers dK takes
+    hand_over(dq, slots, step - 1, GROUP)
+    tma.store_wait(0)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
         scaled = scaled + (dk[sub] * changes.scale,)  # noqa: RUF005
@@ -145,12 +129,12 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
 
 @gluon.jit
 def _step(
-    scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED: gl.constexpr,
+    scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, `here`, whose scores are there; dQ of the step before; and the scores of the next one.
 
-    head, block: of the step before, -1 and whatever where it belongs to another tile.
+    later: than the tile's first; dQ of a tile's last step is `_sweep`'s.
     """
     SUBS: gl.constexpr = slots.SUBS
     SCORES: gl.constexpr = scores.type.layout
@@ -208,7 +192,7 @@ def _step(
         new_dv = new_dv + (added,)  # noqa: RUF005
 
     previous = place_of(step + 1, SLOTS)  # the other slot
-    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), head >= 0)
+    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), later)
     dq = _dq(slots, previous.slot, unknown, GROUP)
     waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
     dk = waited[2 : 2 + SUBS]
@@ -218,9 +202,9 @@ def _step(
     slots.has_queries.wait_full(place_of(step + 1, SLOTS), more)
     scores = _scores(slots.k, GROUP * SUBS + unknown, slots.q, step + 1)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    if head >= 0:
+    if later:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
-        _add(dq, sums, tile, head, block, slots, call, GROUP)
+        hand_over(dq, slots, step - 1, GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
 
@@ -249,12 +233,6 @@ def _dq(slots, slot, unknown, GROUP: gl.constexpr):
         right = slots.k.index(i + unknown).reshape([ROWS, D]).slice(GROUP * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=i > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def _add(dq, sums, tile, head, block, slots, call, GROUP: gl.constexpr):
-    """A block's dQ to the sums."""
-    add(dq, sums, slots.sums.index(GROUP), padded_row_of(tile, head, block, call), GROUP)
 
 
 @gluon.jit

@@ -51,6 +51,13 @@ def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
 
 
+def zero_turns(q: Tensor, padded_len: int) -> Tensor | None:
+    """Of each block of queries of each head, how many tiles of keys have added to its sums; None where there are none."""
+    if q.shape[3] > HEAD_DIMS[-1]:
+        return None
+    return q.new_zeros((*q.shape[:2], padded_len // QUERIES.value), dtype=torch.int32)
+
+
 def _dim(head_dim: int) -> int:
     return next(x for x in HEAD_DIMS if head_dim <= x)
 
@@ -63,14 +70,15 @@ def subs_of(head_dim: int) -> int:
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
-    sums: Tensor | None, counter: Tensor, packed: Packed | None = None,
+    sums: Tensor | None, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    The order in which tiles of keys add to dQ is not the same on every run, but above head dim 128. Of packed sequences
-    all are by `packed.by_heads`, and lse and dlse (H, T).
+    Of packed sequences all are by `packed.by_heads`, and lse and dlse (H, T).
 
     rows: `empty_rows`; sums: `zero_sums`.
+    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed, but
+    above head dim 128.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
@@ -94,7 +102,7 @@ def hopper_backward_launches(
     yield Launch(
         attention_backward_kernel, min(blocks * kv_heads, num_sms(q.device)),
         *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
-        described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
+        described(dk, block), described(dv, block), dk, dv, counter, turns, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,

@@ -13,8 +13,9 @@ from torch_fdattn.ops.attention.hopper.backward.tiles import (
     FIELDS_OF_PACKED,
     GROUPS,
     QUERIES,
+    read_key_tile,
 )
-from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, ring
+from torch_fdattn.ops.attention.hopper.pipeline import Place, Ring, blocks_of, place_of, ring
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 
 SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
@@ -40,12 +41,13 @@ class Slots:
     has_keys: Ring  # one slot
     has_values: Ring  # one slot
     has_dscores: Ring
+    has_sums: Ring  # a slot of each warp group
     SUBS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tiles, q, dout, k, v, lse2, delta, dscores, sums, results, has_tile, has_queries, has_dout,
-        has_keys, has_values, has_dscores, SUBS,
+        has_keys, has_values, has_dscores, has_sums, SUBS,
     ):  # fmt: skip
         self.tiles = tiles
         self.q = q
@@ -63,6 +65,7 @@ class Slots:
         self.has_keys = has_keys
         self.has_values = has_values
         self.has_dscores = has_dscores
+        self.has_sums = has_sums
         self.SUBS = gl.constexpr(SUBS)
 
 
@@ -84,11 +87,27 @@ def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr, PACKED: gl.const
         gl.allocate_shared_memory(dtype, [SLOTS * KEY_BLOCKS, ROWS, QUERIES], DSCORES),
         blocks_of(sums, GROUPS),
         blocks_of(q_blocks, KEY_BLOCKS),
-        ring(SLOTS, GROUPS),
+        ring(SLOTS, GROUPS + 1),  # the storing warp walks through them, too
         ring(SLOTS, GROUPS),
         ring(SLOTS, GROUPS),
         ring(1, GROUPS),
         ring(1, GROUPS),
         ring(SLOTS, GROUPS, GROUPS),
+        ring(GROUPS, 1),
         SUBS,
     )
+
+
+@gluon.jit
+def place_of_sums(GROUP: gl.constexpr, step):
+    """A warp group's, which it fills once a step."""
+    return Place(gl.to_tensor(GROUP), step & 1)
+
+
+@gluon.jit
+def next_tile(slots, turn, call, LAYOUT: gl.constexpr):
+    place = place_of(turn, SLOTS)
+    slots.has_tile.wait_full(place)
+    tile = read_key_tile(slots.tiles, place.slot, call, LAYOUT)
+    slots.has_tile.release(place)
+    return tile

@@ -12,7 +12,6 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS
@@ -34,18 +33,14 @@ def _reduce_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def add(dq, sums, buffer, row, GROUP: gl.constexpr):
-    """A warp group's columns of dQ, of 64 rows from the padded one on."""
+def add(buffer, sums, block, GROUP: gl.constexpr):
+    """Starts to add a warp group's columns of dQ to those of a block, of all heads' padded ones."""
     LINES: gl.constexpr = buffer.shape[0]
-    tma.store_wait(0)  # what was there before is read
-    buffer.store(_by_threads(dq))
-    fence_async_shared()
-    block = row // dq.shape[0]
     _reduce_shared_to_global(sums, [(block * GROUPS + GROUP) * LINES, 0], buffer)
 
 
 @gluon.jit
-def _by_threads(x):
+def by_threads(x):
     """An accumulator's elements in the order in which threads hold them, four of a thread side by side.
 
     Thread 4 r + c of warp w has rows 16 w + r and 16 w + r + 8, of every eight columns 2 c and 2 c + 1 (PTX ISA, wgmma).
@@ -74,7 +69,7 @@ def scaled_sums_kernel(
     block, head, batch = program_coordinates(padded_len // ROWS, heads)
     blocks_before = (batch.to(tl.int64) * heads + head) * (padded_len // ROWS) + block
     sums = tl.load(sums_ptr + blocks_before * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS))
-    # Back from the order of `_by_threads`.
+    # Back from the order of `by_threads`.
     parts = sums.reshape([GROUPS, COLUMNS // GROUPS // 8, 4, 8, 4, 2, 2])
     sums = parts.permute((2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, COLUMNS])
     first = block * ROWS

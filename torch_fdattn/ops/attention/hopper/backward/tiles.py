@@ -1,7 +1,11 @@
 """Which tile a number stands for: keys of one KV head, and the blocks of queries that see them.
 
 As `hopper/tiles.py`: numbers run through sections of heads, within a section from the first keys, which most queries see,
-to the last. Of packed sequences a tile has keys of one, cut as `ops/packed.py` says, and so has numbers that stand for no
+to the last. In the ordered form they run from the last keys to the first, the order in which tiles add to a block of
+queries: sweeps go upward over queries, and with a causal mask each tile begins at later queries than the one after it, so
+that it has added by the time the other one comes.
+
+Of packed sequences a tile has keys of one, cut as `ops/packed.py` says, and so has numbers that stand for no
 keys. Its blocks of queries count from the sequence's first query: the last one may end among those of the next sequence.
 """
 # Without `from __future__ import annotations`: aggregates ask for the types of their fields.
@@ -103,7 +107,7 @@ def key_tiles(call):
 
 
 @gluon.jit
-def key_tile_of(number, call):
+def key_tile_of(number, call, ORDERED: gl.constexpr = False):
     blocks = key_blocks(call)
     each = call.section * blocks
     section = number // each
@@ -114,6 +118,8 @@ def key_tile_of(number, call):
     heads = gl.minimum(call.section, all_heads - section * call.section)
     block = number // heads
     head = section * call.section + number - block * heads
+    if ORDERED:
+        block = blocks - 1 - block
     if call.cu_seqlens_k is not None:
         begun = begun_before(block, call.cu_seqlens_k, call.sequences, call.capacity, call.KEYS)
         keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
@@ -158,6 +164,20 @@ def key_tile_of(number, call):
     if call.cu_seqlens_k is None:
         head -= sequence * call.heads
     return KeyTile(sequence, head, first, kv_len, offset, begin, end, keys, queries, first_term)
+
+
+@gluon.jit
+def rank_of(tile, block, call):
+    """How many tiles add to a block of queries before this one does: those of later keys that visit it.
+
+    Negative where the tile visits the block though none of its queries sees the tile's keys or earlier ones: it adds zeros.
+    """
+    rank = (tile.rows_of_keys(call) + call.KEYS - 1) // call.KEYS - 1 - tile.first // call.KEYS
+    if call.HAS_RIGHT:
+        # Of the block's last query from the tile's first key.
+        distance = block * QUERIES + QUERIES - 1 + tile.offset + call.right - tile.first
+        rank = gl.where(distance < 0, -1, gl.minimum(rank, distance // call.KEYS))
+    return rank
 
 
 @gluon.jit
