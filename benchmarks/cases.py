@@ -85,12 +85,14 @@ COMPILE_CASES: tuple[CompileCase, ...] = (
     CompileCase("prefill", 2, 32, 8, 8192, 128),
     CompileCase("decode", 1, 32, 8, 32768, 128),
     CompileCase("train", 2, 16, 16, 4096, 64),
+    CompileCase("train-llama", 1, 16, 8, 8192, 128, layers=8),
+    CompileCase("train-llama", 1, 16, 8, 32768, 128, layers=8),
     CompileCase("prefill", 8, 32, 8, 2048, 128),
     CompileCase("decode", 16, 32, 8, 4096, 128),
     CompileCase("train", 8, 16, 16, 1024, 64),
     *(
         CompileCase(use, 2, 4, 2 if use != "train" else 4, 32, 16, "fp32", True)
-        for use in ("prefill", "decode", "train")
+        for use in ("prefill", "decode", "train", "train-llama")
     ),
 )
 

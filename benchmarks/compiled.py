@@ -1,10 +1,12 @@
 """Layers of transformers' models under `torch.compile`: `backend="fdattn"` beside Inductor's default, and eager.
 
-Random weights, two layers, the sizes of the real models; the model code is transformers' own, its attention "sdpa":
+Random weights, a few layers, the sizes of the real models; the model code is transformers' own, its attention "sdpa":
 
     prefill     Llama-3-8B, a 2-D padding mask of which an eighth is padding in every second sequence
     decode      Llama-3-8B, one token against a full static cache (its length is set back in every call)
     train       T5-large's encoder, forward and backward: its relative positions are an additive bias with gradient
+    train-llama a Llama of hidden size 2048, forward and backward; Inductor also with cuDNN's attention asked for, with
+                grouped heads and with keys and values repeated for each query head, whichever is faster there
 
 Forward and step by event timing behind a flushed L2, decode in a CUDA graph, and what an eager decode step costs the
 host. `compile_ms` is a first call after `torch._dynamo.reset()` with empty caches on disk, where our own kernels
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .peers import Implementation
 from .peers.base import missing
@@ -30,7 +33,6 @@ from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import CompileCase
 from .timing import RotatedGraph
 
-LAYERS = 2
 TOLERANCE = 0.03
 #: Calls of a host timing: those of the eager model must not fill the launch queue.
 HOST_CALLS = 5
@@ -43,23 +45,38 @@ class Backend(Implementation):
 
     options: dict[str, object] | None = None  # the backend's
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, attention: str = "sdpa", by_cudnn: bool = False) -> None:
+        """attention: the model's, of transformers' or `_repeated`; by_cudnn: SDPA takes cuDNN's kernels or fails."""
+        self.name, self.attention, self.by_cudnn = name, attention, by_cudnn
 
     def available(self, device: torch.device) -> str | None:
+        if self.by_cudnn and device.type != "cuda":
+            return "needs a CUDA device"
         return missing("transformers")
+
+    def uses(self, case: CompileCase) -> bool:
+        return not self.by_cudnn or case.use == "train-llama"
 
     def apply(self, fn: Callable) -> Callable:
         from torch_fdattn.compile_backend import fdattn  # by itself: a checkout has no entry points
 
         if self.name == "eager":
             return fn
-        backend = {"fdattn": fdattn}.get(self.name, self.name)
-        return torch.compile(fn, backend=backend, fullgraph=True, options=self.options)
+        backend = fdattn if self.name == "fdattn" else "inductor"
+        compiled = torch.compile(fn, backend=backend, fullgraph=True, options=self.options)
+        return functools.partial(_by_cudnn, compiled) if self.by_cudnn else compiled
+
+
+def _by_cudnn(fn: Callable, *inputs: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return fn(*inputs)
 
 
 #: The eager model first: the others are compared with what it gives.
-BACKENDS = (Backend("eager"), Backend("fdattn"), Backend("inductor"))
+BACKENDS = (
+    Backend("eager"), Backend("fdattn"), Backend("inductor"), Backend("inductor-cudnn", by_cudnn=True),
+    Backend("inductor-cudnn-repeated", "repeated", by_cudnn=True),
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
@@ -73,11 +90,15 @@ def measure(run: Run, cases: Sequence[CompileCase]) -> None:
 
 class _Measurement:
     def __init__(self, run: Run, case: CompileCase, backends: Sequence[Implementation]) -> None:
-        self.run, self.case, self.backends = run, case, backends
+        self.run, self.case = run, case
+        self.backends = [backend for backend in backends if backend.uses(case)]
         self.device = run.timer.device
         self.guard = functools.partial(run.guard, case.name)
-        torch.manual_seed(0)
-        self.fn, self.step = _USES[case.use](case, self.device)
+        #: (function, step) of each kind of attention: models of the same weights.
+        self.made: dict[str, tuple[Callable, Callable]] = {}
+        for attention in {backend.attention for backend in self.backends}:
+            torch.manual_seed(0)
+            self.made[attention] = _USES[case.use](case, self.device, attention)
 
     def measure(self) -> None:
         expected: Tensor | None = None
@@ -106,7 +127,8 @@ class _Measurement:
         self._compile_times([backend for backend in self.backends if backend.name in steps])
 
     def _made(self, backend: Backend) -> Step:
-        return functools.partial(self.step, backend.apply(self.fn))
+        fn, step = self.made[backend.attention]
+        return functools.partial(step, backend.apply(fn))
 
     def _result(self, step: Step) -> Tensor:
         found = step().float()
@@ -115,8 +137,8 @@ class _Measurement:
 
     def _times(self, steps: dict[str, Step]) -> None:
         timer, use = self.run.timer, self.case.use
-        metric = {"train": "step_ms", "prefill": "fwd_us", "decode": "graph_us"}[use]
-        scale = 1e-3 if use == "train" else 1.0
+        metric = {"prefill": "fwd_us", "decode": "graph_us"}.get(use, "step_ms")
+        scale = 1e-3 if metric == "step_ms" else 1.0
         samplers = {}
         for name, step in steps.items():
             with self.guard(name, metric):
@@ -152,15 +174,28 @@ class _Measurement:
         self.run.record(self.case.name, "compile_ms", samplers)
 
 
-def _llama(case: CompileCase, device: torch.device) -> nn.Module:
-    import transformers
+def _repeated(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, dropout=0.0, scaling=None, **_
+):
+    """Attention of transformers' models with keys and values repeated for each query head, causal."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
 
+
+def _llama(case: CompileCase, device: torch.device, attention: str) -> nn.Module:
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("repeated", _repeated)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("repeated", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     hidden = case.heads * case.head_dim
     config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=LAYERS, vocab_size=1024,
+        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=case.layers, vocab_size=1024,
         num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, head_dim=case.head_dim,
         max_position_embeddings=case.kv_len, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )  # fmt: skip
     return _built(transformers.LlamaModel, config, case, device)
 
@@ -175,8 +210,8 @@ def _tokens(case: CompileCase, length: int, device: torch.device) -> Tensor:
     return torch.randint(1024, (case.batch, length), generator=made, device=device)
 
 
-def _prefill(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
-    model, tokens = _llama(case, device), _tokens(case, case.kv_len, device)
+def _prefill(case: CompileCase, device: torch.device, attention: str) -> tuple[Callable, Callable]:
+    model, tokens = _llama(case, device, attention), _tokens(case, case.kv_len, device)
     padding = torch.ones_like(tokens)
     padding[::2, : case.kv_len // 8] = 0
 
@@ -191,10 +226,10 @@ def _prefill(case: CompileCase, device: torch.device) -> tuple[Callable, Callabl
     return fn, step
 
 
-def _decode(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
+def _decode(case: CompileCase, device: torch.device, attention: str) -> tuple[Callable, Callable]:
     import transformers
 
-    model, tokens = _llama(case, device), _tokens(case, 1, device)
+    model, tokens = _llama(case, device, attention), _tokens(case, 1, device)
     cache = transformers.StaticCache(config=model.config, max_cache_len=case.kv_len)
     cache.early_initialization(case.batch, case.kv_heads, case.head_dim, DTYPES[case.dtype], device)
     made = generator(device, 2)
@@ -215,12 +250,28 @@ def _decode(case: CompileCase, device: torch.device) -> tuple[Callable, Callable
     return fn, step
 
 
-def _train(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]:
+def _train_llama(
+    case: CompileCase, device: torch.device, attention: str
+) -> tuple[Callable, Callable]:
+    model, tokens = _llama(case, device, attention), _tokens(case, case.kv_len, device)
+
+    def fn(tokens: Tensor) -> Tensor:
+        return model(tokens, use_cache=False)[0]
+
+    def step(fn: Callable) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        fn(tokens).float().sin().mean().backward()
+        return model.layers[0].self_attn.q_proj.weight.grad
+
+    return fn, step
+
+
+def _train(case: CompileCase, device: torch.device, attention: str) -> tuple[Callable, Callable]:
     import transformers
 
     config = transformers.T5Config(
         d_model=case.heads * case.head_dim, d_kv=case.head_dim, d_ff=4 * case.heads * case.head_dim, vocab_size=1024,
-        num_layers=LAYERS, num_heads=case.heads, dropout_rate=0.0, use_cache=False, attn_implementation="sdpa",
+        num_layers=case.layers, num_heads=case.heads, dropout_rate=0.0, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
     model = _built(transformers.T5EncoderModel, config, case, device)
     tokens = _tokens(case, case.kv_len, device)
@@ -237,4 +288,4 @@ def _train(case: CompileCase, device: torch.device) -> tuple[Callable, Callable]
     return fn, step
 
 
-_USES = {"prefill": _prefill, "decode": _decode, "train": _train}
+_USES = {"prefill": _prefill, "decode": _decode, "train": _train, "train-llama": _train_llama}

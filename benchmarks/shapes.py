@@ -144,7 +144,7 @@ class DecodeCase(Case):
 
 @dataclass(frozen=True)
 class CompileCase(Case):
-    """Layers of a model under torch.compile (`compiled.py`); use: prefill, decode or train."""
+    """Layers of a model under torch.compile (`compiled.py`); use: prefill, decode, train or train-llama."""
 
     use: str
     batch: int
@@ -154,6 +154,7 @@ class CompileCase(Case):
     head_dim: int
     dtype: str = "bf16"
     tiny: bool = False
+    layers: int = 2
 
     @property
     def tags(self) -> tuple[str, ...]:

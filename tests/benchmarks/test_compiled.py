@@ -17,6 +17,7 @@ METRICS = {
     "prefill": {"fwd_us", "compile_ms"},
     "decode": {"graph_us", "host_us", "compile_ms"},
     "train": {"step_ms", "compile_ms"},
+    "train-llama": {"step_ms", "compile_ms"},
 }
 
 
@@ -43,8 +44,19 @@ def test_every_use(case, monkeypatch) -> None:
     found = figures(case, compiled.BACKENDS[:2])
     assert "error" not in found["eager"] | found["fdattn"], found
     assert set(found["fdattn"]) >= METRICS[case.use]
-    assert counters["fdattn"]["rewritten"] >= compiled.LAYERS
+    assert counters["fdattn"]["rewritten"] >= case.layers
     assert counters["fdattn"]["left"] == 0
+
+
+def test_repeated_keys_and_values_are_the_same_attention() -> None:
+    """What Inductor is also timed with."""
+    case = next(x for x in TINY if x.use == "train-llama")
+    grads = []
+    for attention in ("sdpa", "repeated"):
+        torch.manual_seed(0)
+        fn, step = compiled._train_llama(case, torch.device("cpu"), attention)
+        grads.append(step(fn))
+    torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_a_wrong_model_gives_no_figures(monkeypatch) -> None:
