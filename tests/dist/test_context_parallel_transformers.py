@@ -27,6 +27,14 @@ KINDS = {
     "Gemma3": (
         transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 16}
     ),
+    "Gemma2": (  # softcap
+        transformers.Gemma2Config, transformers.Gemma2ForCausalLM,
+        {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    ),
+    "gpt-oss": (  # sinks
+        transformers.GptOssConfig, transformers.GptOssForCausalLM,
+        {"num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
 }  # fmt: skip
 
 
@@ -80,6 +88,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
         *(("Llama", None, layout, "ring") for layout in LAYOUTS),
         *itertools.product(("Mistral", "Gemma3"), WINDOWS, LAYOUTS, ("ring",)),
         ("Gemma3", 12, "zigzag", "all_gather"),
+        *itertools.product(("Gemma2", "gpt-oss"), (3, 12), ("zigzag",), ("ring", "all_gather")),
     ],
 )
 def test_logits_and_gradients(group, rank_device, kind, window, layout, strategy):

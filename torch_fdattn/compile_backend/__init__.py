@@ -38,8 +38,8 @@ def fdattn(
 
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
-    included. A site that is none of these over as many queries as keys, or has a mask that the graph makes, dropout,
-    softcap or sinks, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was it would attend
+    included. A site that is none of these over as many queries as keys, or has a mask that the graph makes or dropout,
+    raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was it would attend
     to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
     shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
     `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees

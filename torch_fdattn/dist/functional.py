@@ -146,7 +146,8 @@ def one_sided_all_gather(x: Tensor, group: Group) -> Tensor:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, *,
     shards: SequenceShards | str = "contiguous", causal: bool = False,
-    window: tuple[int, int] | None = None, scale: float | None = None, strategy: str = "ring",
+    window: tuple[int, int] | None = None, scale: float | None = None, softcap: float = 0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -158,13 +159,15 @@ def ring_attention(
         shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
         causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
+        softcap, alibi_slopes, sinks: as `torch_fdattn.attention`, of all heads, the same on every rank.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
-        Differentiable in q, k and v, for losses that are summed over the ranks: each rank's gradients are of
-        the sum of all ranks' losses. The backward is a collective: the loss must depend on an output
+        Differentiable in q, k, v and sinks, for losses that are summed over the ranks: each rank's gradients are of
+        the sum of all ranks' losses, but that of sinks, which is of this rank's queries: like the gradients of other
+        parameters that ranks share it is to be summed over them. The backward is a collective: the loss must depend on an output
         (out or lse, not always the same) on every rank. (With "query_split", K and V's gradients are whole on every rank.)
 
     Raises:
@@ -179,9 +182,10 @@ def ring_attention(
         >>> out, lse = torch_fdattn.dist.ring_attention(q, k, v, None, shards=shards, causal=True)
         >>> out.sum().backward()  # losses of ranks add up
     """
-    scale = checks.number("scale", scale)
+    scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
     left, right = window_bounds(window)
-    checks.expect_types((("q", q), ("k", k), ("v", v)), scale=scale)
+    tensors = ("q", q), ("k", k), ("v", v)
+    checks.expect_types(tensors, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     checks.expect_bool(causal=causal)
     checks.expect_str(strategy=strategy)
     group_name = name_of(group)
@@ -190,5 +194,6 @@ def ring_attention(
         shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
-        window_left=left, window_right=right, scale=scale, strategy=strategy,
+        window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip

@@ -15,7 +15,9 @@ from torch_fdattn.compile_backend.match.operands import D, S
 from torch_fdattn.compile_backend.report import Unsupported
 
 #: What ring attention takes of `torch_fdattn.attention`'s arguments.
-_SUPPORTED = ("q", "k", "v", "causal", "window_left", "window_right", "scale")
+_SUPPORTED = (
+    "q", "k", "v", "causal", "window_left", "window_right", "scale", "softcap", "alibi_slopes", "sinks",
+)  # fmt: skip
 
 
 def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParallel) -> OpCall:
@@ -24,8 +26,7 @@ def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParall
     if context.cache is not None and sharded_cache.is_step(q.size(S), k.size(S)):
         return sharded_cache.over_shards(attention, call, context)
     _refuse(
-        mask=attention.masked, softcap=attention.softcap, sinks=attention.sinks is not None,
-        **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
+        mask=attention.masked, **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
     )  # fmt: skip
     # Without a start: that of SDPA's is_causal is 0, for tokens that a shard may hold in any order.
     structure = Structure(right=call.structure.right)
@@ -57,5 +58,5 @@ def _refuse(**given: object) -> None:
     if named:
         raise Unsupported(
             "context-parallel",
-            f"only causal, windows and scale go over ranks, got {', '.join(named)}",
+            f"only causal, windows, scale, softcap, ALiBi slopes and sinks go over ranks, got {', '.join(named)}",
         )

@@ -106,7 +106,8 @@ def context_parallel(
         seq_dims: the dim of each buffer that is the sequence.
         strategy: as `ring_attention`, "query_split" excepted.
 
-    `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over.
+    `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over,
+    with softcap, ALiBi slopes and sinks, whose gradient is of this rank's queries.
     With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
     nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.varlen_attention, decode and paged_decode: silently they would attend to
     this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
@@ -256,19 +257,23 @@ class RingMode(TorchFunctionMode):
 
     def _attention(
         self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
-        window_right=-1, kv_block=0, kv_stride=0, scale=None, **options,
+        window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
+        sinks=None, **options,
     ):  # fmt: skip
         self._refuse("attention", q, kv_lens=kv_lens, q_start=q_start, kv_start=kv_start,
                      kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         window = (window_left, window_right)
-        return ring_attention(q, k, v, causal=causal, window=window, scale=scale, **self._options)
+        return ring_attention(
+            q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+            sinks=sinks, **self._options,
+        )  # fmt: skip
 
     def _refuse(self, name: str, q: Tensor, **options: object) -> None:
         given = [
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            supported = "causal, window and scale"
+            supported = "causal, window, scale, softcap, alibi_slopes and sinks"
             self.refuse(
                 q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
             )

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.ring_attention.plan import BlockCall
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
+from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.scores import NO_SCORES, Scores, add_sinks
 
 
 class Problem(NamedTuple):
@@ -28,6 +29,7 @@ class Problem(NamedTuple):
     left: int
     right: int
     scale: float
+    scores: Scores = NO_SCORES
 
     @property
     def world_size(self) -> int:
@@ -37,6 +39,16 @@ class Problem(NamedTuple):
     def group(self) -> dist.ProcessGroup:
         """The group itself, for collectives of torch.distributed; code that is traced takes the name."""
         return distributed_c10d._resolve_process_group(self.group_name)
+
+    @property
+    def scores_of_calls(self) -> Scores:
+        """Without the sinks, which join once all keys are seen."""
+        return self.scores._replace(sinks=None)
+
+    def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
+        """Of queries and keys that lie in these runs."""
+        by_distance = self.scores.alibi_slopes is not None
+        return block_calls(q_runs, kv_runs, self.left, self.right, by_distance)
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
@@ -58,7 +70,7 @@ class State:
             keys = slice(call.kv_begin, call.kv_end)
             out, lse = torch.ops.fdattn.attention_forward(
                 q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, self._problem),
-                self._problem.scale, state_dtype(q),
+                self._problem.scale, state_dtype(q), *self._problem.scores_of_calls,
             )  # fmt: skip
             self._merge(call, out, lse)
 
@@ -80,14 +92,14 @@ class State:
         self._rows.add((call.q_begin, call.q_end))
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The fp32 (out, lse) so far; rows without keys 0 and -inf."""
+        """The fp32 (out, lse) so far, without sinks; rows without keys 0 and -inf."""
         if self._out is None:
             self._start_empty()
         return self._out, self._lse
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """(out in q's dtype and memory layout, lse)."""
-        out, lse = self.parts()
+        out, lse = add_sinks(*self.parts(), self._problem.scores.sinks)
         return torch.empty_like(self._q).copy_(out), lse
 
     def _start_empty(self) -> None:
@@ -116,7 +128,7 @@ def add_gradients(
         found = torch.ops.fdattn.attention_backward(
             dout[:, :, rows], None if dlse is None else dlse[:, :, rows],
             q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse,
-            *call_mask(call, q, problem), problem.scale, state_dtype(q),
+            *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of_calls,
         )  # fmt: skip
         dq[:, :, rows] += found[0]
         dkv[0][:, :, keys] += found[1]

@@ -20,6 +20,7 @@ from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+from torch_fdattn.ops.scores import Scores, sink_gradient
 
 STRATEGIES = {
     "ring": ring,
@@ -50,6 +51,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_qkv(q, k, v)
     checks.expect_shape("v", v, k.shape, "k")
     checks.check_scale(problem.scale)
+    checks.check_scores(*problem.scores[:3], q)
+    slopes = problem.scores.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes of ring_attention have no gradient: give alibi_slopes.detach()"
+        )
     own = problem.shards.lengths[problem.rank]
     if q.shape[2] != own:
         raise ValueError(
@@ -67,11 +74,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, problem, strategy):
-        out, lse, saved = STRATEGIES[strategy].forward(q, k, v, problem)
+    def forward(ctx, q, k, v, slopes, sinks, problem, strategy):
+        given = problem._replace(scores=Scores(problem.scores.softcap, slopes, sinks))
+        out, lse, saved = STRATEGIES[strategy].forward(q, k, v, given)
         # The first is like nothing that attention of one rank saves: a checkpoint whose backward stands outside of
         # `context_parallel`, and so makes such attention of this, sees other tensors than it had, and raises.
-        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved)
+        of_sinks = () if sinks is None else (out, lse)
+        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved, slopes, sinks, *of_sinks)
         ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
         return out, lse
@@ -79,7 +88,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("ring_attention")
-        saved = Saved(*ctx.saved_tensors[1:])
+        _, *tensors = ctx.saved_tensors
+        saved, (slopes, sinks, *results) = Saved(*tensors[:5]), tensors[5:]
+        scores = Scores(ctx.problem.scores.softcap, slopes, sinks)
         dtype = saved.q.dtype
         # Ranks may use different outputs, and one that used none must still take part in the collectives:
         # all of them travel, as zeros where they were not used.
@@ -87,13 +98,22 @@ class _RingAttention(torch.autograd.Function):
             dout = saved.q.new_zeros(ctx.shape)
         if dlse is None:
             dlse = saved.q.new_zeros(ctx.shape[:-1], dtype=ctx.lse_dtype)
-        gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, ctx.problem)
-        return *(x.to(dtype) for x in gradients), None, None
+        problem = ctx.problem._replace(scores=scores)
+        gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
+        dsinks = _sink_gradient(dout, dlse, *results, sinks) if ctx.needs_input_grad[4] else None
+        return *(x.to(dtype) for x in gradients), None, dsinks, None, None
+
+
+def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """(H,), of this rank's queries; out, lse: its results."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
+    delta = delta.masked_fill(lse == float("-inf"), 0.0)
+    return sink_gradient(sinks, lse, delta).to(sinks.dtype)
 
 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
-    window_right=-1, scale=None, strategy="ring",
+    window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     if strategy not in STRATEGIES:
@@ -106,9 +126,12 @@ def _ring_attention(
         )
     mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
     scale = default_scale(q, scale)
-    problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale)
+    scores = Scores(softcap, alibi_slopes, sinks)
+    problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale, scores)
     _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
+    if sinks is not None:
+        gradients["whether sinks need a gradient"] = sinks.requires_grad and torch.is_grad_enabled()
     check_equal_on_all_ranks(
         group_name,
         q,
@@ -119,19 +142,26 @@ def _ring_attention(
             "shards": shards,
             "causal and window": (mask.window_left, mask.window_right),
             "scale": scale,
+            "softcap": softcap,
+            "whether alibi_slopes and sinks are given": (
+                alibi_slopes is not None,
+                sinks is not None,
+            ),
             "strategy": strategy,
             **gradients,
         },
     )
     if any(gradients.values()):
-        return _RingAttention.apply(q, k, v, problem, strategy)
+        plain = problem._replace(scores=Scores(softcap))
+        return _RingAttention.apply(q, k, v, alibi_slopes, sinks, plain, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 
 
 library.define_composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
-    "float? scale=None, str strategy='ring') -> (Tensor out, Tensor lse)",
+    "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None) "
+    "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,
 )

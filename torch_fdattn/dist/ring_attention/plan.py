@@ -28,12 +28,15 @@ class BlockCall(NamedTuple):
 
 
 def block_calls(
-    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int
+    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_distance: bool = False
 ) -> list[BlockCall]:
-    """The calls for which some pair is visible under the window (left, right; -1 = unbounded)."""
+    """The calls for which some pair is visible under the window (left, right; -1 = unbounded).
+
+    by_distance: scores depend on distances (ALiBi), so each pair of runs has a call of its own with its positions.
+    """
     calls: list[BlockCall] = []
     for q_begin, q_run in _indexed(q_runs):
-        found = _calls_of_run(q_begin, q_run, kv_runs, left, right)
+        found = _calls_of_run(q_begin, q_run, kv_runs, left, right, by_distance)
         if len(found) == 1 and calls and _share_keys(calls[-1], found[0]):
             calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
         else:
@@ -50,7 +53,7 @@ def _indexed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
 
 
 def _calls_of_run(
-    q_begin: int, q: Run, kv_runs: Sequence[Run], left: int, right: int
+    q_begin: int, q: Run, kv_runs: Sequence[Run], left: int, right: int, by_distance: bool
 ) -> list[BlockCall]:
     calls: list[BlockCall] = []
     for kv_begin, kv in _indexed(kv_runs):
@@ -64,7 +67,9 @@ def _calls_of_run(
         call = BlockCall(q_begin, q_begin + q.length, kv_begin, kv_begin + kv.length)
         previous = calls[-1] if calls and calls[-1].kv_end == kv_begin else None
         full = previous is not None and previous.q_start is None
-        if above and below:
+        if by_distance:
+            calls.append(call._replace(q_start=q.start, kv_start=kv.start))
+        elif above and below:
             if full:
                 calls[-1] = previous._replace(kv_end=call.kv_end)
             else:

@@ -27,7 +27,6 @@ from torch_fdattn.dist.ring_attention.local import (
     add_gradients,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import block_calls
 
 
 class _Hop:
@@ -81,9 +80,7 @@ def _source(problem: Problem, step: int) -> int:
 
 def _calls(problem: Problem, step: int):
     ranks = problem.shards.ranks
-    return block_calls(
-        ranks[problem.rank], ranks[_source(problem, step)], problem.left, problem.right
-    )
+    return problem.calls(ranks[problem.rank], ranks[_source(problem, step)])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:

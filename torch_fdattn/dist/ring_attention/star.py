@@ -18,15 +18,17 @@ from torch_fdattn.dist.ring_attention.local import (
     Saved,
     State,
     add_gradients,
+    state_dtype,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
+from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
+from torch_fdattn.ops.scores import add_sinks
 
 
 def _calls(problem: Problem) -> list[BlockCall]:
     everything = [Run(0, problem.shards.total)]
-    return block_calls(everything, problem.shards.ranks[problem.rank], problem.left, problem.right)
+    return problem.calls(everything, problem.shards.ranks[problem.rank])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
@@ -34,7 +36,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
     state = State(all_queries, problem)
     state.add(k, v, _calls(problem))
     group = MergeGroup(problem.group_name, problem.rank, problem.world_size)
-    out, lse = merge(*state.parts(), q.dtype, group)
+    sinks = problem.scores.sinks
+    # Sinks join what is not rounded yet.
+    out, lse = merge(*state.parts(), q.dtype if sinks is None else state_dtype(q), group)
+    out, lse = add_sinks(out, lse, sinks)
+    out = out.to(q.dtype)
     saved = Saved(all_queries, k, v, out, lse)
     own_out, own_lse = (problem.shards.shard(x, problem.rank, dim=2) for x in (out, lse))
     return torch.empty_like(q).copy_(own_out), own_lse.clone(), saved

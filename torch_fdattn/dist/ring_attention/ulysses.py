@@ -60,5 +60,14 @@ def _to_tokens(x: Tensor, problem: Problem) -> Tensor:
 
 
 def _one_rank(problem: Problem) -> Problem:
-    """The same problem for ranks that hold the whole sequence."""
-    return problem._replace(rank=0, shards=SequenceShards.contiguous(problem.shards.total, 1))
+    """The same problem for ranks that hold the whole sequence, of some heads."""
+
+    def own(x: Tensor | None) -> Tensor | None:
+        """Of a number for each head: those of this rank's heads."""
+        return None if x is None else x.chunk(problem.world_size, dim=-1)[problem.rank]
+
+    scores = problem.scores._replace(
+        alibi_slopes=own(problem.scores.alibi_slopes), sinks=own(problem.scores.sinks)
+    )
+    shards = SequenceShards.contiguous(problem.shards.total, 1)
+    return problem._replace(rank=0, shards=shards, scores=scores)

@@ -16,13 +16,13 @@ from torch_fdattn.dist.ring_attention.local import (
     call_mask,
     zero_gradients,
 )
-from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
+from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
 def _calls(problem: Problem) -> list[BlockCall]:
     everything = [Run(0, problem.shards.total)]
-    return block_calls(problem.shards.ranks[problem.rank], everything, problem.left, problem.right)
+    return problem.calls(problem.shards.ranks[problem.rank], everything)
 
 
 def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -32,8 +32,9 @@ def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple
         call = calls[0]
         keys = slice(call.kv_begin, call.kv_end)
         return torch.ops.fdattn.attention_forward(
-            q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None
-        )
+            q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
+            *problem.scores,
+        )  # fmt: skip
     state = State(q, problem)
     state.add(k, v, calls)
     return state.finish()
