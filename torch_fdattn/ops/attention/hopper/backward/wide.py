@@ -178,7 +178,11 @@ def _step(
     else:
         columns = slots.columns.index(place.slot).reshape([QUERIES, D])
         if changes.softcap is not None:
-            weights *= changes.slope_of_cap(capped)
+            slope_of_cap = changes.slope_of_cap(capped)
+            if call.kv_lens is not None:
+                # 0 for NaN, which keys beyond the length may have given, whose weights are 0.
+                slope_of_cap = gl.maximum(slope_of_cap, 0.0)
+            weights *= slope_of_cap
         if not OF_QUERIES:
             delta = gl.expand_dims(slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES)), 0)
         dp = warpgroup_mma_wait(0, deps=(dp,))
