@@ -157,6 +157,25 @@ def test_lengths_beyond_which_is_nan(ordered, causal, head_dim):
 
 
 @HEAD_DIMS
+def test_a_softcap_with_lengths_beyond_which_is_nan(head_dim):
+    q, k, v = (normal(2, h, 600, head_dim) for h in (4, 2, 2))
+    lens = [70, 300]
+    kept = [x.double() for x in (q, k, v)]
+    for x, (b, n) in itertools.product((k, v), enumerate(lens)):
+        x[b, :, n:] = torch.nan
+    for x, (b, n) in itertools.product(kept[1:], enumerate(lens)):
+        x[b, :, n:] = 0.0
+    mask = Mask(int32(*lens, device="cuda"))
+    out, lse = torch_fdattn.attention(q, k, v, mask.kv_lens, softcap=1.5)
+    dout = torch.randn_like(out)
+    found = gradients(dout, None, q, k, v, out, lse, mask, Scores(1.5))
+    doubles = [x.requires_grad_() for x in kept]
+    exact = attention_oracle(*doubles, lens, softcap=1.5)[0]
+    for grad, right in zip(found, torch.autograd.grad(exact, doubles, dout.double()), strict=True):
+        assert (grad.double() - right).norm() <= 1e-2 * right.norm()
+
+
+@HEAD_DIMS
 @pytest.mark.parametrize("shape", [(256, 256), (300, 1000)])
 def test_gradients_in_float32(shape, head_dim):
     """As steps of ring attention ask for."""
