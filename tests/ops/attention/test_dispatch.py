@@ -173,6 +173,20 @@ def test_deterministic_backwards_have_turns_on_hopper(ask, monkeypatch) -> None:
     assert (None if turns is None else turns.shape) == (None if ask is None else (2, 4, 4))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "sequences", "kernel"),
+    [(128, 5000, 4, "hopper"), (160, 5000, 4, "triton"), (128, 100, 20, "hopper"), (128, 5000, 400, "triton")],
+)  # fmt: skip
+def test_packed_backwards(head_dim, tokens, sequences, kernel, monkeypatch) -> None:
+    """Not of wide heads, and not of many short sequences, whose sums of dQ would be padding."""
+    q = torch.empty(1, 4, tokens, head_dim, dtype=torch.bfloat16)
+    monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
+    monkeypatch.setattr(dispatch, "_rows", lambda *_: tuple(x for x in TABLE if "sm_90" in x.hardware and "backward" in x.directions))  # fmt: skip
+    packed = Packed(torch.zeros(sequences + 1, dtype=torch.int32))
+    options = AttentionOptions(Mask(), 0.1)
+    assert dispatch.choose("backward", q, q, q, options, packed) == kernel
+
+
 def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
     mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)

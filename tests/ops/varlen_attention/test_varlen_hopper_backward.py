@@ -287,6 +287,39 @@ def test_the_op_comes_here_each_time():
     assert gradients(out, dout[:1, :1].expand(dout.shape), q, k, v)[1] == PORTABLE
 
 
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_wide_heads_are_the_portable_kernels(head_dim):
+    lens = (300, 1, 200)
+    q, k, v = (tokens(lens, h, head_dim).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
+    out = torch_fdattn.varlen_attention(q, k, v, begins(lens), causal=True)
+    dout = torch.randn_like(out[0])
+    found, made = gradients(out, dout, q, k, v)
+    assert made == PORTABLE
+    for *own, spread, dq, dk, dv in zip(
+        *(x.split(lens) for x in (q, k, v, dout, *found)), strict=True
+    ):
+        doubles = [x.detach().double().transpose(0, 1)[None].requires_grad_() for x in own]
+        exact = attention_oracle(*doubles, causal=True)[0]
+        expected = torch.autograd.grad(exact, doubles, spread.double().transpose(0, 1)[None])
+        for grad, right in zip((dq, dk, dv), expected, strict=True):
+            right = right[0].transpose(0, 1)
+            assert (grad.double() - right).norm() <= 1e-2 * right.norm() + 1e-6 * spread.norm()
+
+
+def test_ordered_sums_where_lengths_do_not_grow():
+    """Whatever comes out, it comes."""
+    q, k, v = (normal(400, h, 128).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
+    out = torch_fdattn.varlen_attention(
+        q, k, v, int32(0, 100, 200, 400, device="cuda"), int32(0, 300, 100, 400, device="cuda")
+    )
+    torch_fdattn.set_deterministic(True)
+    try:
+        gradients(out, torch.randn_like(out[0]), q, k, v)
+        torch.cuda.synchronize()
+    finally:
+        torch_fdattn.set_deterministic(False)
+
+
 def test_gradients_of_slopes_are_the_portable_kernels():
     slopes = (torch.rand(HEADS, device="cuda") / 8).requires_grad_()
     q, k, v = (tokens(LENGTHS, h, 128).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))

@@ -68,7 +68,7 @@ def _fits_hopper_backward(
 ) -> bool:
     from torch_fdattn.ops.attention.hopper.backward.launch import takes
 
-    return not tuning.state.active and takes(q, k, v, options)
+    return not tuning.state.active and takes(q, k, v, options, packed)
 
 
 _BOTH = ("forward", "backward")

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
@@ -38,9 +39,16 @@ def takes(
     return (
         options.scores.attn_mask is None
         and options.dropout.p == 0
-        and (packed is None or (packed.page_table is None and q.shape[3] <= HEAD_DIMS[-1]))
+        and (packed is None or _takes_packed(q, packed))
         and forward_takes(q, k, v, options, packed)
     )
+
+
+def _takes_packed(q: Tensor, packed: Packed) -> bool:
+    """Up to head dim 128, and where the padding of each sequence's sums of dQ is no memory to speak of."""
+    padding = (packed.sequences + 2) * PADDING.value
+    is_small = padding <= max(2 * q.shape[2], 4096)
+    return packed.page_table is None and q.shape[3] <= HEAD_DIMS[-1] and is_small
 
 
 def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
@@ -83,6 +91,7 @@ def hopper_backward_launches(
     """
     batch, heads, q_len, head_dim = q.shape
     if sums is None:
+        assert packed is None
         yield from wide_launches(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, rows, counter)
         return
     kv_heads, capacity = k.shape[1:3]
