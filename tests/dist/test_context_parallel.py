@@ -36,7 +36,7 @@ def test_shard_and_unshard(group, rank_device) -> None:
     with pytest.raises(ValueError, match="x must have 21 positions in dim 1, got 20"):
         shard_batch(group, shards, tokens[:, 1:])
     with pytest.raises(ValueError, match="parts must have"):
-        unshard_batch(group, shards, tokens)
+        unshard_batch(group, shards, own[:, 1:])
 
 
 def test_attention_calls_inside_are_ring_attention(group, rank_device) -> None:
@@ -94,8 +94,10 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
             torch_fdattn.decode(x, x, x)
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             torch_fdattn.decode(x, x, x, out=(torch.empty_like(x), x.new_empty(1, 1, 8)))
-        with pytest.raises(NotImplementedError, match="this rank's tokens only"):
+        with pytest.raises(ValueError, match="cu_seqlens must begin with 0, end with the"):
             torch_fdattn.varlen_attention(*[x[0].transpose(0, 1)] * 3, lens)
+        with pytest.raises(NotImplementedError, match="got kv_lens"):
+            torch_fdattn.varlen_attention(*[x[0].transpose(0, 1)] * 3, lens, kv_lens=lens)
         table, lens = torch.zeros(2, 1, 1, device=rank_device, dtype=torch.int32).unbind()
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             torch_fdattn.paged_decode(x, x, x, table, lens[0])

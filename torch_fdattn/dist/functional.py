@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -147,7 +149,8 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, *,
     shards: SequenceShards | str = "contiguous", causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float = 0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, strategy: str = "ring",
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -160,6 +163,9 @@ def ring_attention(
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
         causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
         softcap, alibi_slopes, sinks: as `torch_fdattn.attention`, of all heads, the same on every rank.
+        cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
+            whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
+            needed on the host: a tensor of a GPU is waited for.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
@@ -195,5 +201,18 @@ def ring_attention(
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks,
+        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens),
     )  # fmt: skip
+
+
+def _numbers(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
+    if cu_seqlens is None:
+        return []
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.tolist()
+    if not isinstance(cu_seqlens, (list, tuple)) or not all(type(x) is int for x in cu_seqlens):
+        raise TypeError(
+            "cu_seqlens must be an integer tensor of one dimension, a list of ints or None, got "
+            f"{cu_seqlens!r}"
+        )
+    return list(cu_seqlens)

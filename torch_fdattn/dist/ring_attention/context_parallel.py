@@ -14,6 +14,7 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -109,8 +110,9 @@ def context_parallel(
     `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over,
     with softcap, ALiBi slopes and sinks, whose gradient is of this rank's queries.
     With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
-    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.varlen_attention, decode and paged_decode: silently they would attend to
-    this rank's tokens only. That is what other attention does (`flex_attention`, kernels of other libraries).
+    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to
+    this rank's tokens only. `torch_fdattn.varlen_attention` on this rank's tokens (S_r, H, D) takes cu_seqlens_q of the
+    whole sequence, the same on every rank: documents may lie over ranks' borders. That is what other attention does (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
 
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
@@ -155,7 +157,7 @@ _LOCAL_ATTENTION = (
     torch.ops.aten.scaled_dot_product_attention.default,
     *(
         overload
-        for name in ("varlen_attention", "decode", "paged_decode", "decode_out", "paged_decode_out")
+        for name in ("decode", "paged_decode", "decode_out", "paged_decode_out")
         for op in [getattr(torch.ops.fdattn, name)]
         for overload in (op, op.default)
     ),
@@ -206,6 +208,7 @@ class RingMode(TorchFunctionMode):
         check_strategy(strategy, "context_parallel")
         self._group_name, self._shards = group_name, shards
         self._options = dict(group=group_name, shards=shards, strategy=strategy)
+        self._documents: tuple[weakref.ref[Tensor], int, list[int]] | None = None
 
     @property
     def total(self) -> int:
@@ -233,6 +236,8 @@ class RingMode(TorchFunctionMode):
             return self._sdpa(*args, **kwargs)
         if func in (torch.ops.fdattn.attention, torch.ops.fdattn.attention.default):
             return self._attention(*args, **kwargs)
+        if func in (torch.ops.fdattn.varlen_attention, torch.ops.fdattn.varlen_attention.default):
+            return self._varlen_attention(*args, **kwargs)
         if func in _LOCAL_ATTENTION:
             name = getattr(func, "__name__", str(func))
             raise NotImplementedError(
@@ -267,6 +272,30 @@ class RingMode(TorchFunctionMode):
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
             sinks=sinks, **self._options,
         )  # fmt: skip
+
+    def _varlen_attention(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k=None, page_table=None, kv_lens=None, q_start=None,
+        kv_start=None, *, causal=False, window_left=-1, window_right=-1, kv_block=0, kv_stride=0, scale=None,
+        softcap=0.0, alibi_slopes=None, sinks=None, layout="bhsd", **options,
+    ):  # fmt: skip
+        """Of this rank's tokens (S_r, H, D), and the documents of all tokens."""
+        keys = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+        self._refuse("varlen_attention", q, cu_seqlens_k=keys, page_table=page_table, kv_lens=kv_lens, q_start=q_start,
+                     kv_start=kv_start, kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
+        out, lse = ring_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=(window_left, window_right),
+            scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            cu_seqlens=self._numbers(cu_seqlens_q), **self._options,
+        )  # fmt: skip
+        return out[0].transpose(0, 1), lse[0]
+
+    def _numbers(self, cu_seqlens: Tensor) -> list[int]:
+        """On the host: read once where all layers are given one tensor."""
+        last = self._documents
+        if last is None or last[0]() is not cu_seqlens or last[1] != cu_seqlens._version:
+            last = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
+            self._documents = last
+        return last[2]
 
     def _refuse(self, name: str, q: Tensor, **options: object) -> None:
         given = [

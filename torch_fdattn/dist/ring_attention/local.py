@@ -30,6 +30,7 @@ class Problem(NamedTuple):
     right: int
     scale: float
     scores: Scores = NO_SCORES
+    documents: tuple[int, ...] = ()  # where each begins, and where the last one ends
 
     @property
     def world_size(self) -> int:
@@ -48,7 +49,7 @@ class Problem(NamedTuple):
     def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
         """Of queries and keys that lie in these runs."""
         by_distance = self.scores.alibi_slopes is not None
-        return block_calls(q_runs, kv_runs, self.left, self.right, by_distance)
+        return block_calls(q_runs, kv_runs, self.left, self.right, by_distance, self.documents)
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ dk, dv`. Rank, world size and shards are arguments, because torch keys its compi
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ def partition(numbers: tuple[int, ...]) -> SequenceShards:
             )
         end = run.end
     return shards
+
+
+def check_documents(documents: tuple[int, ...], total: int) -> None:
+    ends = (documents[0], documents[-1]) if documents else (0, total)
+    if ends != (0, total) or any(a > b for a, b in itertools.pairwise(documents)):
+        raise ValueError(
+            f"cu_seqlens must begin with 0, end with the {total} tokens of all ranks and not fall between, "
+            f"got {list(documents)}"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> None:
@@ -114,6 +124,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None,
+    documents=(),
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     if strategy not in STRATEGIES:
@@ -127,7 +138,9 @@ def _ring_attention(
     mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
     scale = default_scale(q, scale)
     scores = Scores(softcap, alibi_slopes, sinks)
-    problem = Problem(group_name, rank, shards, mask.window_left, mask.window_right, scale, scores)
+    documents = tuple(int(x) for x in documents)
+    window = mask.window_left, mask.window_right
+    problem = Problem(group_name, rank, shards, *window, scale, scores, documents)
     _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
     if sinks is not None:
@@ -140,7 +153,8 @@ def _ring_attention(
             "k's heads": k.shape[1],
             "the dtype": q.dtype,
             "shards": shards,
-            "causal and window": (mask.window_left, mask.window_right),
+            "cu_seqlens": documents,
+            "causal and window": window,
             "scale": scale,
             "softcap": softcap,
             "whether alibi_slopes and sinks are given": (
@@ -151,6 +165,7 @@ def _ring_attention(
             **gradients,
         },
     )
+    check_documents(documents, shards.total)  # the same on all ranks, so that none waits
     if any(gradients.values()):
         plain = problem._replace(scores=Scores(softcap))
         return _RingAttention.apply(q, k, v, alibi_slopes, sinks, plain, strategy)
@@ -160,7 +175,8 @@ def _ring_attention(
 library.define_composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
-    "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None) "
+    "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "SymInt[] documents=[]) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

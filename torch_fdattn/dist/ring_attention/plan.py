@@ -7,6 +7,7 @@ of each other share one.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,16 +28,30 @@ class BlockCall(NamedTuple):
     kv_start: int | None = None
 
 
+class _Piece(NamedTuple):
+    """Positions next to each other, of one document, and where they begin in the tensors."""
+
+    begin: int
+    run: Run
+    document: int
+
+
 def block_calls(
-    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_distance: bool = False
-) -> list[BlockCall]:
+    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_distance: bool = False,
+    documents: Sequence[int] = (),
+) -> list[BlockCall]:  # fmt: skip
     """The calls for which some pair is visible under the window (left, right; -1 = unbounded).
 
     by_distance: scores depend on distances (ALiBi), so each pair of runs has a call of its own with its positions.
+    documents: where each begins, and where the last one ends; positions of different ones do not see each other.
     """
     calls: list[BlockCall] = []
-    for q_begin, q_run in _indexed(q_runs):
-        found = _calls_of_run(q_begin, q_run, kv_runs, left, right, by_distance)
+    keys: dict[int, list[_Piece]] = {}
+    for piece in _pieces(kv_runs, documents):
+        keys.setdefault(piece.document, []).append(piece)
+    for piece in _pieces(q_runs, documents):
+        of_document = keys.get(piece.document, [])
+        found = _calls_of_run(piece.begin, piece.run, of_document, left, right, by_distance)
         if len(found) == 1 and calls and _share_keys(calls[-1], found[0]):
             calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
         else:
@@ -44,19 +59,25 @@ def block_calls(
     return calls
 
 
-def _indexed(runs: Sequence[Run]) -> list[tuple[int, Run]]:
+def _pieces(runs: Sequence[Run], documents: Sequence[int]) -> list[_Piece]:
+    """Runs, cut where documents begin."""
     begin, found = 0, []
     for run in runs:
-        found.append((begin, run))
+        start = run.start
+        while start < run.end:
+            document = bisect.bisect_right(documents, start)
+            end = min(run.end, documents[document]) if document < len(documents) else run.end
+            found.append(_Piece(begin + start - run.start, Run(start, end - start), document))
+            start = end
         begin += run.length
     return found
 
 
 def _calls_of_run(
-    q_begin: int, q: Run, kv_runs: Sequence[Run], left: int, right: int, by_distance: bool
+    q_begin: int, q: Run, keys: Sequence[_Piece], left: int, right: int, by_distance: bool
 ) -> list[BlockCall]:
     calls: list[BlockCall] = []
-    for kv_begin, kv in _indexed(kv_runs):
+    for kv_begin, kv, _ in keys:
         last_query, last_key = q.end - 1, kv.end - 1
         if (right >= 0 and kv.start > last_query + right) or (
             left >= 0 and last_key < q.start - left

@@ -1,0 +1,125 @@
+"""Packed documents in `dist.ring_attention` against attention on one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_fdattn
+from torch_fdattn.dist import SequenceShards, context_parallel, ring_attention, shard_batch
+from torch_fdattn.dist.ring_attention.plan import block_calls
+
+from .test_ring_attention import STRATEGIES, drawn_shards
+
+
+def drawn_documents(rng: random.Random, total: int) -> list[int]:
+    """Where documents begin, empty ones too, and where the last one ends."""
+    return [0, *sorted(rng.randint(0, total) for _ in range(rng.randint(0, 6))), total]
+
+
+def same_document(documents: list[int]) -> torch.Tensor:
+    """(total, total): whether two positions are of one document."""
+    ends = torch.tensor(documents[1:])
+    document = torch.bucketize(torch.arange(documents[-1]), ends, right=True)
+    return document[:, None] == document
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn(group, rank_device, seed, strategy) -> None:
+    rng = random.Random(f"documents {seed} {strategy}")
+    torch.manual_seed(seed)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    heads, total = 2 * world, rng.choice([7, 24, 61])
+    shards, documents = drawn_shards(rng, total, world), drawn_documents(rng, total)
+    window = rng.choice([None, None, (rng.randint(0, 30), 0)])
+    options = dict(causal=window is not None or rng.random() < 0.6, window=window)
+    slopes = torch.rand(heads) if rng.random() < 0.3 else None
+    sinks = torch.randn(heads) if rng.random() < 0.3 else None
+    inputs = [torch.randn(2, h, total, 16, device=rank_device) for h in (heads, world, world)]
+    douts = torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0])
+    wide = [x.double().cpu().requires_grad_() for x in inputs]
+    scores = dict(alibi_slopes=slopes, sinks=sinks)
+    mask = same_document(documents)
+    exact = torch_fdattn.attention(*wide, attn_mask=mask, **options, **scores)
+    exact_grads = torch.autograd.grad(exact, wide, [x.double().cpu() for x in douts])
+
+    own = [shards.shard(x, rank, 2).clone().requires_grad_() for x in inputs]
+    if strategy == "query_split":
+        own[1:] = [x.clone().requires_grad_() for x in inputs[1:]]
+    scores = {x: None if y is None else y.to(rank_device) for x, y in scores.items()}
+    given = torch.tensor(documents, dtype=torch.int32, device=rank_device) if seed % 2 else documents  # fmt: skip
+    found = ring_attention(*own, group, shards=shards, strategy=strategy, cu_seqlens=given, **options, **scores)  # fmt: skip
+    grads = torch.autograd.grad(found, own, [shards.shard(x, rank, 2) for x in douts])
+    # With query_split the gradients of K and V are whole on every rank.
+    sharded = 3 if strategy == "query_split" else 5
+    results = zip((*found, *grads), (*exact, *exact_grads), strict=True)
+    for i, (value, right) in enumerate(results):
+        right = right.detach() if i >= sharded else shards.shard(right.detach(), rank, 2)
+        torch.testing.assert_close(value.double().cpu(), right, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_varlen_attention_in_context_parallel(group, rank_device, strategy) -> None:
+    """A model of packed documents, unchanged, with gradients; documents over ranks' borders."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    total = 20 * world
+    shards = SequenceShards.zigzag(total, world)
+    begins = torch.tensor([0, 3, 3, total // 2 + 1, total], dtype=torch.int32, device=rank_device)
+    inputs = [torch.randn(total, h, 16, device=rank_device) for h in (4, 2, 2)]
+    dout = torch.randn_like(inputs[0])
+    whole = [x.clone().requires_grad_() for x in inputs]
+    out, lse = torch_fdattn.varlen_attention(*whole, begins, causal=True)
+    expected = torch.autograd.grad(out, whole, dout)
+    own = [x.requires_grad_() for x in shard_batch(group, shards, *inputs, dim=0)]
+    with context_parallel(group, shards=shards, strategy=strategy):
+        found, found_lse = torch_fdattn.varlen_attention(*own, begins, causal=True)
+        grads = torch.autograd.grad(found, own, shards.shard(dout, rank, 0))
+    torch.testing.assert_close(found, shards.shard(out, rank, 0))
+    torch.testing.assert_close(found_lse, shards.shard(lse, rank, 1))
+    for value, right in zip(grads, expected, strict=True):
+        torch.testing.assert_close(value, shards.shard(right, rank, 0))
+
+
+def test_documents_that_do_not_meet_make_no_calls() -> None:
+    """Of documents of 8 tokens on ranks of 16, each rank calls for its own alone."""
+    shards = SequenceShards.contiguous(64, 4)
+    documents = range(0, 65, 8)
+    for queries in range(4):
+        for keys in range(4):
+            runs = shards.ranks[queries], shards.ranks[keys]
+            calls = block_calls(*runs, -1, 0, documents=documents)
+            assert len(calls) == (2 if queries == keys else 0)
+    assert len(block_calls(shards.ranks[1], shards.ranks[0], -1, 0, documents=(0, 30, 64))) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ([0, 5], ValueError, r"cu_seqlens must begin with 0, end with the \d+ tokens of all ranks"),
+        ("short", TypeError, "cu_seqlens must be an integer tensor of one dimension, a list of ints or None"),
+        ([0, 1.5], TypeError, "cu_seqlens must be an integer tensor"),
+        (torch.zeros(2, 2), TypeError, "cu_seqlens must be an integer tensor"),
+    ],
+)  # fmt: skip
+def test_wrong_documents(group, rank_device, given, kind, text) -> None:
+    x = torch.randn(1, 2, 8, 16, device=rank_device)
+    with pytest.raises(kind, match=text):
+        ring_attention(x, x, x, group, cu_seqlens=given)
+    falling = [0, 7, 3, 8 * dist.get_world_size()]
+    with pytest.raises(ValueError, match="not fall between"):
+        ring_attention(x, x, x, group, cu_seqlens=falling)
+
+
+def test_ranks_that_disagree_are_named_on_every_rank(group, rank_device) -> None:
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    x = torch.randn(1, 2, 8, 16, device=rank_device)
+    documents = [0, 3 + dist.get_rank(), 8 * dist.get_world_size()]
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens must be the same on all ranks, got .* on rank 1"
+    ):
+        ring_attention(x, x, x, group, cu_seqlens=documents, scale=0.219)  # of this test
