@@ -112,3 +112,45 @@ def test_zigzag_makes_few_calls(world):
     for q_rank, kv_rank in itertools.product(range(world), repeat=2):
         calls = block_calls(shards.ranks[q_rank], shards.ranks[kv_rank], -1, 0)
         assert len(calls) <= (2 if q_rank == kv_rank else 1), (q_rank, kv_rank, calls)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_balanced_shards(world, causal) -> None:
+    """Ranks differ by at most a chunk's tokens, and by a few per cent in the pairs that they see."""
+    rng = random.Random(world)
+    for _ in range(5):
+        total = rng.randint(600, 1500)
+        documents = [0, *sorted(rng.randint(0, total) for _ in range(rng.randint(0, 12))), total]
+        window = rng.choice([None, (rng.randint(50, 900), 0 if causal else 40)])
+        options = dict(cu_seqlens=documents, causal=causal, window=window)
+        shards = SequenceShards.balanced(total, world, **options)
+        assert sorted(torch.cat([shards.positions(r) for r in range(world)]).tolist()) == list(range(total))  # fmt: skip
+        assert max(shards.lengths) - min(shards.lengths) <= total / (8 * world) + 1
+        document = torch.bucketize(torch.arange(total), torch.tensor(documents[1:]), right=True)
+        mask = document[:, None] == document
+        distance = torch.arange(total)[:, None] - torch.arange(total)
+        left, right = window or (-1, -1)
+        right = 0 if causal else right
+        if left >= 0:
+            mask &= distance <= left
+        if right >= 0:
+            mask &= -distance <= right
+        pairs = mask.sum(1)
+        work = [int(pairs[shards.positions(r)].sum()) for r in range(world)]
+        assert max(work) <= 1.1 * sum(work) / world
+    assert SequenceShards.balanced(0, world).total == 0
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, end with 10"):
+        SequenceShards.balanced(10, world, cu_seqlens=[0, 9])
+
+
+def test_documents_that_do_not_meet_make_no_calls() -> None:
+    """Of documents of 8 tokens on ranks of 16, each rank calls for its own alone."""
+    shards = SequenceShards.contiguous(64, 4)
+    documents = range(0, 65, 8)
+    for queries in range(4):
+        for keys in range(4):
+            runs = shards.ranks[queries], shards.ranks[keys]
+            calls = block_calls(*runs, -1, 0, documents=documents)
+            assert len(calls) == (2 if queries == keys else 0)
+    assert len(block_calls(shards.ranks[1], shards.ranks[0], -1, 0, documents=(0, 30, 64))) == 1

@@ -86,7 +86,7 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
         lens = torch.tensor([3], device=rank_device, dtype=torch.int32)
         with pytest.raises(NotImplementedError, match="got kv_lens"):
-            torch_fdattn.attention(x, x, x, lens)
+            torch_fdattn.attention(x, x, x, lens, causal=True)
         layer = nn.MultiheadAttention(16, 1, device=rank_device)
         with pytest.raises(NotImplementedError, match="this rank's tokens only"):
             layer(x[0], x[0], x[0])

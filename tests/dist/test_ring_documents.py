@@ -1,4 +1,4 @@
-"""Packed documents in `dist.ring_attention` against attention on one process."""
+"""Packed documents and padding in `dist.ring_attention` against attention on one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, context_parallel, ring_attention, shard_batch
-from torch_fdattn.dist.ring_attention.plan import block_calls
 
 from .test_ring_attention import STRATEGIES, drawn_shards
 
@@ -41,15 +40,23 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
     sinks = torch.randn(heads) if rng.random() < 0.3 else None
     inputs = [torch.randn(2, h, total, 16, device=rank_device) for h in (heads, world, world)]
     douts = torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0])
+    lens = [rng.randint(0, total), total] if rng.random() < 0.4 else None
+    if lens is not None:
+        for x in inputs[1:]:
+            x[0, :, lens[0] :] = torch.nan
+        lens = torch.tensor(lens, dtype=torch.int32)
     wide = [x.double().cpu().requires_grad_() for x in inputs]
     scores = dict(alibi_slopes=slopes, sinks=sinks)
     mask = same_document(documents)
-    exact = torch_fdattn.attention(*wide, attn_mask=mask, **options, **scores)
+    # Queries stand where they are, whatever the length.
+    starts = torch.zeros(2, dtype=torch.int32)
+    exact = torch_fdattn.attention(*wide, lens, q_start=starts, attn_mask=mask, **options, **scores)
     exact_grads = torch.autograd.grad(exact, wide, [x.double().cpu() for x in douts])
 
     own = [shards.shard(x, rank, 2).clone().requires_grad_() for x in inputs]
     if strategy == "query_split":
         own[1:] = [x.clone().requires_grad_() for x in inputs[1:]]
+    scores["kv_lens"] = lens
     scores = {x: None if y is None else y.to(rank_device) for x, y in scores.items()}
     given = torch.tensor(documents, dtype=torch.int32, device=rank_device) if seed % 2 else documents  # fmt: skip
     found = ring_attention(*own, group, shards=shards, strategy=strategy, cu_seqlens=given, **options, **scores)  # fmt: skip
@@ -84,16 +91,16 @@ def test_varlen_attention_in_context_parallel(group, rank_device, strategy) -> N
         torch.testing.assert_close(value, shards.shard(right, rank, 0))
 
 
-def test_documents_that_do_not_meet_make_no_calls() -> None:
-    """Of documents of 8 tokens on ranks of 16, each rank calls for its own alone."""
-    shards = SequenceShards.contiguous(64, 4)
-    documents = range(0, 65, 8)
-    for queries in range(4):
-        for keys in range(4):
-            runs = shards.ranks[queries], shards.ranks[keys]
-            calls = block_calls(*runs, -1, 0, documents=documents)
-            assert len(calls) == (2 if queries == keys else 0)
-    assert len(block_calls(shards.ranks[1], shards.ranks[0], -1, 0, documents=(0, 30, 64))) == 1
+def test_padding_in_context_parallel(group, rank_device) -> None:
+    """Of an encoder: lengths of the full sequences; with a causal mask they would say where queries stand."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    inputs = [torch.randn(2, 2, 8 * world, 16, device=rank_device) for _ in range(3)]
+    lens = torch.tensor([3, 8 * world - 1], dtype=torch.int32, device=rank_device)
+    expected = torch_fdattn.attention(*inputs, lens)[0]
+    with context_parallel(group, shards=shards):
+        found = torch_fdattn.attention(*(shards.shard(x, rank, 2) for x in inputs), lens)[0]
+    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
 
 
 @pytest.mark.parametrize(

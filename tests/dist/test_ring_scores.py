@@ -192,7 +192,7 @@ def test_ranks_that_disagree_are_named_on_every_rank(group, rank_device, what) -
     options = dict(scale=0.217, softcap=2.0 if odd and what == "softcap" else 3.0)  # of this test
     if what == "gradient" or (odd and what == "sinks"):
         options["sinks"] = sinks
-    text = {"sinks": "whether alibi_slopes and sinks are given", "gradient": "sinks"}.get(
+    text = {"sinks": "which of alibi_slopes, sinks and kv_lens are given", "gradient": "sinks"}.get(
         what, what
     )
     with pytest.raises(

@@ -150,7 +150,7 @@ def ring_attention(
     shards: SequenceShards | str = "contiguous", causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None, strategy: str = "ring",
+    cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -166,6 +166,8 @@ def ring_attention(
         cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
             whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
             needed on the host: a tensor of a GPU is waited for.
+        kv_lens: int32 (B,), the same on every rank: positions of the whole sequence from there on are padding, which no
+            query sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0).
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
@@ -191,7 +193,7 @@ def ring_attention(
     scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
-    checks.expect_types(tensors, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
+    checks.expect_types(tensors, (kv_lens,), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
     checks.expect_bool(causal=causal)
     checks.expect_str(strategy=strategy)
     group_name = name_of(group)
@@ -201,7 +203,7 @@ def ring_attention(
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens),
+        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens), kv_lens=kv_lens,
     )  # fmt: skip
 
 

@@ -265,12 +265,14 @@ class RingMode(TorchFunctionMode):
         window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
         sinks=None, **options,
     ):  # fmt: skip
-        self._refuse("attention", q, kv_lens=kv_lens, q_start=q_start, kv_start=kv_start,
-                     kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         window = (window_left, window_right)
+        if causal or window != (-1, -1):  # lengths would say where queries stand
+            options["kv_lens"] = kv_lens
+        self._refuse("attention", q, q_start=q_start, kv_start=kv_start,
+                     kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         return ring_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=sinks, **self._options,
+            sinks=sinks, kv_lens=kv_lens, **self._options,
         )  # fmt: skip
 
     def _varlen_attention(

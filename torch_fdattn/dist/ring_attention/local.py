@@ -31,6 +31,7 @@ class Problem(NamedTuple):
     scale: float
     scores: Scores = NO_SCORES
     documents: tuple[int, ...] = ()  # where each begins, and where the last one ends
+    kv_lens: Tensor | None = None  # (B,): positions from there on are no keys
 
     @property
     def world_size(self) -> int:
@@ -48,8 +49,8 @@ class Problem(NamedTuple):
 
     def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
         """Of queries and keys that lie in these runs."""
-        by_distance = self.scores.alibi_slopes is not None
-        return block_calls(q_runs, kv_runs, self.left, self.right, by_distance, self.documents)
+        by_position = self.scores.alibi_slopes is not None or self.kv_lens is not None
+        return block_calls(q_runs, kv_runs, self.left, self.right, by_position, self.documents)
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
@@ -150,4 +151,7 @@ def call_mask(call: BlockCall, q: Tensor, problem: Problem) -> Mask:
     starts = (
         q.new_full((q.shape[0],), x, dtype=torch.int32) for x in (call.q_start, call.kv_start)
     )
-    return Mask(None, *starts, problem.left, problem.right)
+    lens = problem.kv_lens
+    if lens is not None:
+        lens = (lens - call.kv_start).clamp(0, call.kv_end - call.kv_begin)
+    return Mask(lens, *starts, problem.left, problem.right)

@@ -62,6 +62,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.expect_shape("v", v, k.shape, "k")
     checks.check_scale(problem.scale)
     checks.check_scores(*problem.scores[:3], q)
+    checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
     slopes = problem.scores.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -84,13 +85,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, slopes, sinks, problem, strategy):
-        given = problem._replace(scores=Scores(problem.scores.softcap, slopes, sinks))
+    def forward(ctx, q, k, v, slopes, sinks, kv_lens, problem, strategy):
+        scores = Scores(problem.scores.softcap, slopes, sinks)
+        given = problem._replace(scores=scores, kv_lens=kv_lens)
         out, lse, saved = STRATEGIES[strategy].forward(q, k, v, given)
         # The first is like nothing that attention of one rank saves: a checkpoint whose backward stands outside of
         # `context_parallel`, and so makes such attention of this, sees other tensors than it had, and raises.
         of_sinks = () if sinks is None else (out, lse)
-        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved, slopes, sinks, *of_sinks)
+        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved, kv_lens, slopes, sinks, *of_sinks)
         ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
         return out, lse
@@ -99,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("ring_attention")
         _, *tensors = ctx.saved_tensors
-        saved, (slopes, sinks, *results) = Saved(*tensors[:5]), tensors[5:]
+        saved, (kv_lens, slopes, sinks, *results) = Saved(*tensors[:5]), tensors[5:]
         scores = Scores(ctx.problem.scores.softcap, slopes, sinks)
         dtype = saved.q.dtype
         # Ranks may use different outputs, and one that used none must still take part in the collectives:
@@ -108,10 +110,10 @@ class _RingAttention(torch.autograd.Function):
             dout = saved.q.new_zeros(ctx.shape)
         if dlse is None:
             dlse = saved.q.new_zeros(ctx.shape[:-1], dtype=ctx.lse_dtype)
-        problem = ctx.problem._replace(scores=scores)
+        problem = ctx.problem._replace(scores=scores, kv_lens=kv_lens)
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
         dsinks = _sink_gradient(dout, dlse, *results, sinks) if ctx.needs_input_grad[4] else None
-        return *(x.to(dtype) for x in gradients), None, dsinks, None, None
+        return *(x.to(dtype) for x in gradients), None, dsinks, None, None, None
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -123,8 +125,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
-    window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None,
-    documents=(),
+    window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     if strategy not in STRATEGIES:
@@ -140,7 +141,7 @@ def _ring_attention(
     scores = Scores(softcap, alibi_slopes, sinks)
     documents = tuple(int(x) for x in documents)
     window = mask.window_left, mask.window_right
-    problem = Problem(group_name, rank, shards, *window, scale, scores, documents)
+    problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens)
     _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
     if sinks is not None:
@@ -157,9 +158,8 @@ def _ring_attention(
             "causal and window": window,
             "scale": scale,
             "softcap": softcap,
-            "whether alibi_slopes and sinks are given": (
-                alibi_slopes is not None,
-                sinks is not None,
+            "which of alibi_slopes, sinks and kv_lens are given": tuple(
+                x is not None for x in (alibi_slopes, sinks, kv_lens)
             ),
             "strategy": strategy,
             **gradients,
@@ -167,8 +167,8 @@ def _ring_attention(
     )
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
     if any(gradients.values()):
-        plain = problem._replace(scores=Scores(softcap))
-        return _RingAttention.apply(q, k, v, alibi_slopes, sinks, plain, strategy)
+        plain = problem._replace(scores=Scores(softcap), kv_lens=None)
+        return _RingAttention.apply(q, k, v, alibi_slopes, sinks, kv_lens, plain, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 
 
@@ -176,7 +176,7 @@ library.define_composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-    "SymInt[] documents=[]) "
+    "SymInt[] documents=[], Tensor? kv_lens=None) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

@@ -28,7 +28,7 @@ class BlockCall(NamedTuple):
     kv_start: int | None = None
 
 
-class _Piece(NamedTuple):
+class _Segment(NamedTuple):
     """Positions next to each other, of one document, and where they begin in the tensors."""
 
     begin: int
@@ -37,21 +37,21 @@ class _Piece(NamedTuple):
 
 
 def block_calls(
-    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_distance: bool = False,
+    q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_position: bool = False,
     documents: Sequence[int] = (),
 ) -> list[BlockCall]:  # fmt: skip
     """The calls for which some pair is visible under the window (left, right; -1 = unbounded).
 
-    by_distance: scores depend on distances (ALiBi), so each pair of runs has a call of its own with its positions.
+    by_position: what a call computes depends on positions (ALiBi, lengths), so each pair of runs has one of its own.
     documents: where each begins, and where the last one ends; positions of different ones do not see each other.
     """
     calls: list[BlockCall] = []
-    keys: dict[int, list[_Piece]] = {}
-    for piece in _pieces(kv_runs, documents):
-        keys.setdefault(piece.document, []).append(piece)
-    for piece in _pieces(q_runs, documents):
-        of_document = keys.get(piece.document, [])
-        found = _calls_of_run(piece.begin, piece.run, of_document, left, right, by_distance)
+    keys: dict[int, list[_Segment]] = {}
+    for segment in _segments(kv_runs, documents):
+        keys.setdefault(segment.document, []).append(segment)
+    for segment in _segments(q_runs, documents):
+        of_document = keys.get(segment.document, [])
+        found = _calls_of_run(segment.begin, segment.run, of_document, left, right, by_position)
         if len(found) == 1 and calls and _share_keys(calls[-1], found[0]):
             calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
         else:
@@ -59,7 +59,7 @@ def block_calls(
     return calls
 
 
-def _pieces(runs: Sequence[Run], documents: Sequence[int]) -> list[_Piece]:
+def _segments(runs: Sequence[Run], documents: Sequence[int]) -> list[_Segment]:
     """Runs, cut where documents begin."""
     begin, found = 0, []
     for run in runs:
@@ -67,14 +67,14 @@ def _pieces(runs: Sequence[Run], documents: Sequence[int]) -> list[_Piece]:
         while start < run.end:
             document = bisect.bisect_right(documents, start)
             end = min(run.end, documents[document]) if document < len(documents) else run.end
-            found.append(_Piece(begin + start - run.start, Run(start, end - start), document))
+            found.append(_Segment(begin + start - run.start, Run(start, end - start), document))
             start = end
         begin += run.length
     return found
 
 
 def _calls_of_run(
-    q_begin: int, q: Run, keys: Sequence[_Piece], left: int, right: int, by_distance: bool
+    q_begin: int, q: Run, keys: Sequence[_Segment], left: int, right: int, by_position: bool
 ) -> list[BlockCall]:
     calls: list[BlockCall] = []
     for kv_begin, kv, _ in keys:
@@ -88,7 +88,7 @@ def _calls_of_run(
         call = BlockCall(q_begin, q_begin + q.length, kv_begin, kv_begin + kv.length)
         previous = calls[-1] if calls and calls[-1].kv_end == kv_begin else None
         full = previous is not None and previous.q_start is None
-        if by_distance:
+        if by_position:
             calls.append(call._replace(q_start=q.start, kv_start=kv.start))
         elif above and below:
             if full:

@@ -56,6 +56,43 @@ class SequenceShards(NamedTuple):
         return cls(tuple(_joined([chunks[r], chunks[last - r]]) for r in range(world_size)))
 
     @classmethod
+    def balanced(
+        cls, total: int, world_size: int, *, cu_seqlens: Sequence[int] | Tensor | None = None,
+        causal: bool = True, window: tuple[int, int] | None = None, chunks: int = 8,
+    ) -> SequenceShards:  # fmt: skip
+        """As many visible pairs and, but for a chunk, as many tokens for each rank, whatever the mask.
+
+        The sequence is cut into `chunks` chunks a rank. The chunk with the most visible pairs that is left goes to the
+        rank with the fewest so far, of those that have room (longest processing time first, Graham 1969).
+
+        Args:
+            cu_seqlens: where packed documents begin, and where the last one ends, as for `ring_attention`.
+            causal, window: the mask, as for `torch_fdattn.attention`.
+            chunks: more balance better, and make more and smaller kernel calls.
+
+        Examples:
+            >>> shards = torch_fdattn.dist.SequenceShards.balanced(64, 2, cu_seqlens=[0, 48, 64])
+            >>> shards.lengths
+            [32, 32]
+        """
+        if chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {chunks}")
+        runs = [run for run in _runs(_even(total, chunks * world_size)) if run.length]
+        work = torch.cat(
+            [torch.zeros(1, dtype=torch.int64), _seen(total, cu_seqlens, causal, window).cumsum(0)]
+        )
+        of_run = {run: int(work[run.end] - work[run.start]) for run in runs}
+        own: list[list[Run]] = [[] for _ in range(world_size)]
+        done = [0] * world_size
+        for run in sorted(runs, key=lambda run: -of_run[run]):
+            rank = min(
+                (r for r in range(world_size) if len(own[r]) < chunks), key=lambda r: done[r]
+            )
+            own[rank].append(run)
+            done[rank] += of_run[run]
+        return cls(tuple(_joined(sorted(each)) for each in own))
+
+    @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> SequenceShards:
         """One run a rank, of the given lengths, in rank order."""
         return cls(tuple(_joined([run]) for run in _runs(lengths)))
@@ -129,6 +166,32 @@ class SequenceShards(NamedTuple):
         for r, start, length in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
             ranks[r].append(Run(start, length))
         return cls(tuple(tuple(runs) for runs in ranks))
+
+
+def _seen(
+    total: int,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> Tensor:
+    """int64 (total,): how many keys each position sees."""
+    begins = torch.as_tensor([0, total] if cu_seqlens is None else cu_seqlens).cpu().long()
+    if int(begins[0]) != 0 or int(begins[-1]) != total or bool((begins.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens must begin with 0, end with {total} and not fall between, got {begins.tolist()}"
+        )
+    lengths = begins.diff()
+    position = torch.arange(total)
+    first = begins[:-1].repeat_interleave(lengths)
+    last = begins[1:].repeat_interleave(lengths) - 1
+    left, right = window or (-1, -1)
+    if causal:
+        right = 0
+    if left >= 0:
+        first = torch.maximum(first, position - left)
+    if right >= 0:
+        last = torch.minimum(last, position + right)
+    return last - first + 1
 
 
 def named_shards(name: str, local: int, world_size: int) -> SequenceShards:
