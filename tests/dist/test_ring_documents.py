@@ -1,4 +1,4 @@
-"""Packed documents and padding in `dist.ring_attention` against attention on one process."""
+"""Packed documents, padding and explicit masks in `dist.ring_attention` against attention on one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def same_document(documents: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(16))
 def test_drawn(group, rank_device, seed, strategy) -> None:
     rng = random.Random(f"documents {seed} {strategy}")
     torch.manual_seed(seed)
@@ -47,7 +47,14 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
         lens = torch.tensor(lens, dtype=torch.int32)
     wide = [x.double().cpu().requires_grad_() for x in inputs]
     scores = dict(alibi_slopes=slopes, sinks=sinks)
-    mask = same_document(documents)
+    mask, explicit = same_document(documents), None
+    if rng.random() < 0.4:
+        shape = rng.choice([1, 2]), rng.choice([1, heads]), rng.choice([1, total]), total
+        explicit = torch.rand(shape) < 0.8
+        mask = mask & explicit
+        if rng.random() < 0.5:
+            explicit = torch.where(explicit, torch.randn(shape), -torch.inf)
+            mask = torch.where(mask, explicit.double(), -torch.inf)
     # Queries stand where they are, whatever the length.
     starts = torch.zeros(2, dtype=torch.int32)
     exact = torch_fdattn.attention(*wide, lens, q_start=starts, attn_mask=mask, **options, **scores)
@@ -56,7 +63,9 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
     own = [shards.shard(x, rank, 2).clone().requires_grad_() for x in inputs]
     if strategy == "query_split":
         own[1:] = [x.clone().requires_grad_() for x in inputs[1:]]
-    scores["kv_lens"] = lens
+    if explicit is not None:
+        explicit = explicit if explicit.shape[2] == 1 else shards.shard(explicit, rank, 2)
+    scores |= dict(kv_lens=lens, attn_mask=explicit)
     scores = {x: None if y is None else y.to(rank_device) for x, y in scores.items()}
     given = torch.tensor(documents, dtype=torch.int32, device=rank_device) if seed % 2 else documents  # fmt: skip
     found = ring_attention(*own, group, shards=shards, strategy=strategy, cu_seqlens=given, **options, **scores)  # fmt: skip
@@ -101,6 +110,30 @@ def test_padding_in_context_parallel(group, rank_device) -> None:
     with context_parallel(group, shards=shards):
         found = torch_fdattn.attention(*(shards.shard(x, rank, 2) for x in inputs), lens)[0]
     torch.testing.assert_close(found, shards.shard(expected, rank, 2))
+
+
+def test_masks_in_context_parallel(group, rank_device) -> None:
+    """Of this rank's rows over all keys; by SDPA and by attention. Those over its own keys are refused."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    inputs = [torch.randn(2, 2, 8 * world, 16, device=rank_device) for _ in range(3)]
+    mask = torch.rand(8 * world, 8 * world, device=rank_device) < 0.7
+    mask.fill_diagonal_(True)
+    expected = shards.shard(torch_fdattn.attention(*inputs, attn_mask=mask)[0], rank, 2)
+    own, rows = [shards.shard(x, rank, 2) for x in inputs], shards.shard(mask, rank, 0)
+    with context_parallel(group, shards=shards):
+        for found in (
+            torch_fdattn.attention(*own, attn_mask=rows)[0],
+            torch.nn.functional.scaled_dot_product_attention(*own, rows),
+        ):
+            torch.testing.assert_close(found, expected)
+        if world > 1:
+            with pytest.raises(NotImplementedError, match="got attn_mask"):
+                torch_fdattn.attention(*own, attn_mask=rows[:, :8])
+    with pytest.raises(NotImplementedError, match=r"attn_mask of ring_attention has no gradient"):
+        ring_attention(*own, group, shards=shards, attn_mask=rows.float().requires_grad_())
+    with pytest.raises(ValueError, match="attn_mask must be broadcastable"):
+        ring_attention(*own, group, shards=shards, attn_mask=rows[:, 1:])
 
 
 @pytest.mark.parametrize(

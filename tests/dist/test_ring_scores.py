@@ -169,7 +169,7 @@ def test_compiles_with_gradients(group, rank_device, strategy) -> None:
         (dict(sinks=torch.zeros(3)), ValueError, r"sinks must have shape \(2,\) like q's heads"),
         (dict(sinks=[0.0]), TypeError, r"sinks must be a torch\.Tensor, got list"),
         (dict(alibi_slopes=torch.rand(2, requires_grad=True)), NotImplementedError,
-         r"alibi_slopes of ring_attention have no gradient: give alibi_slopes\.detach\(\)"),
+         r"alibi_slopes of ring_attention has no gradient: give alibi_slopes\.detach\(\)"),
     ],
 )  # fmt: skip
 def test_wrong_calls(group, rank_device, options, kind, text) -> None:
@@ -192,9 +192,10 @@ def test_ranks_that_disagree_are_named_on_every_rank(group, rank_device, what) -
     options = dict(scale=0.217, softcap=2.0 if odd and what == "softcap" else 3.0)  # of this test
     if what == "gradient" or (odd and what == "sinks"):
         options["sinks"] = sinks
-    text = {"sinks": "which of alibi_slopes, sinks and kv_lens are given", "gradient": "sinks"}.get(
-        what, what
-    )
+    text = {
+        "sinks": "which of alibi_slopes, sinks, kv_lens and attn_mask are given",
+        "gradient": "sinks",
+    }.get(what, what)
     with pytest.raises(
         ValueError, match=rf"{text}.* must be the same on all ranks, got .* on rank 1"
     ):

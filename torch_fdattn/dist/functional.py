@@ -150,7 +150,8 @@ def ring_attention(
     shards: SequenceShards | str = "contiguous", causal: bool = False,
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None, strategy: str = "ring",
+    cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None,
+    attn_mask: Tensor | None = None, strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -168,6 +169,8 @@ def ring_attention(
             needed on the host: a tensor of a GPU is waited for.
         kv_lens: int32 (B,), the same on every rank: positions of the whole sequence from there on are padding, which no
             query sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0).
+        attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
+            are all keys in order of positions. No gradient. On every rank or on none.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
@@ -193,7 +196,7 @@ def ring_attention(
     scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
-    checks.expect_types(tensors, (kv_lens,), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks)  # fmt: skip
+    checks.expect_types(tensors, (kv_lens,), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask)  # fmt: skip
     checks.expect_bool(causal=causal)
     checks.expect_str(strategy=strategy)
     group_name = name_of(group)
@@ -203,7 +206,7 @@ def ring_attention(
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens), kv_lens=kv_lens,
+        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens), kv_lens=kv_lens, attn_mask=attn_mask,
     )  # fmt: skip
 
 

@@ -108,7 +108,8 @@ def context_parallel(
         strategy: as `ring_attention`, "query_split" excepted.
 
     `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over,
-    with softcap, ALiBi slopes and sinks, whose gradient is of this rank's queries.
+    with softcap, ALiBi slopes, sinks, whose gradient is of this rank's queries, and masks (…, S_r, total) of this rank's
+    rows, whose columns are all positions.
     With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
     nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to
     this rank's tokens only. `torch_fdattn.varlen_attention` on this rank's tokens (S_r, H, D) takes cu_seqlens_q of the
@@ -254,25 +255,28 @@ class RingMode(TorchFunctionMode):
         enable_gqa=False,
     ):  # fmt: skip
         check_sdpa(self, query, attn_mask, sys._getframe(2))
-        self._refuse(
-            "scaled_dot_product_attention", query, attn_mask=attn_mask, dropout_p=dropout_p
-        )
+        others = {} if self._has_all_keys(attn_mask) else {"attn_mask": attn_mask}
+        self._refuse("scaled_dot_product_attention", query, dropout_p=dropout_p, **others)
         del enable_gqa  # groups follow from the head counts
-        return ring_attention(query, key, value, causal=is_causal, scale=scale, **self._options)[0]
+        return ring_attention(
+            query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask, **self._options
+        )[0]
 
     def _attention(
         self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
         window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
-        sinks=None, **options,
+        sinks=None, attn_mask=None, **options,
     ):  # fmt: skip
         window = (window_left, window_right)
         if causal or window != (-1, -1):  # lengths would say where queries stand
             options["kv_lens"] = kv_lens
+        if not self._has_all_keys(attn_mask):
+            options["attn_mask"] = attn_mask
         self._refuse("attention", q, q_start=q_start, kv_start=kv_start,
                      kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         return ring_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=sinks, kv_lens=kv_lens, **self._options,
+            sinks=sinks, kv_lens=kv_lens, attn_mask=attn_mask, **self._options,
         )  # fmt: skip
 
     def _varlen_attention(
@@ -291,6 +295,10 @@ class RingMode(TorchFunctionMode):
         )  # fmt: skip
         return out[0].transpose(0, 1), lse[0]
 
+    def _has_all_keys(self, mask: Tensor | None) -> bool:
+        """Whether a mask has a column for each position of the sequence, and not for this rank's alone."""
+        return mask is None or (mask.dim() > 0 and mask.shape[-1] == self.total)
+
     def _numbers(self, cu_seqlens: Tensor) -> list[int]:
         """On the host: read once where all layers are given one tensor."""
         last = self._documents
@@ -304,7 +312,9 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            supported = "causal, window, scale, softcap, alibi_slopes and sinks"
+            supported = (
+                "causal, window, scale, softcap, alibi_slopes, sinks and masks over all keys"
+            )
             self.refuse(
                 q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
             )

@@ -42,6 +42,17 @@ def scatter_sum(x: Tensor, problem: Problem) -> Tensor:
     return torch.stack(received).sum(0)
 
 
+def gather_mask(problem: Problem, rows: int) -> Tensor | None:
+    """The explicit mask (…, total, keys) of all ranks' rows, of which this one has as many."""
+    mask = problem.scores.attn_mask
+    if mask is None:
+        return None
+    given = mask.expand(*mask.shape[:2], rows, mask.shape[3])
+    is_bool = mask.dtype == torch.bool
+    found = gather(given.to(torch.uint8) if is_bool else given, problem)
+    return found.bool() if is_bool else found
+
+
 def in_order_of(q: Tensor, out: Tensor) -> Tensor:
     """An output in q's order of memory, as that of attention on one rank is: a later `view` may rely on it."""
     ordered = torch.empty_like(q)

@@ -42,14 +42,22 @@ class Problem(NamedTuple):
         """The group itself, for collectives of torch.distributed; code that is traced takes the name."""
         return distributed_c10d._resolve_process_group(self.group_name)
 
-    @property
-    def scores_of_calls(self) -> Scores:
-        """Without the sinks, which join once all keys are seen."""
-        return self.scores._replace(sinks=None)
+    def scores_of(self, call: BlockCall) -> Scores:
+        """Of a call: without the sinks, which join once all keys are seen."""
+        mask = self.scores.attn_mask
+        if mask is not None:
+            rows, keys = slice(call.q_begin, call.q_end), slice(None)
+            if mask.shape[3] > 1:
+                keys = slice(call.kv_start, call.kv_start + call.kv_end - call.kv_begin)
+            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+        return self.scores._replace(sinks=None, attn_mask=mask)
 
     def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
         """Of queries and keys that lie in these runs."""
-        by_position = self.scores.alibi_slopes is not None or self.kv_lens is not None
+        scores = self.scores
+        by_position = any(
+            x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens)
+        )
         return block_calls(q_runs, kv_runs, self.left, self.right, by_position, self.documents)
 
 
@@ -72,7 +80,7 @@ class State:
             keys = slice(call.kv_begin, call.kv_end)
             out, lse = torch.ops.fdattn.attention_forward(
                 q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, self._problem),
-                self._problem.scale, state_dtype(q), *self._problem.scores_of_calls,
+                self._problem.scale, state_dtype(q), *self._problem.scores_of(call),
             )  # fmt: skip
             self._merge(call, out, lse)
 
@@ -130,7 +138,7 @@ def add_gradients(
         found = torch.ops.fdattn.attention_backward(
             dout[:, :, rows], None if dlse is None else dlse[:, :, rows],
             q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse,
-            *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of_calls,
+            *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call),
         )  # fmt: skip
         dq[:, :, rows] += found[0]
         dkv[0][:, :, keys] += found[1]

@@ -63,11 +63,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_scale(problem.scale)
     checks.check_scores(*problem.scores[:3], q)
     checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
-    slopes = problem.scores.alibi_slopes
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes of ring_attention have no gradient: give alibi_slopes.detach()"
-        )
+    for name in ("alibi_slopes", "attn_mask"):
+        x = getattr(problem.scores, name)
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{name} of ring_attention has no gradient: give {name}.detach()"
+            )
     own = problem.shards.lengths[problem.rank]
     if q.shape[2] != own:
         raise ValueError(
@@ -85,14 +86,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, slopes, sinks, kv_lens, problem, strategy):
-        scores = Scores(problem.scores.softcap, slopes, sinks)
+    def forward(ctx, q, k, v, slopes, sinks, attn_mask, kv_lens, problem, strategy):
+        scores = Scores(problem.scores.softcap, slopes, sinks, attn_mask)
         given = problem._replace(scores=scores, kv_lens=kv_lens)
         out, lse, saved = STRATEGIES[strategy].forward(q, k, v, given)
         # The first is like nothing that attention of one rank saves: a checkpoint whose backward stands outside of
         # `context_parallel`, and so makes such attention of this, sees other tensors than it had, and raises.
         of_sinks = () if sinks is None else (out, lse)
-        ctx.save_for_backward(q.new_empty(0, 0, 0), *saved, kv_lens, slopes, sinks, *of_sinks)
+        ctx.save_for_backward(
+            q.new_empty(0, 0, 0), *saved, kv_lens, slopes, sinks, attn_mask, *of_sinks
+        )
         ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
         return out, lse
@@ -101,8 +104,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("ring_attention")
         _, *tensors = ctx.saved_tensors
-        saved, (kv_lens, slopes, sinks, *results) = Saved(*tensors[:5]), tensors[5:]
-        scores = Scores(ctx.problem.scores.softcap, slopes, sinks)
+        saved, (kv_lens, slopes, sinks, attn_mask, *results) = Saved(*tensors[:5]), tensors[5:]
+        scores = Scores(ctx.problem.scores.softcap, slopes, sinks, attn_mask)
         dtype = saved.q.dtype
         # Ranks may use different outputs, and one that used none must still take part in the collectives:
         # all of them travel, as zeros where they were not used.
@@ -113,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
         problem = ctx.problem._replace(scores=scores, kv_lens=kv_lens)
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
         dsinks = _sink_gradient(dout, dlse, *results, sinks) if ctx.needs_input_grad[4] else None
-        return *(x.to(dtype) for x in gradients), None, dsinks, None, None, None
+        return *(x.to(dtype) for x in gradients), None, dsinks, None, None, None, None
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -126,6 +129,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
+    attn_mask=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     if strategy not in STRATEGIES:
@@ -138,7 +142,11 @@ def _ring_attention(
         )
     mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
     scale = default_scale(q, scale)
-    scores = Scores(softcap, alibi_slopes, sinks)
+    rows = q.shape[2] if q.dim() == 4 else 0
+    if attn_mask is not None:
+        checks.check_attn_mask(attn_mask, q, (*q.shape[:2], rows, shards.total))
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
     documents = tuple(int(x) for x in documents)
     window = mask.window_left, mask.window_right
     problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens)
@@ -158,8 +166,13 @@ def _ring_attention(
             "causal and window": window,
             "scale": scale,
             "softcap": softcap,
-            "which of alibi_slopes, sinks and kv_lens are given": tuple(
-                x is not None for x in (alibi_slopes, sinks, kv_lens)
+            "attn_mask's dtype and shape beside its rows": (
+                None
+                if attn_mask is None
+                else (attn_mask.dtype, *attn_mask.shape[:2], attn_mask.shape[3])
+            ),
+            "which of alibi_slopes, sinks, kv_lens and attn_mask are given": tuple(
+                x is not None for x in (alibi_slopes, sinks, kv_lens, attn_mask)
             ),
             "strategy": strategy,
             **gradients,
@@ -168,7 +181,8 @@ def _ring_attention(
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
     if any(gradients.values()):
         plain = problem._replace(scores=Scores(softcap), kv_lens=None)
-        return _RingAttention.apply(q, k, v, alibi_slopes, sinks, kv_lens, plain, strategy)
+        tensors = alibi_slopes, sinks, attn_mask, kv_lens
+        return _RingAttention.apply(q, k, v, *tensors, plain, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 
 
@@ -176,7 +190,7 @@ library.define_composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-    "SymInt[] documents=[], Tensor? kv_lens=None) "
+    "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

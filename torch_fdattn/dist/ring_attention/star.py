@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.decode.star import merge
-from torch_fdattn.dist.ring_attention.layout import gather, scatter_sum
+from torch_fdattn.dist.ring_attention.layout import gather, gather_mask, scatter_sum
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
@@ -31,7 +31,13 @@ def _calls(problem: Problem) -> list[BlockCall]:
     return problem.calls(everything, problem.shards.ranks[problem.rank])
 
 
+def _of_all_queries(problem: Problem, rows: int) -> Problem:
+    """With the explicit mask's rows of all ranks."""
+    return problem._replace(scores=problem.scores._replace(attn_mask=gather_mask(problem, rows)))
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
+    problem = _of_all_queries(problem, q.shape[2])
     all_queries = gather(q, problem)
     state = State(all_queries, problem)
     state.add(k, v, _calls(problem))
@@ -49,6 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
+    problem = _of_all_queries(problem, dout.shape[2])
     dout = gather(dout, problem)
     if dlse is not None:
         dlse = gather(dlse.unsqueeze(-1), problem).squeeze(-1)

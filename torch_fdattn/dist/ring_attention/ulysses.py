@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.point_to_point import all_to_all
-from torch_fdattn.dist.ring_attention.layout import in_order_of, with_length
+from torch_fdattn.dist.ring_attention.layout import gather_mask, in_order_of, with_length
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
+from torch_fdattn.ops.scores import Scores
 
 
 def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
@@ -29,7 +30,7 @@ def check_heads(q_heads: int, kv_heads: int, world_size: int) -> None:
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     own_q = q
     q, k, v = (_to_heads(x, problem) for x in (q, k, v))
-    out, lse = attend_unsharded(q, k, v, _one_rank(problem))
+    out, lse = attend_unsharded(q, k, v, _one_rank(problem, own_q.shape[2]))
     own_out = in_order_of(own_q, _to_tokens(out, problem))
     own_lse = _to_tokens(lse.unsqueeze(-1), problem).squeeze(-1)
     return own_out, own_lse, Saved(q, k, v, out, lse)
@@ -38,10 +39,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
+    alone = _one_rank(problem, dout.shape[2])
     dout = _to_heads(dout, problem)
     if dlse is not None:
         dlse = _to_heads(dlse.unsqueeze(-1), problem).squeeze(-1)
-    dq, dkv = unsharded_gradients(dout, dlse, saved, _one_rank(problem))
+    dq, dkv = unsharded_gradients(dout, dlse, saved, alone)
     return tuple(_to_tokens(x.to(saved.q.dtype), problem) for x in (dq, *dkv.unbind()))
 
 
@@ -59,15 +61,16 @@ def _to_tokens(x: Tensor, problem: Problem) -> Tensor:
     return torch.cat(all_to_all(parts, [own] * problem.world_size, problem.group_name), dim=1)
 
 
-def _one_rank(problem: Problem) -> Problem:
-    """The same problem for ranks that hold the whole sequence, of some heads."""
+def _one_rank(problem: Problem, rows: int) -> Problem:
+    """The same problem for ranks that hold the whole sequence, of some heads; rows: queries that this rank has."""
 
-    def own(x: Tensor | None) -> Tensor | None:
-        """Of a number for each head: those of this rank's heads."""
-        return None if x is None else x.chunk(problem.world_size, dim=-1)[problem.rank]
+    def own(x: Tensor | None, dim: int) -> Tensor | None:
+        """What has an entry for each head: those of this rank's heads."""
+        if x is None or x.shape[dim] == 1:
+            return x
+        return x.chunk(problem.world_size, dim)[problem.rank]
 
-    scores = problem.scores._replace(
-        alibi_slopes=own(problem.scores.alibi_slopes), sinks=own(problem.scores.sinks)
-    )
+    softcap, slopes, sinks, _ = problem.scores
+    scores = Scores(softcap, own(slopes, -1), own(sinks, -1), own(gather_mask(problem, rows), 1))
     shards = SequenceShards.contiguous(problem.shards.total, 1)
     return problem._replace(rank=0, shards=shards, scores=scores)
