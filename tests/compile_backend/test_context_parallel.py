@@ -139,10 +139,19 @@ def test_our_own_op(group):
     assert_expected_inline(
         calls,
         """\
-%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 8, 1, 8, 8]), kwargs = {causal: True, window_left: 5, window_right: 0, scale: None, rank: 0, world_size: 2, strategy: all_gather})
+%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 8, 1, 8, 8]), kwargs = {causal: True, window_left: 5, window_right: 0, scale: None, softcap: 0, alibi_slopes: None, sinks: None, rank: 0, world_size: 2, strategy: all_gather})
 %out = call_function[target=operator.getitem](args = (%ring_attention_default, 0), kwargs = {})
 %lse = call_function[target=operator.getitem](args = (%ring_attention_default, 1), kwargs = {})""",
     )
+
+
+def test_a_softcap_goes_over_ranks(group):
+    def fn(q, k, v):
+        return (10 * (q @ k.mT / 40).tanh()).softmax(-1) @ v
+
+    report, calls = rewritten(fn, qkv(8), {"group": group})
+    assert str(report).endswith("-> fdattn.ring_attention")
+    assert "softcap: 10" in calls
 
 
 def test_calls_that_speak_of_all_ranks_stay(group):
@@ -165,7 +174,6 @@ REFUSED = {
     "dropout_p is 0.5": lambda q, k, v: sdpa(q, k, v, dropout_p=0.5),
     "or a cache": lambda q, k, v: sdpa(q[:, :, :1], k, v),
     "values of another head dim": lambda q, k, v: sdpa(q, k, torch.cat([v, v], -1)),
-    "got softcap": lambda q, k, v: (10 * (q @ k.mT / 40).tanh()).softmax(-1) @ v,
     "the softmax is over dimension": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "got kv_lens": lambda q, k, v: torch_fdattn.attention(q, k, v, lens())[0],
     "decode would see": lambda q, k, v: torch_fdattn.decode(q[:, :, :1], k, v, lens())[0],
