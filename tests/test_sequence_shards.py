@@ -140,8 +140,15 @@ def test_balanced_shards(world, causal) -> None:
         work = [int(pairs[shards.positions(r)].sum()) for r in range(world)]
         assert max(work) <= 1.1 * sum(work) / world
     assert SequenceShards.balanced(0, world).total == 0
-    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, end with 10"):
-        SequenceShards.balanced(10, world, cu_seqlens=[0, 9])
+    for wrong, text in (
+        (dict(cu_seqlens=[0, 9]), "cu_seqlens must begin with 0, end with the 10"),
+        (dict(cu_seqlens=[]), r"cu_seqlens must .*got \[\]"),
+        (dict(cu_seqlens=[0, 1.5, 10]), "cu_seqlens must be an integer tensor"),
+        (dict(window=(-7, 2)), "window"),
+        (dict(chunks=1.5), "chunks must be an int"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            SequenceShards.balanced(10, world, **wrong)
 
 
 def test_documents_that_do_not_meet_make_no_calls() -> None:

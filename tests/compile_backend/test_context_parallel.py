@@ -150,7 +150,7 @@ def test_a_softcap_goes_over_ranks(group):
         return (10 * (q @ k.mT / 40).tanh()).softmax(-1) @ v
 
     report, calls = rewritten(fn, qkv(8), {"group": group})
-    assert str(report).endswith("-> fdattn.ring_attention")
+    assert str(report).endswith("-> fdattn.ring_attention (softcap 10)")
     assert "softcap: 10" in calls
 
 

@@ -345,3 +345,18 @@ def test_a_mask_of_one_rank_is_refused_on_all(group, rank_device):
         pytest.raises(NotImplementedError, match=r"got attn_mask"),
     ):
         torch.nn.functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
+
+
+def test_cu_seq_lens_are_refused(group, rank_device):
+    """Nothing shows whether the model's positions are those of the documents."""
+    world = dist.get_world_size()
+    shards = SequenceShards.contiguous(total(), world)
+    _, ours = models("Llama", rank_device)
+    ids, positions, _ = shard_batch(group, shards, *batch(rank_device))
+    begins = torch.tensor([0, total()], dtype=torch.int32, device=rank_device)
+    packed = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=8, max_length_k=8)
+    with (
+        context_parallel(group, shards=shards),
+        pytest.raises(NotImplementedError, match="takes no cu_seq_lens_q"),
+    ):
+        ours(ids[:1], position_ids=positions, use_cache=False, **packed)

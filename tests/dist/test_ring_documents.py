@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,16 +101,54 @@ def test_varlen_attention_in_context_parallel(group, rank_device, strategy) -> N
         torch.testing.assert_close(value, shards.shard(right, rank, 0))
 
 
-def test_padding_in_context_parallel(group, rank_device) -> None:
-    """Of an encoder: lengths of the full sequences; with a causal mask they would say where queries stand."""
+@pytest.mark.parametrize("what", ["mask", "kv_lens", "cu_seqlens", "slopes", "tokens"])
+def test_what_one_rank_alone_gets_wrong_is_refused_on_all(group, rank_device, what) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    shards = SequenceShards.zigzag(8 * world, world)
-    inputs = [torch.randn(2, 2, 8 * world, 16, device=rank_device) for _ in range(3)]
-    lens = torch.tensor([3, 8 * world - 1], dtype=torch.int32, device=rank_device)
-    expected = torch_fdattn.attention(*inputs, lens)[0]
-    with context_parallel(group, shards=shards):
-        found = torch_fdattn.attention(*(shards.shard(x, rank, 2) for x in inputs), lens)[0]
-    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    odd = rank == 1
+    x = torch.randn(1, 2, 9 if odd and what == "tokens" else 8, 16, device=rank_device)
+    options = {
+        "mask": dict(attn_mask=torch.ones(7 if odd else 8, 8 * world, device=rank_device).bool()),
+        "kv_lens": dict(kv_lens=torch.ones(2 if odd else 1, dtype=torch.int32, device=rank_device)),
+        "cu_seqlens": dict(cu_seqlens="x" if odd else [0, 8 * world]),
+        "slopes": dict(alibi_slopes=torch.ones(3 if odd else 2, device=rank_device)),
+        "tokens": {},
+    }[what]
+    kind = (TypeError if what == "cu_seqlens" else ValueError) if odd else NotImplementedError
+    shards = SequenceShards.contiguous(8 * world, world)
+    with pytest.raises(kind, match="must" if odd else r"must .* \(on rank 1\)"):
+        ring_attention(x, x, x, group, shards=shards, scale=0.223, **options)  # of this test
+
+
+def test_lengths_that_differ_are_named_on_every_rank(group, rank_device) -> None:
+    if dist.get_world_size() == 1 or rank_device.type != "cpu":
+        pytest.skip("needs 2 ranks")
+    x = torch.randn(1, 2, 8, 16, device=rank_device)
+    lens = torch.tensor([3 + dist.get_rank()], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"kv_lens must be the same on all ranks, got .* on rank 1"
+    ):
+        ring_attention(x, x, x, group, kv_lens=lens)
+
+
+def test_documents_that_change_in_place_in_context_parallel(group, rank_device) -> None:
+    """Through memory that torch knows nothing of, too; and under inference_mode."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.contiguous(8 * world, world)
+    inputs = [torch.randn(8 * world, 2, 16, device=rank_device) for _ in range(3)]
+    own = [shards.shard(x, rank, 0) for x in inputs]
+    numbers = np.array([0, 3, 8 * world], dtype=np.int32)
+    begins = torch.from_numpy(numbers)
+    with torch.inference_mode(), context_parallel(group, shards=shards):
+        for cut in (3, 5):
+            numbers[1] = cut
+            given = begins if rank_device.type == "cpu" else begins.to(rank_device)
+            found = torch_fdattn.varlen_attention(*own, given)[0]
+            exact = torch_fdattn.dist.ring_attention(
+                *(x.transpose(0, 1)[None] for x in own), group, shards=shards, cu_seqlens=[0, cut, 8 * world]
+            )[0]  # fmt: skip
+            assert torch.equal(found, exact[0].transpose(0, 1))
 
 
 def test_masks_in_context_parallel(group, rank_device) -> None:
@@ -140,6 +179,7 @@ def test_masks_in_context_parallel(group, rank_device) -> None:
     ("given", "kind", "text"),
     [
         ([0, 5], ValueError, r"cu_seqlens must begin with 0, end with the \d+ tokens of all ranks"),
+        ([], ValueError, r"cu_seqlens must begin with 0 and end with the tokens of all ranks, got \[\]"),
         ("short", TypeError, "cu_seqlens must be an integer tensor of one dimension, a list of ints or None"),
         ([0, 1.5], TypeError, "cu_seqlens must be an integer tensor"),
         (torch.zeros(2, 2), TypeError, "cu_seqlens must be an integer tensor"),

@@ -95,6 +95,18 @@ def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn
     raise NotImplementedError(message)
 
 
+@contextlib.contextmanager
+def refusing_on_all_ranks(group_name: str, like: Tensor) -> Iterator[None]:
+    """What is refused inside it, before `check_equal_on_all_ranks` of the same call, the other ranks raise there as well."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not is_traced(like):
+            with contextlib.suppress(ValueError, NotImplementedError):
+                check_equal_on_all_ranks(group_name, like, {_REFUSED: str(error)})
+        raise
+
+
 def raise_on_all_ranks(
     group_name: str, device: torch.device, kind: type[Exception], said: str | None, remedy: str
 ) -> None:

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.consensus import check_equal_on_all_ranks
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
 from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
+from torch_fdattn.dist.ring_attention.sequence_shards import (
+    SequenceShards,
+    documents_of,
+    named_shards,
+)
 from torch_fdattn.functional import window_bounds
 
 
@@ -167,7 +171,7 @@ def ring_attention(
         cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
             whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
             needed on the host: a tensor of a GPU is waited for.
-        kv_lens: int32 (B,), the same on every rank: positions of the whole sequence from there on are padding, which no
+        kv_lens: int32 (B,), the same on every rank (compared on the CPU, or with TORCH_FDATTN_CHECK=1): positions of the whole sequence from there on are padding, which no
             query sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0).
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
             are all keys in order of positions. No gradient. On every rank or on none.
@@ -201,23 +205,12 @@ def ring_attention(
     checks.expect_str(strategy=strategy)
     group_name = name_of(group)
     rank, world_size = rank_and_size(group_name)
-    if not isinstance(shards, SequenceShards):
-        shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
+    with refusing_on_all_ranks(group_name, q):
+        documents = documents_of(cu_seqlens)
+        if not isinstance(shards, SequenceShards):
+            shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, documents=_numbers(cu_seqlens), kv_lens=kv_lens, attn_mask=attn_mask,
+        alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
     )  # fmt: skip
-
-
-def _numbers(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
-    if cu_seqlens is None:
-        return []
-    if isinstance(cu_seqlens, Tensor):
-        cu_seqlens = cu_seqlens.tolist()
-    if not isinstance(cu_seqlens, (list, tuple)) or not all(type(x) is int for x in cu_seqlens):
-        raise TypeError(
-            "cu_seqlens must be an integer tensor of one dimension, a list of ints or None, got "
-            f"{cu_seqlens!r}"
-        )
-    return list(cu_seqlens)

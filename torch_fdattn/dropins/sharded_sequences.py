@@ -66,3 +66,11 @@ def check_positions(shards: RingMode, position_ids: Tensor | None, query: Tensor
     from torch_fdattn.dist.ring_attention import transformers_layers
 
     transformers_layers.check_positions(shards, position_ids, query, PLACE)
+
+
+def refuse_packed(shards: RingMode, query: Tensor) -> None:
+    shards.refuse(
+        query,
+        f"{PLACE} takes no cu_seq_lens_q: call torch_fdattn.varlen_attention in a model of your own, with "
+        "cu_seqlens_q of all tokens",
+    )

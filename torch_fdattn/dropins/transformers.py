@@ -179,12 +179,14 @@ def fdattn_attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     options = {"scale": scaling, "softcap": softcap or 0, "sinks": s_aux}
+    shards = sharded_sequences.context()
     if cu_seq_lens_q is not None:
+        if shards is not None:  # nothing shows whether positions are those of the documents
+            sharded_sequences.refuse_packed(shards, query)
         return _packed(
             query, key, value, cu_seq_lens_q, cu_seq_lens_k, attention_mask=attention_mask,
             position_bias=position_bias, dropout=dropout, causal=is_causal, window=sliding_window, **options,
         )  # fmt: skip
-    shards = sharded_sequences.context()
     if shards is not None:
         sharded_sequences.check_positions(shards, kwargs.get("position_ids"), query)
     visible = mask_forms.arguments_of(attention_mask, query, is_causal)

@@ -107,13 +107,17 @@ def context_parallel(
         seq_dims: the dim of each buffer that is the sequence.
         strategy: as `ring_attention`, "query_split" excepted.
 
-    `F.scaled_dot_product_attention` and `torch_fdattn.attention` on q, k and v of this rank's tokens are taken over,
-    with softcap, ALiBi slopes, sinks, whose gradient is of this rank's queries, and masks (…, S_r, total) of this rank's
-    rows, whose columns are all positions.
-    With a mask, dropout, or lengths and positions of their own they raise NotImplementedError, and so do
-    nn.MultiheadAttention, the aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to
-    this rank's tokens only. `torch_fdattn.varlen_attention` on this rank's tokens (S_r, H, D) takes cu_seqlens_q of the
-    whole sequence, the same on every rank: documents may lie over ranks' borders. That is what other attention does (`flex_attention`, kernels of other libraries).
+    Taken over are, on q, k and v of this rank's tokens,
+
+    - `F.scaled_dot_product_attention` and `torch_fdattn.attention`: causal, windows, softcap, ALiBi slopes, sinks (their
+      gradient is of this rank's queries), and masks (…, S_r, total) of this rank's rows, with a column for each position
+      (a row whose entries are all finfo.min gives 0, as `torch_fdattn.attention` says);
+    - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
+      documents may lie over ranks' borders.
+
+    With other masks, dropout, lengths or positions they raise NotImplementedError, and so do nn.MultiheadAttention, the
+    aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to this rank's tokens only. That is
+    what attention does that is not named here (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
 
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
@@ -268,15 +272,14 @@ class RingMode(TorchFunctionMode):
         sinks=None, attn_mask=None, **options,
     ):  # fmt: skip
         window = (window_left, window_right)
-        if causal or window != (-1, -1):  # lengths would say where queries stand
-            options["kv_lens"] = kv_lens
         if not self._has_all_keys(attn_mask):
             options["attn_mask"] = attn_mask
-        self._refuse("attention", q, q_start=q_start, kv_start=kv_start,
+        # Whether lengths count all ranks' tokens or this one's, nothing shows.
+        self._refuse("attention", q, kv_lens=kv_lens, q_start=q_start, kv_start=kv_start,
                      kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         return ring_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=sinks, kv_lens=kv_lens, attn_mask=attn_mask, **self._options,
+            sinks=sinks, attn_mask=attn_mask, **self._options,
         )  # fmt: skip
 
     def _varlen_attention(
@@ -300,7 +303,9 @@ class RingMode(TorchFunctionMode):
         return mask is None or (mask.dim() > 0 and mask.shape[-1] == self.total)
 
     def _numbers(self, cu_seqlens: Tensor) -> list[int]:
-        """On the host: read once where all layers are given one tensor."""
+        """On the host: read once where all layers are given one tensor of a GPU, which is waited for."""
+        if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
+            return cu_seqlens.tolist()
         last = self._documents
         if last is None or last[0]() is not cu_seqlens or last[1] != cu_seqlens._version:
             last = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
@@ -312,9 +317,7 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            supported = (
-                "causal, window, scale, softcap, alibi_slopes, sinks and masks over all keys"
-            )
+            supported = "causal, window, scale, softcap, alibi_slopes, sinks, masks over all keys and cu_seqlens_q of all tokens"
             self.refuse(
                 q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
             )

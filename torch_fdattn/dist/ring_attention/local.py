@@ -161,5 +161,5 @@ def call_mask(call: BlockCall, q: Tensor, problem: Problem) -> Mask:
     )
     lens = problem.kv_lens
     if lens is not None:
-        lens = (lens - call.kv_start).clamp(0, call.kv_end - call.kv_begin)
+        lens = (lens.clamp(min=0) - call.kv_start).clamp(0, call.kv_end - call.kv_begin)
     return Mask(lens, *starts, problem.left, problem.right)

@@ -8,17 +8,20 @@ dk, dv`. Rank, world size and shards are arguments, because torch keys its compi
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
-from torch_fdattn.dist.groups import given_rank_and_size
+from torch_fdattn.dist.consensus import (
+    check_equal_on_all_ranks,
+    refusing_on_all_ranks,
+    wants_gradients,
+)
+from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
 from torch_fdattn.ops.scores import Scores, sink_gradient
@@ -46,15 +49,6 @@ def partition(numbers: tuple[int, ...]) -> SequenceShards:
             )
         end = run.end
     return shards
-
-
-def check_documents(documents: tuple[int, ...], total: int) -> None:
-    ends = (documents[0], documents[-1]) if documents else (0, total)
-    if ends != (0, total) or any(a > b for a, b in itertools.pairwise(documents)):
-        raise ValueError(
-            f"cu_seqlens must begin with 0, end with the {total} tokens of all ranks and not fall between, "
-            f"got {list(documents)}"
-        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> None:
@@ -135,22 +129,23 @@ def _ring_attention(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
-    shards = partition(tuple(int(number) for number in shards))
-    if shards.world_size != world_size:
-        raise ValueError(
-            f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
-        )
-    mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
-    scale = default_scale(q, scale)
-    rows = q.shape[2] if q.dim() == 4 else 0
-    if attn_mask is not None:
-        checks.check_attn_mask(attn_mask, q, (*q.shape[:2], rows, shards.total))
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
-    documents = tuple(int(x) for x in documents)
-    window = mask.window_left, mask.window_right
-    problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens)
-    _check(q, k, v, problem, strategy)
+    with refusing_on_all_ranks(group_name, q):
+        shards = partition(tuple(int(number) for number in shards))
+        if shards.world_size != world_size:
+            raise ValueError(
+                f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
+            )
+        mask = options_to_mask(None, None, None, causal, window_left, window_right, 0, 0)
+        scale = default_scale(q, scale)
+        if attn_mask is not None:
+            rows = q.shape[2] if q.dim() == 4 else None
+            checks.check_attn_mask(attn_mask, q, (*q.shape[:2], rows, shards.total))
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
+        documents = tuple(int(x) for x in documents)
+        window = mask.window_left, mask.window_right
+        problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens)
+        _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
     if sinks is not None:
         gradients["whether sinks need a gradient"] = sinks.requires_grad and torch.is_grad_enabled()
@@ -166,6 +161,7 @@ def _ring_attention(
             "causal and window": window,
             "scale": scale,
             "softcap": softcap,
+            "kv_lens": _compared(kv_lens),
             "attn_mask's dtype and shape beside its rows": (
                 None
                 if attn_mask is None
@@ -184,6 +180,13 @@ def _ring_attention(
         tensors = alibi_slopes, sinks, attn_mask, kv_lens
         return _RingAttention.apply(q, k, v, *tensors, plain, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
+
+
+def _compared(kv_lens: Tensor | None) -> tuple[int, ...] | None:
+    """What ranks compare of it: on GPUs nothing, which would wait for the device in each call."""
+    if kv_lens is None or is_traced(kv_lens) or not (kv_lens.is_cpu or checks.CHECK_VALUES):
+        return None
+    return tuple(kv_lens.tolist())
 
 
 library.define_composite(

@@ -10,11 +10,14 @@ order is that of Llama 3's training, arXiv:2407.21783, section 3.3.2).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from torch_fdattn.ops.options import window_bounds
 
 
 class Run(NamedTuple):
@@ -60,7 +63,7 @@ class SequenceShards(NamedTuple):
         cls, total: int, world_size: int, *, cu_seqlens: Sequence[int] | Tensor | None = None,
         causal: bool = True, window: tuple[int, int] | None = None, chunks: int = 8,
     ) -> SequenceShards:  # fmt: skip
-        """As many visible pairs and, but for a chunk, as many tokens for each rank, whatever the mask.
+        """As many visible pairs for each rank, whatever the mask, and as many chunks: tokens to a few chunks' remainders.
 
         The sequence is cut into `chunks` chunks a rank. The chunk with the most visible pairs that is left goes to the
         rank with the fewest so far, of those that have room (longest processing time first, Graham 1969).
@@ -75,8 +78,8 @@ class SequenceShards(NamedTuple):
             >>> shards.lengths
             [32, 32]
         """
-        if chunks < 1:
-            raise ValueError(f"chunks must be at least 1, got {chunks}")
+        if type(chunks) is not int or chunks < 1:
+            raise ValueError(f"chunks must be an int of at least 1, got {chunks!r}")
         runs = [run for run in _runs(_even(total, chunks * world_size)) if run.length]
         work = torch.cat(
             [torch.zeros(1, dtype=torch.int64), _seen(total, cu_seqlens, causal, window).cumsum(0)]
@@ -168,6 +171,38 @@ class SequenceShards(NamedTuple):
         return cls(tuple(tuple(runs) for runs in ranks))
 
 
+def documents_of(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
+    """Numbers of the host, none for None."""
+    if cu_seqlens is None:
+        return []
+    if isinstance(cu_seqlens, Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                "cu_seqlens must be a list of ints inside of a graph, got a tensor: give cu_seqlens.tolist(), "
+                "taken outside of it"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    if not isinstance(cu_seqlens, (list, tuple)) or not all(type(x) is int for x in cu_seqlens):
+        raise TypeError(
+            "cu_seqlens must be an integer tensor of one dimension, a list of ints or None, got "
+            f"{cu_seqlens!r}"
+        )
+    if not cu_seqlens:
+        raise ValueError(
+            "cu_seqlens must begin with 0 and end with the tokens of all ranks, got []"
+        )
+    return list(cu_seqlens)
+
+
+def check_documents(documents: tuple[int, ...], total: int) -> None:
+    ends = (documents[0], documents[-1]) if documents else (0, total)
+    if ends != (0, total) or any(a > b for a, b in itertools.pairwise(documents)):
+        raise ValueError(
+            f"cu_seqlens must begin with 0, end with the {total} tokens of all ranks and not fall between, "
+            f"got {list(documents)}"
+        )
+
+
 def _seen(
     total: int,
     cu_seqlens: Sequence[int] | Tensor | None,
@@ -175,16 +210,14 @@ def _seen(
     window: tuple[int, int] | None,
 ) -> Tensor:
     """int64 (total,): how many keys each position sees."""
-    begins = torch.as_tensor([0, total] if cu_seqlens is None else cu_seqlens).cpu().long()
-    if int(begins[0]) != 0 or int(begins[-1]) != total or bool((begins.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens must begin with 0, end with {total} and not fall between, got {begins.tolist()}"
-        )
+    documents = tuple(documents_of(cu_seqlens)) or (0, total)
+    check_documents(documents, total)
+    begins = torch.tensor(documents)
     lengths = begins.diff()
     position = torch.arange(total)
     first = begins[:-1].repeat_interleave(lengths)
     last = begins[1:].repeat_interleave(lengths) - 1
-    left, right = window or (-1, -1)
+    left, right = window_bounds(window)
     if causal:
         right = 0
     if left >= 0:

@@ -92,7 +92,8 @@ def check_positions(
             "torch_fdattn.dist.ring_attention in a model of your own"
         )
     last = _checked.get(shards)
-    if last is not None and last[0]() is position_ids and last[1] == position_ids._version:
+    version = None if position_ids.is_inference() else position_ids._version
+    if None not in (version, last) and last[0]() is position_ids and last[1] == version:
         return
     own = shards.positions.to(position_ids.device)
     right = position_ids.shape[-1:] == own.shape and bool((position_ids == own).all())
@@ -102,7 +103,7 @@ def check_positions(
     elif mask is not None:
         said = "there is padding, or positions that are no single run, which transformers takes for packed sequences"
     shards.raise_on_all_ranks(query.device, ValueError, said, f"{place}: {remedy}")
-    _checked[shards] = weakref.ref(position_ids), position_ids._version
+    _checked[shards] = weakref.ref(position_ids), version
 
 
 def _shown(positions: Tensor) -> str:
