@@ -9,13 +9,40 @@ from tests.mutants.faults.runs import (
     FUSED_PARTS,
     MATMULS,
     ONE_SIDED,
+    RING_MASKS,
     SURVIVORS,
     SWIGLU,
     TP_INFERENCE,
 )
 
 _KERNELS = "torch_fdattn/ops"
+_RING = "torch_fdattn/dist/ring_attention"
 FAULTS = (
+    Fault(
+        "documents that see each other over ranks", f"{_RING}/plan.py",
+        "document = bisect.bisect_right(documents, start)", "document = len(documents)", RING_MASKS,
+    ),
+    Fault(
+        "global lengths for each block of keys", f"{_RING}/local.py",
+        "(lens.clamp(min=0) - call.kv_start).clamp(", "lens.clamp(", RING_MASKS,
+    ),
+    Fault(
+        "a sink for each block of keys", f"{_RING}/local.py",
+        "_replace(sinks=None, attn_mask=mask)", "_replace(attn_mask=mask)", RING_MASKS,
+    ),
+    Fault(
+        "an explicit mask's columns by places in a shard", f"{_RING}/local.py",
+        "slice(call.kv_start, call.kv_start + call.kv_end - call.kv_begin)", "slice(call.kv_begin, call.kv_end)",
+        RING_MASKS,
+    ),
+    Fault(
+        "distances between runs that are no neighbours", f"{_RING}/plan.py",
+        "        if by_position:\n", "        if False:\n", RING_MASKS,
+    ),
+    Fault(
+        "a sink's gradient without that of lse", f"{_RING}/op.py",
+        "out.to(lse.dtype)).sum(-1) - dlse", "out.to(lse.dtype)).sum(-1)", RING_MASKS,
+    ),
     Fault(
         "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",
         "came &= await_flag(mine, source, epoch, state_ptr, fault_ptr, limit_ns)",

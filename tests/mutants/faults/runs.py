@@ -56,6 +56,11 @@ DECODE_TWO_SHOT = Tests(
     interpret=True,
     ranks=3,
 )
+RING_MASKS = Tests(
+    "masks over ranks",
+    ("tests/dist/test_ring_scores.py", "tests/dist/test_ring_documents.py"),
+    ranks=2,
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls",
