@@ -21,20 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.loading import load
-from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, slots_of
+from torch_fdattn.ops.attention.hopper.backward.masks import hide
+from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile, slots_of
 from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import (
     GROUPS,
     QUERIES,
     padded_row,
-    read_key_tile,
 )
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
-from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS, store_rows
+from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
 from torch_fdattn.ops.attention.hopper.tiles import Call
-
-_ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit(do_not_specialize=[
@@ -65,21 +63,12 @@ def _multiply(slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, 
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = _next_tile(slots, turn)
+    tile = next_tile(slots, turn)
     while tile.end > 0:
         step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
-        tile = _next_tile(slots, turn)
+        tile = next_tile(slots, turn)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _next_tile(slots, turn):
-    place = place_of(turn, SLOTS)
-    slots.has_tile.wait_full(place)
-    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
-    slots.has_tile.release(place)
-    return tile
 
 
 @gluon.jit
@@ -171,7 +160,7 @@ def _step(
         scores = changes.biased(
             capped, slope, tile.first + own * ROWS, here * QUERIES + tile.offset
         )
-        scores = _hide(scores, tile, own, here, call, RAGGED)
+        scores = hide(scores, tile.first + own * ROWS, here * QUERIES, tile, call, RAGGED, True)
         lse2 = slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(scores * changes.unit(changes.scale) - gl.expand_dims(lse2, 0))
         # ptxas moves instructions within a basic block only, and would put the wait for dP before most exponentials.
@@ -246,32 +235,6 @@ def _dq(slots, slot, unknown, GROUP: gl.constexpr):
         right = slots.k.index(i + unknown).reshape([ROWS, D]).slice(GROUP * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=i > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def _hide(scores, tile, own, here, call, RAGGED: gl.constexpr):
-    """-inf where a query of the block does not see a key."""
-    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
-        SCORES: gl.constexpr = scores.type.layout
-        key = tile.first + own * ROWS
-        query = here * QUERIES + tile.offset
-        hidden = gl.to_tensor(False)
-        if RAGGED:
-            hidden = key + ROWS > tile.kv_len
-        if call.HAS_RIGHT:
-            hidden = hidden | (key + ROWS - 1 > query + call.right)
-        if call.HAS_LEFT:
-            hidden = hidden | (key < query + QUERIES - 1 - call.left)
-        if hidden:
-            keys = gl.expand_dims(key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)), 1)
-            queries = gl.expand_dims(query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES)), 0)  # fmt: skip
-            seen = keys < tile.kv_len
-            if call.HAS_RIGHT:
-                seen = seen & (keys <= queries + call.right)
-            if call.HAS_LEFT:
-                seen = seen & (keys >= queries - call.left)
-            scores = gl.where(seen, scores, MINUS_INFINITY)
-    return scores
 
 
 @gluon.jit

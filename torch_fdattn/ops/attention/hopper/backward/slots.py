@@ -8,10 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, GROUPS, QUERIES
-from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, ring
+from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, GROUPS, QUERIES, read_key_tile
+from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, place_of, ring
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 
+_ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
 
 
@@ -86,3 +87,13 @@ def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr):
         ring(SLOTS, GROUPS, GROUPS),
         SUBS,
     )
+
+
+@gluon.jit
+def next_tile(slots, turn):
+    """A warp group's next tile, of slots of either kernel."""
+    place = place_of(turn, SLOTS)
+    slots.has_tile.wait_full(place)
+    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
+    slots.has_tile.release(place)
+    return tile

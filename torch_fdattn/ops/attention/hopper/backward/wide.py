@@ -30,10 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.masks import hide
-from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS
+from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, padded_row
-from torch_fdattn.ops.attention.hopper.backward.wide_slots import load, next_tile, wide_slots_of
+from torch_fdattn.ops.attention.hopper.backward.wide_slots import load, wide_slots_of
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores

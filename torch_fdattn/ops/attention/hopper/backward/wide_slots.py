@@ -22,7 +22,6 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.tiles import take, tile_of
 
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @aggregate
@@ -79,15 +78,6 @@ def wide_slots_of(blocks, rows_of_terms, GRADIENT: gl.constexpr):
         ring(SLOTS, GROUPS), ring(1, GROUPS), ring(1, GROUPS), ring(SLOTS, GROUPS), ring(OTHER_SLOTS, GROUPS),
         OTHER_SLOTS,
     )  # fmt: skip
-
-
-@gluon.jit
-def next_tile(slots, turn):
-    place = place_of(turn, SLOTS)
-    slots.has_tile.wait_full(place)
-    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
-    slots.has_tile.release(place)
-    return tile
 
 
 @gluon.jit
