@@ -171,8 +171,9 @@ def ring_attention(
         cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
             whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
             needed on the host: a tensor of a GPU is waited for.
-        kv_lens: int32 (B,), the same on every rank (compared on the CPU, or with TORCH_FDATTN_CHECK=1): positions of the whole sequence from there on are padding, which no
-            query sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0).
+        kv_lens: int32 (B,), the same on every rank (compared on the CPU, or with TORCH_FDATTN_CHECK=1): positions of the
+            whole sequence from there on are padding, which no query sees. Queries keep their positions
+            (`torch_fdattn.attention` with q_start = 0).
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
             are all keys in order of positions. No gradient. On every rank or on none.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
@@ -182,8 +183,8 @@ def ring_attention(
         out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
         Differentiable in q, k, v and sinks, for losses that are summed over the ranks: each rank's gradients are of
         the sum of all ranks' losses, but that of sinks, which is of this rank's queries: like the gradients of other
-        parameters that ranks share it is to be summed over them. The backward is a collective: the loss must depend on an output
-        (out or lse, not always the same) on every rank. (With "query_split", K and V's gradients are whole on every rank.)
+        parameters that ranks share it is to be summed over them. The backward is a collective: the loss must depend on
+        an output (out or lse, not always the same) on every rank. (With "query_split", K and V's gradients are whole on every rank.)
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where

@@ -69,6 +69,7 @@ def check_positions(shards: RingMode, position_ids: Tensor | None, query: Tensor
 
 
 def refuse_packed(shards: RingMode, query: Tensor) -> None:
+    """Packed sequences, on every rank."""
     shards.refuse(
         query,
         f"{PLACE} takes no cu_seq_lens_q: call torch_fdattn.varlen_attention in a model of your own, with "

@@ -63,7 +63,7 @@ class SequenceShards(NamedTuple):
         cls, total: int, world_size: int, *, cu_seqlens: Sequence[int] | Tensor | None = None,
         causal: bool = True, window: tuple[int, int] | None = None, chunks: int = 8,
     ) -> SequenceShards:  # fmt: skip
-        """As many visible pairs for each rank, whatever the mask, and as many chunks: tokens to a few chunks' remainders.
+        """Shards in which each rank sees about as many pairs, whatever the mask, and holds at most as many chunks.
 
         The sequence is cut into `chunks` chunks a rank. The chunk with the most visible pairs that is left goes to the
         rank with the fewest so far, of those that have room (longest processing time first, Graham 1969).
@@ -172,7 +172,7 @@ class SequenceShards(NamedTuple):
 
 
 def documents_of(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
-    """Numbers of the host, none for None."""
+    """cu_seqlens as ints on the host; none for None."""
     if cu_seqlens is None:
         return []
     if isinstance(cu_seqlens, Tensor):
@@ -195,6 +195,7 @@ def documents_of(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
 
 
 def check_documents(documents: tuple[int, ...], total: int) -> None:
+    """Raises ValueError where they are no partition of all tokens; none at all is one document."""
     ends = (documents[0], documents[-1]) if documents else (0, total)
     if ends != (0, total) or any(a > b for a, b in itertools.pairwise(documents)):
         raise ValueError(

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.loading import load
-from torch_fdattn.ops.attention.hopper.backward.masks import hide
+from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
 from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile, slots_of
 from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import (
@@ -93,7 +93,9 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
                 keep_first(slots.k.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
                 keep_first(slots.v.index(GROUP * SUBS + sub).reshape([ROWS, D]), inside)
     slots.has_queries.wait_full(place_of(step, SLOTS))
-    scores = warpgroup_mma_wait(0, deps=(_scores(slots.k, GROUP * SUBS, slots.q, step),))
+    scores = warpgroup_mma_wait(
+        0, deps=(product(slots.k, GROUP * SUBS, slots.q, place_of(step, SLOTS).slot),)
+    )
     # Of the step before: where its dQ goes.
     head = gl.to_tensor(-1)
     block = gl.to_tensor(0)
@@ -154,7 +156,7 @@ def _step(
     new_dv = ()
     for sub in gl.static_range(SUBS):
         own = GROUP * SUBS + sub
-        dp = _scores(slots.v, own + unknown, slots.dout, step)
+        dp = product(slots.v, own + unknown, slots.dout, place.slot)
         capped = changes.capped(scores, changes.scale)
         # Distances are the same with keys as rows.
         scores = changes.biased(
@@ -180,14 +182,14 @@ def _step(
         operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
         also_added = warpgroup_mma(operand, q, dk[sub], is_async=True)
         if sub < SUBS - 1:
-            scores = _scores(slots.k, own + 1 + unknown, slots.q, step)
+            scores = product(slots.k, own + 1 + unknown, slots.q, place.slot)
             scores, added, also_added, p_operand, operand = warpgroup_mma_wait(
                 0, deps=(scores, added, also_added, p_operand, operand)
             )
         new_dk = new_dk + (also_added,)  # noqa: RUF005
         new_dv = new_dv + (added,)  # noqa: RUF005
 
-    previous = place_of(step + 1, SLOTS)  # the other slot
+    previous = place_of(step + 1, SLOTS)  # the other slot, of the step before and of the next one
     slots.has_dscores.wait_full(place_of(step - 1, SLOTS), head >= 0)
     dq = _dq(slots, previous.slot, unknown, GROUP)
     waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
@@ -196,7 +198,7 @@ def _step(
     slots.has_dout.release(place)
     slots.has_queries.release(place)
     slots.has_queries.wait_full(place_of(step + 1, SLOTS), more)
-    scores = _scores(slots.k, GROUP * SUBS + unknown, slots.q, step + 1)
+    scores = product(slots.k, GROUP * SUBS + unknown, slots.q, previous.slot)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if head >= 0:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
@@ -209,17 +211,6 @@ def _step(
         )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
-
-
-@gluon.jit
-def _scores(keys, own, queries, step):
-    """64 keys by the queries of a step, issued: K Qᵀ, or V dOᵀ."""
-    D: gl.constexpr = keys.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    left = keys.index(own).reshape([ROWS, D])
-    right = queries.index(place_of(step, SLOTS).slot).reshape([QUERIES, D]).permute((1, 0))
-    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
-    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

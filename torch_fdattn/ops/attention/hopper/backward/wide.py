@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_fdattn.ops.attention.hopper.backward.masks import hide
+from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
 from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, padded_row
@@ -113,7 +113,9 @@ def _sum(
         members = call.group
         first_head = tile.kv_head * call.group
     slots.has_columns.wait_full(place_of(step, SLOTS))
-    scores = warpgroup_mma_wait(0, deps=(_product(slots.rows, GROUP, slots.columns, step),))
+    scores = warpgroup_mma_wait(
+        0, deps=(product(slots.rows, GROUP, slots.columns, place_of(step, SLOTS).slot),)
+    )
     if GRADIENT != "dv":
         slots.has_other_rows.wait_full(place)
         if call.kv_lens is not None and not OF_QUERIES:  # noqa: SIM102 -- the first is known to the compiler
@@ -152,13 +154,7 @@ def _step(
         _zero_beyond(slots.columns, place, block, tile, call)
         _zero_beyond(slots.other_columns, other, block, tile, call)
     if GRADIENT != "dv":
-        dp = warpgroup_mma(
-            slots.other_rows.index(GROUP + unknown).reshape([ROWS, D]),
-            slots.other_columns.index(other.slot).reshape([QUERIES, D]).permute((1, 0)),
-            gl.zeros([ROWS, QUERIES], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
+        dp = product(slots.other_rows, GROUP + unknown, slots.other_columns, other.slot)
     if OF_QUERIES:
         key, query = block * QUERIES, first
         lse2 = gl.expand_dims(row_lse2, 1)
@@ -192,24 +188,13 @@ def _step(
     added = warpgroup_mma(weights, columns, acc, is_async=True)
     following = place_of(step + 1, SLOTS)
     slots.has_columns.wait_full(following, more)
-    scores = _product(slots.rows, GROUP + unknown, slots.columns, step + 1)
+    scores = product(slots.rows, GROUP + unknown, slots.columns, following.slot)
     added, weights = warpgroup_mma_wait(1, deps=(added, weights))
     if GRADIENT == "dv":
         slots.has_other_columns.release(other)
     slots.has_columns.release(place)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, added
-
-
-@gluon.jit
-def _product(rows, own, columns, step):
-    """Rows of this warp group by the columns of a step, issued."""
-    D: gl.constexpr = rows.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    left = rows.index(own).reshape([ROWS, D])
-    right = columns.index(place_of(step, SLOTS).slot).reshape([QUERIES, D]).permute((1, 0))
-    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
-    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
