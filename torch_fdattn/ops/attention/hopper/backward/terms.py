@@ -14,10 +14,9 @@ _NUMBERS_OF_A_PROGRAM = 8192
 
 
 def terms_launch(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], dim: int,
-    packed: dict | None = None,
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], dim: int
 ) -> Launch:  # fmt: skip
-    """dim: the head dim, padded; packed: `packed.kernel_arguments`."""
+    """dim: the head dim, padded."""
     batch, heads, q_len, head_dim = out.shape
     lse2, delta = rows
     padded_len, block = lse2.shape[2], _NUMBERS_OF_A_PROGRAM // dim
@@ -25,7 +24,7 @@ def terms_launch(
     return Launch(
         _row_terms_kernel, padded_len // block * heads * batch,
         out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, head_dim,
-        BLOCK_M=block, BLOCK_DV=dim, also=packed or {},
+        BLOCK_M=block, BLOCK_DV=dim,
     )  # fmt: skip
 
 
