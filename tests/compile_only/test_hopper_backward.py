@@ -15,21 +15,27 @@ from tests.compile_only.targets import ARCHS
 from tests.compile_only.test_hopper import INT, MASKS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
+from torch_fdattn.ops.attention.backward import empty_rows
 from torch_fdattn.ops.attention.hopper.backward.launch import (
     HEAD_DIMS,
     hopper_backward_launches,
     takes,
     zero_sums,
+    zero_turns,
 )
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed, by_heads
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 QUICK = (128, "causal")
 #: Bytes a thread that may spill, of head dim 128 outside of the steps.
-SPILLS = {64: 104, 128: 40}
+SPILLS = {64: 72, 128: 32}
 
 
-def compiled_launches(head_dim: int, mask: str, scores: Scores = NO_SCORES) -> list:
+def compiled_launches(
+    head_dim: int, mask: str, scores: Scores = NO_SCORES, ordered: bool = False
+) -> list:
     positions, queries, keys = MASKS[mask]
     q, k, v = (
         meta(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((8, queries), (2, keys), (2, keys))
@@ -41,7 +47,8 @@ def compiled_launches(head_dim: int, mask: str, scores: Scores = NO_SCORES) -> l
         (q, None, q, k, v, q, meta(2, 8, queries)),
         (rows, zero_sums(q, rows[0].shape[2])),
     )
-    made = hopper_backward_launches(*state, options, q, k, v, *scratch, meta(1, **INT))
+    turns = zero_turns(q, rows[0].shape[2]) if ordered else None
+    made = hopper_backward_launches(*state, options, q, k, v, *scratch, meta(1, **INT), turns)
     return [compile_launch(Launch(x.kernel, x.arguments, x.options), ARCHS["sm_90"]) for x in made]
 
 
@@ -53,10 +60,17 @@ def compiled_launches(head_dim: int, mask: str, scores: Scores = NO_SCORES) -> l
         for mask in MASKS
     ],
 )
-def test_compiles(head_dim, mask):
-    terms, sweep, sums = compiled_launches(head_dim, mask)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_compiles(head_dim, mask, ordered):
+    terms, sweep, sums = compiled_launches(head_dim, mask, ordered=ordered)
     assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
     check_sweep(sweep, head_dim, SPILLS[head_dim])
+    # The turn, a fence, the additions of both warp groups, the wait for their arrival, and the next turn.
+    turn = r"LDG\.E\.STRONG\.GPU.*MEMBAR\.ALL\.GPU.*UTMAREDG.*UTMAREDG.*DEPBAR\.LE SB0, 0x0.*MEMBAR\.ALL\.GPU.*REDG\.E\.ADD"
+    sass = disassembled(sweep.asm["cubin"])
+    assert bool(re.search(turn, sass, re.DOTALL)) == ordered
+    assert sass.count("UTMAREDG") == 2
+    assert ("LDG.E.STRONG.GPU" in sass) == ordered
 
 
 @pytest.mark.slow
@@ -72,7 +86,7 @@ def test_compiles_with_padded_heads():
 def test_compiles_with_changed_scores(feature, mask, head_dim):
     scores = Scores(30.0) if feature == "softcap" else Scores(0.0, meta(2, 8))
     _, sweep, _ = compiled_launches(head_dim, mask, scores)
-    check_sweep(sweep, head_dim, {64: 160, 128: 56}[head_dim], reloads=8)
+    check_sweep(sweep, head_dim, {64: 128, 128: 40}[head_dim], reloads=8)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +119,48 @@ def check_gradient(made, most: int) -> None:
     products = sass.count("HGMMA")
     assert products in (2 * (2 * 16 + 4), 2 * (3 * 16 + 4))
     assert sass.count("WARPGROUP.DEPBAR") == (6 if products < 100 else 8)
+
+
+def packed_sweep(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False):
+    q, k = (by_heads(meta(5000, h, head_dim, dtype=torch.bfloat16)) for h in (8, 2))
+    packed = Packed(meta(5, **INT), meta(5, **INT))
+    options = AttentionOptions(mask, 1.0, scores)
+    assert takes(q, k, k, options, packed)
+    rows = empty_rows(q, packed)
+    padded_len = rows[0].shape[2]
+    turns = zero_turns(q, padded_len) if ordered else None
+    scratch = rows, zero_sums(q, padded_len), meta(1, **INT), turns
+    state = q, None, q, k, k, q, meta(8, 5000)
+    terms, sweep, sums = (
+        compile_launch(Launch(x.kernel, x.arguments, {**x.options, **x.also}), ARCHS["sm_90"])
+        for x in hopper_backward_launches(*state, options, q, k, k, *scratch, packed)
+    )
+    assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask"),
+    [
+        pytest.param(
+            head_dim, mask, marks=() if (head_dim, mask.window_right) == (128, 0) else pytest.mark.slow
+        )
+        for head_dim in HEAD_DIMS
+        for mask in (Mask(), Mask(window_right=0), Mask(window_left=512, window_right=100))
+    ],
+)  # fmt: skip
+def test_compiles_for_packed_sequences(mask, head_dim):
+    """What spills are numbers of tiles, and at head dim 64 addresses of rows that become zeros."""
+    check_sweep(packed_sweep(head_dim, mask), head_dim, {64: 320, 128: 96}[head_dim], reloads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_compiles_for_packed_sequences_with_everything(head_dim, ordered):
+    mask = Mask(*(meta(4, **INT) for _ in range(3)), window_left=512, window_right=0)
+    sweep = packed_sweep(head_dim, mask, Scores(30.0, meta(4, 8)), ordered)
+    check_sweep(sweep, head_dim, {64: 416, 128: 224}[head_dim], reloads=12)
 
 
 def check_sweep(sweep, head_dim: int, most: int, reloads: int = 0) -> None:

@@ -13,8 +13,8 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
     """The same bits on every run.
 
     Every forward has the same bits on every run whatever is set here, and every backward but that of Hopper's kernel:
-    its tiles add to dQ in the order in which they finish. With `enabled`, or torch.use_deterministic_algorithms(True),
-    the portable kernels run in its place, whose sums have one order.
+    its tiles add to dQ in the order in which they come. With `enabled`, or torch.use_deterministic_algorithms(True),
+    they add in one order, for which they wait for each other.
 
     What is left to chance are the seeds that dropout draws where it is given none. By default they come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
     from a generator of their own, which each such call of `set_deterministic` starts anew and which no other

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import torch_fdattn
-from torch_fdattn.ops.attention import configs, dispatch
+from torch_fdattn.launch import prepared
+from torch_fdattn.ops.attention import configs, derivative_op, dispatch
 from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -148,29 +149,49 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
         dispatch._rows.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "ask", [torch.use_deterministic_algorithms, torch_fdattn.set_deterministic]
-)
-def test_deterministic_backwards_are_the_portable_kernels(ask, monkeypatch) -> None:
-    q = make_tensor((2, 4, 64, 128), "bhsd", dtype=torch.bfloat16, device="cpu", generator=torch.Generator())  # fmt: skip
+@pytest.mark.parametrize("ask", [None, torch.use_deterministic_algorithms, torch_fdattn.set_deterministic])  # fmt: skip
+def test_deterministic_backwards_have_turns_on_hopper(ask, monkeypatch) -> None:
+    """They are the same kernel's."""
+    q = make_tensor((2, 4, 200, 128), "bhsd", dtype=torch.bfloat16, device="cpu", generator=torch.Generator())  # fmt: skip
     monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
     monkeypatch.setattr(dispatch, "_rows", lambda *_: tuple(x for x in TABLE if "sm_90" in x.hardware and "backward" in x.directions))  # fmt: skip
-    options = AttentionOptions(Mask(), 0.1)
-    assert dispatch.choose("backward", q, q, q, options) == "hopper"
-    ask(True)
+    prepared.forget()
+    given = []
+    monkeypatch.setattr(
+        derivative_op, "state_launches", lambda *args, ranges: given.append(args) or ()
+    )
+    if ask is not None:
+        ask(True)
     try:
-        assert dispatch.choose("backward", q, q, q, options) == "triton"
+        torch.ops.fdattn.attention_backward(q, None, q, q, q, q, q[..., 0].float(), None, None, None, -1, -1, 0, 0, 0.1, None)  # fmt: skip
     finally:
-        ask(False)
+        prepared.forget()
+        if ask is not None:
+            ask(False)
+    ((call, *_, turns),) = given
+    assert call.label == "attention_backward/hopper"
+    assert (None if turns is None else turns.shape) == (None if ask is None else (2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "sequences", "kernel"),
+    [(128, 5000, 4, "hopper"), (160, 5000, 4, "triton"), (128, 100, 20, "hopper"), (128, 5000, 400, "triton")],
+)  # fmt: skip
+def test_packed_backwards(head_dim, tokens, sequences, kernel, monkeypatch) -> None:
+    """Not of wide heads, and not of many short sequences, whose sums of dQ would be padding."""
+    q = torch.empty(1, 4, tokens, head_dim, dtype=torch.bfloat16)
+    monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
+    monkeypatch.setattr(dispatch, "_rows", lambda *_: tuple(x for x in TABLE if "sm_90" in x.hardware and "backward" in x.directions))  # fmt: skip
+    packed = Packed(torch.zeros(sequences + 1, dtype=torch.int32))
+    options = AttentionOptions(Mask(), 0.1)
+    assert dispatch.choose("backward", q, q, q, options, packed) == kernel
 
 
 def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
     mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)
     every = AttentionOptions(mask, 1.0, scores, Dropout(0.5, ANY))
-    assert dispatch.features_of(every, Packed(lens, None, lens[None])) == FEATURES - {
-        "deterministic"
-    }
+    assert dispatch.features_of(every, Packed(lens, None, lens[None])) == FEATURES
     assert dispatch.features_of(AttentionOptions(), Packed(lens)) == {"packed"}
     assert dispatch.features_of(AttentionOptions()) == frozenset()
     assert dispatch.features_of(AttentionOptions(Mask(window_right=3, kv_block=2, kv_stride=4))) == {"window", "positions"}  # fmt: skip

@@ -24,12 +24,16 @@ ALL = Mask()
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
-def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES, dtype=None):
+ORDERED = pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+
+
+def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES, dtype=None, ordered=False):
     from torch_fdattn.ops.attention.backward import empty_rows
     from torch_fdattn.ops.attention.hopper.backward.launch import (
         hopper_backward_launches,
         takes,
         zero_sums,
+        zero_turns,
     )
 
     options = AttentionOptions(mask, q.shape[3] ** -0.5, scores, dtype=dtype)
@@ -38,16 +42,21 @@ def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES, dtype=N
     rows = empty_rows(q)
     sums = zero_sums(q, rows[0].shape[2])
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, rows, sums, counter))  # fmt: skip
+    turns = zero_turns(q, rows[0].shape[2]) if ordered else None
+    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, rows, sums, counter, turns))  # fmt: skip
     assert counter.item() == 0
     return grads
 
 
-def check(q, k, v, mask=ALL, lens=None, wants_lse=False):
+def check(q, k, v, mask=ALL, lens=None, wants_lse=False, ordered=False):
     out, lse = attend(q, k, v, mask)
     dout = torch.randn_like(out)
     dlse = torch.randn_like(lse) if wants_lse else None
-    found = gradients(dout, dlse, q, k, v, out, lse, mask)
+    found = gradients(dout, dlse, q, k, v, out, lse, mask, ordered=ordered)
+    if ordered:
+        for _ in range(20):
+            again = gradients(dout, dlse, q, k, v, out, lse, mask, ordered=True)
+            assert all(map(torch.equal, again, found))
     doubles = [x.double().requires_grad_() for x in (q, k, v)]
     if lens is not None:
         kept = torch.arange(k.shape[2], device="cuda") < mask.kv_lens[:, None]
@@ -78,10 +87,11 @@ def check(q, k, v, mask=ALL, lens=None, wants_lse=False):
 @pytest.mark.parametrize(
     ("queries", "keys"), [(64, 128), (512, 512), (1, 700), (300, 1000), (1000, 1000)]
 )
-def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
+@ORDERED
+def test_against_the_oracle(ordered, queries, keys, head_dim, causal, dtype):
     q = normal(2, 4, queries, head_dim, dtype=dtype)
     k, v = (normal(2, 2, keys, head_dim, dtype=dtype) for _ in range(2))
-    check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal)
+    check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal, ordered=ordered)
 
 
 @pytest.mark.parametrize("head_dim", [40, 96, 160, 192])
@@ -128,19 +138,22 @@ def test_changed_scores(feature, mask, head_dim):
 @HEAD_DIMS
 @pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 20), (1000, 0), (0, -1), (100, -1)])
 @pytest.mark.parametrize("keys", [512, 700])
-def test_windows(keys, window, head_dim):
+@ORDERED
+def test_windows(ordered, keys, window, head_dim):
     q, k, v = (normal(1, h, keys, head_dim) for h in (4, 2, 2))
-    check(q, k, v, Mask(window_left=window[0], window_right=window[1]))
+    check(q, k, v, Mask(window_left=window[0], window_right=window[1]), ordered=ordered)
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("causal", [False, True])
-def test_lengths_beyond_which_is_nan(causal, head_dim):
+@ORDERED
+def test_lengths_beyond_which_is_nan(ordered, causal, head_dim):
     q, k, v = (normal(4, h, 600, head_dim) for h in (4, 2, 2))
     lens = [600, 70, 129, 1]
     for x, (b, n) in itertools.product((k, v), enumerate(lens)):
         x[b, :, n:] = torch.nan
-    check(q, k, v, Mask(int32(*lens, device="cuda"), window_right=0 if causal else -1), lens)
+    mask = Mask(int32(*lens, device="cuda"), window_right=0 if causal else -1)
+    check(q, k, v, mask, lens, ordered=ordered)
 
 
 @HEAD_DIMS
@@ -177,18 +190,22 @@ def test_gradients_in_float32(shape, head_dim):
         assert (grad.double() - right).norm() <= 1e-2 * right.norm()
 
 
-def test_rows_without_keys():
+@ORDERED
+def test_rows_without_keys(ordered):
     """More queries than keys: the first rows see none, and have no gradient."""
     q, k, v = normal(1, 4, 300, 128), normal(1, 2, 100, 128), normal(1, 2, 100, 128)
     out, lse = attend(q, k, v, Mask(window_right=0))
-    dq, dk, dv = gradients(torch.randn_like(out), None, q, k, v, out, lse, Mask(window_right=0))
+    dq, dk, dv = gradients(
+        torch.randn_like(out), None, q, k, v, out, lse, Mask(window_right=0), ordered=ordered
+    )
     assert (dq[:, :, :200] == 0).all()
     assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
 
 
-def test_positions():
+@ORDERED
+def test_positions(ordered):
     q, k, v = normal(2, 4, 100, 128), normal(2, 2, 900, 128), normal(2, 2, 900, 128)
-    check(q, k, v, Mask(q_start=int32(800, 3, device="cuda"), window_right=0))
+    check(q, k, v, Mask(q_start=int32(800, 3, device="cuda"), window_right=0), ordered=ordered)
 
 
 def test_strides():
@@ -224,6 +241,32 @@ def test_same_bits_but_of_dq(head_dim):
         torch.testing.assert_close(again[0], first[0], rtol=2e-2, atol=1e-3)
 
 
+@HEAD_DIMS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 2, 8192), (2, 16, 4, 3000), (3, 24, 24, 900)])
+def test_same_bits_of_the_ordered_form(shape, causal, head_dim):
+    """More tiles than programs, all tiles of a head at once, several sections; two launches at the same time, too."""
+    batch, heads, kv_heads, length = shape
+    q, k, v = (normal(batch, h, length, head_dim) for h in (heads, kv_heads, kv_heads))
+    mask = Mask(window_right=0 if causal else -1)
+    out, lse = attend(q, k, v, mask)
+    given = torch.randn_like(out), None, q, k, v, out, lse, mask
+    first = gradients(*given, ordered=True)
+    in_any_order = gradients(*given)
+    assert all(map(torch.equal, first[1:], in_any_order[1:]))
+    torch.testing.assert_close(first[0], in_any_order[0], rtol=2e-2, atol=1e-3)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(gradients(*given, ordered=True))
+        torch.cuda.synchronize()
+        for grads in found:
+            assert all(map(torch.equal, grads, first))
+
+
 def test_two_streams():
     q, k, v = (normal(1, 8, 2048, 128) for _ in range(3))
     out, lse = attend(q, k, v)
@@ -251,7 +294,7 @@ HERE, PORTABLE = {"attention_backward/hopper": 1}, {"attention_backward/triton":
 
 
 def test_the_op_comes_here_each_time():
-    """But where its gradient lies as no descriptor can, or the same bits are asked for."""
+    """But where its gradient lies as no descriptor can; where the same bits are asked for, too."""
     q, k, v = (normal(2, h, 400, 128).requires_grad_() for h in (4, 2, 2))
     out, _ = torch_fdattn.attention(q, k, v, causal=True)
     dout = torch.randn_like(out)
@@ -269,11 +312,34 @@ def test_the_op_comes_here_each_time():
     torch_fdattn.set_deterministic(True)
     try:
         first, made = backward_of(out, dout, q, k, v)
-        assert made == PORTABLE
-        assert all(map(torch.equal, first, backward_of(out, dout, q, k, v)[0]))
+        assert made == HERE
+        for _ in range(20):
+            again, made = backward_of(out, dout, q, k, v)
+            assert made == HERE
+            assert all(map(torch.equal, again, first))
+        assert backward_of(out, shifted, q, k, v)[1] == PORTABLE
     finally:
         torch_fdattn.set_deterministic(False)
     assert backward_of(out, dout, q, k, v)[1] == HERE
+
+
+def test_a_captured_training_step_in_order():
+    """A replay begins with turns that are zero again."""
+    q, k, v = (normal(1, 4, 2048, 128).requires_grad_() for _ in range(3))
+    dout = normal(1, 4, 2048, 128)
+    torch_fdattn.set_deterministic(True)
+    try:
+        expected = torch.autograd.grad(torch_fdattn.attention(q, k, v)[0], (q, k, v), dout)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = torch.autograd.grad(torch_fdattn.attention(q, k, v)[0], (q, k, v), dout)
+    finally:
+        torch_fdattn.set_deterministic(False)
+    for _ in range(20):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_captured_training_step():
@@ -291,7 +357,8 @@ def test_a_captured_training_step():
         torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=1e-3)
 
 
-def test_ten_thousand_launches_of_mixed_shapes():
+@ORDERED
+def test_ten_thousand_launches_of_mixed_shapes(ordered):
     """They do not hang, and the last of each shape is right."""
     shapes = [(1, 1, 1, 1), (1, 2, 130, 700), (2, 4, 64, 64), (3, 2, 257, 2000), (1, 16, 1024, 1024)]  # fmt: skip
     calls = []
@@ -299,8 +366,10 @@ def test_ten_thousand_launches_of_mixed_shapes():
         q, k = normal(batch, heads, queries, head_dim), normal(batch, heads, keys, head_dim)
         out, lse = attend(q, k, k)
         calls.append((out, None, q, k, k, out, lse))
-    expected = [gradients(*call) for call in calls]
+    expected = [gradients(*call, ordered=ordered) for call in calls]
+    # dQ of the ordered form alone.
+    compared = slice(0 if ordered else 1, 3)
     for i in range(10_000):
-        found = gradients(*calls[i % len(calls)])
+        found = gradients(*calls[i % len(calls)], ordered=ordered)
         if i >= 10_000 - len(calls):
-            assert all(map(torch.equal, found[1:], expected[i % len(calls)][1:]))
+            assert all(map(torch.equal, found[compared], expected[i % len(calls)][compared]))

@@ -33,8 +33,16 @@ def step(inputs, begins, **options):
     return out, lse, *torch.autograd.grad(loss, leaves)
 
 
+@pytest.fixture
+def asks_for_same_bits():
+    torch_fdattn.set_deterministic(True)
+    yield
+    torch_fdattn.set_deterministic(False)
+
+
 @pytest.mark.slow
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("asks_for_same_bits")
 def test_same_bits_on_every_run(device):
     gpu = device == "cuda"
     inputs = qkv(device, tokens=900 if gpu else 24, head_dim=64 if gpu else 16, dtype=torch.float16)
@@ -95,7 +103,9 @@ def test_cuda_graph_reads_new_beginnings():
         for x, y in zip(inputs, qkv(seed=seed), strict=True):
             x.copy_(y)
         graph.replay()
-        same(captured, step(inputs, begins))
+        again = step(inputs, begins)
+        same((*captured[:2], *captured[3:]), (*again[:2], *again[3:]))
+        torch.testing.assert_close(captured[2], again[2], rtol=2e-2, atol=1e-3)  # dQ, in any order
 
 
 @pytest.mark.gpu

@@ -35,6 +35,7 @@ from torch_fdattn.ops.attention.reference import attention_tangent_reference
 from torch_fdattn.ops.determinism import is_deterministic
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.options import MASK_SCHEMA, SCORES_SCHEMA, AttentionOptions
+from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.row_ranges import empty_ranges
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
@@ -64,21 +65,25 @@ def _gradients(
     call = prepared.checked(key)
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, options)
-        kernel = _kernel(dout, q, k, v, options, score_grads)
+        kernel = backward_kernel(dout, q, k, v, options, score_grads)
         if kernel != "cpu":
             call = prepared.prepare(key, label=f"attention_backward/{kernel}")
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        mask, scratch = contiguous_mask(mask), _scratch(call, q, k, scores.attn_mask)
+        mask, scratch = contiguous_mask(mask), empty_scratch(call, q)
+        ranges = None if call.label.endswith("/hopper") else empty_ranges(scores.attn_mask, q, k)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         state = dout, dlse, q, k, v, out, lse
-        tensors = *state, *grads, *mask[:3], *scores[1:], dropout.seed, *scratch
+        tensors = *state, *grads, *mask[:3], *scores[1:], dropout.seed, ranges, *scratch
         if call.by_driver(tensors):
             library.launches[call.label] += 1
         else:
             given = options._replace(mask=mask)
-            call.run(tensors, _launches(call, state, given, grads, score_grads, *scratch))
+            launches = state_launches(
+                call, state, given, grads, score_grads, *scratch, ranges=ranges
+            )
+            call.run(tensors, launches)
         return grads
     library.launches["attention_backward/cpu"] += 1
     *found, of_scores = attention_backward_on_cpu(
@@ -88,11 +93,15 @@ def _gradients(
     return grads
 
 
-def _kernel(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, score_grads: Scores
-) -> str:
-    """Which computes a checked call; gradients of what modifies the scores are the portable kernels'."""
-    kernel = dispatch.choose("backward", q, k, v, options)
+def backward_kernel(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, score_grads: Scores,
+    packed: Packed | None = None,
+) -> str:  # fmt: skip
+    """Which computes a checked call; gradients of what modifies the scores are the portable kernels'.
+
+    Packed tensors here and below are by heads (`packed.by_heads`).
+    """
+    kernel = dispatch.choose("backward", q, k, v, options, packed)
     if kernel == "hopper":
         from torch_fdattn.ops.attention.hopper.launch import is_describable
 
@@ -101,24 +110,30 @@ def _kernel(
     return kernel
 
 
-def _scratch(
-    call: PreparedCall, q: Tensor, k: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """What the kernels need beside the call's tensors: terms of rows, ranges of a mask, sums of dQ, a counter of tiles."""
+def empty_scratch(
+    call: PreparedCall, q: Tensor, packed: Packed | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What the kernels need beside the call's tensors: terms of rows, sums of dQ, a counter of tiles, and whose turn it is
+    to add to the sums, where the order counts.
+    """
     from torch_fdattn.ops.attention.backward import empty_rows
 
-    rows = empty_rows(q)
+    rows = empty_rows(q, packed)
     if not call.label.endswith("/hopper"):
-        return *rows, empty_ranges(attn_mask, q, k), None, None
-    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums
+        return *rows, None, None, None
+    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums, zero_turns
 
-    return *rows, None, zero_sums(q, rows[0].shape[2]), tile_counter(q.device)
+    padded_len = rows[0].shape[2]
+    turns = zero_turns(q, padded_len) if is_deterministic() else None
+    return *rows, zero_sums(q, padded_len), tile_counter(q.device), turns
 
 
-def _launches(
+def state_launches(
     call: PreparedCall, state: tuple, options: AttentionOptions, grads: tuple, score_grads: Scores,
-    lse2: Tensor, delta: Tensor, ranges: Tensor | None, sums: Tensor | None, counter: Tensor | None,
+    lse2: Tensor, delta: Tensor, sums: Tensor | None, counter: Tensor | None, turns: Tensor | None,
+    packed: Packed | None = None, ranges: Tensor | None = None,
 ) -> Iterable[Launch]:  # fmt: skip
+    """state: of STATE_SCHEMA; what follows score_grads is `empty_scratch`."""
     # As in the forward: addresses are no part of a call's key.
     if counter is not None:
         from torch_fdattn.ops.attention.hopper.backward.launch import hopper_backward_launches
@@ -127,11 +142,13 @@ def _launches(
         dout, _, q, k, v, _, _ = state
         if is_aligned(dout, q, k, v):
             library.launches[call.label] += 1
-            return hopper_backward_launches(*state, options, *grads, (lse2, delta), sums, counter)
+            return hopper_backward_launches(
+                *state, options, *grads, (lse2, delta), sums, counter, turns, packed
+            )
     from torch_fdattn.ops.attention.backward import backward_launches
 
     return backward_launches(
-        *state, options, *grads, score_grads, rows=(lse2, delta), ranges=ranges
+        *state, options, *grads, score_grads, packed=packed, rows=(lse2, delta), ranges=ranges
     )
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import device_capability
-from torch_fdattn.ops.determinism import is_deterministic
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed
 
@@ -37,7 +36,6 @@ FEATURES = frozenset(
         "dropout",
         "packed",
         "pages",
-        "deterministic",
     )
 )
 _HALF, _SINGLE, _DOUBLE = (torch.bfloat16, torch.float16), (torch.float32,), (torch.float64,)
@@ -70,15 +68,15 @@ def _fits_hopper_backward(
 ) -> bool:
     from torch_fdattn.ops.attention.hopper.backward.launch import takes
 
-    return not tuning.state.active and takes(q, k, v, options)
+    return not tuning.state.active and takes(q, k, v, options, packed)
 
 
 _BOTH = ("forward", "backward")
 TABLE = (
     Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed", "pages")),
         "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or 128", _fits_hopper),
-    Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks")),
-        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; dQ in any order up to head dim 128, gradients of q, k and v alone", _fits_hopper_backward),
+    Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed")),
+        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; packed sequences up to head dim 128; gradients of q, k and v alone", _fits_hopper_backward),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
         "the same kernels, interpreted; bf16 is refused"),
@@ -97,8 +95,6 @@ def choose(
     if rows[0].features is FEATURES:
         return rows[0].kernel
     asked = features_of(options, packed)
-    if direction == "backward" and is_deterministic():
-        asked |= {"deterministic"}
     return next(
         row.kernel
         for row in rows

@@ -29,13 +29,17 @@ from torch_fdattn.ops.attention.cpu import LARGE, attention_backward_on_cpu, att
 from torch_fdattn.ops.attention.derivative_op import (
     FLAGS,
     STATE_SCHEMA,
+    backward_kernel,
     copy_gradients,
     empty_score_grads,
+    empty_scratch,
     returned,
+    state_launches,
 )
 from torch_fdattn.ops.attention.inputs import check_state, copy_state, empty_gradients, empty_state
 from torch_fdattn.ops.attention.op import key_of, seeded_dropout
 from torch_fdattn.ops.attention.reference import accumulated
+from torch_fdattn.ops.determinism import is_deterministic
 from torch_fdattn.ops.launch import contiguous_mask
 from torch_fdattn.ops.layout import Layout, check_layout, to_bhsd
 from torch_fdattn.ops.options import (
@@ -153,23 +157,28 @@ def _gradients(
     call = prepared.checked(key)
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, packed, options)
-        call = prepared.prepare(key) if _runs_kernels(q, packed) else None
+        if _runs_kernels(q, packed):
+            by_head = by_heads(dout), by_heads(q), by_heads(k), by_heads(v)
+            kernel = backward_kernel(*by_head, options, score_grads, packed)
+            call = prepared.prepare(key, label=f"varlen_attention_backward/{kernel}")
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        from torch_fdattn.ops.attention.backward import backward_launches, empty_rows
-
-        mask, rows = contiguous_mask(mask), empty_rows(by_heads(q), packed)
+        mask, scratch = contiguous_mask(mask), empty_scratch(call, by_heads(q), packed)
+        if scratch[-1] is not None:
+            # Tiles of keys wait for those behind them, none of which may be missing, whatever cu_seqlens_k holds.
+            packed = packed._replace(cu_seqlens_k=packed.begins_of_keys.cummax(0).values)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
-        given = *rows, *packed, *mask[:3], *scores[1:], dropout.seed
+        given = *scratch, *packed, *mask[:3], *scores[1:], dropout.seed
         tensors = dout, dlse, q, k, v, out, lse, *grads, *given
         if call.by_driver(tensors):
-            library.launches["varlen_attention_backward/triton"] += 1
+            library.launches[call.label] += 1
         else:
-            launches = backward_launches(
-                by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse, options._replace(mask=mask),
-                *map(by_heads, grads), score_grads, packed=packed, rows=rows,
-            )  # fmt: skip
+            state = by_heads(dout), dlse, *map(by_heads, (q, k, v, out)), lse
+            options, by_head_grads = options._replace(mask=mask), tuple(map(by_heads, grads))
+            launches = state_launches(
+                call, state, options, by_head_grads, score_grads, *scratch, packed=packed
+            )
             call.run(tensors, launches)
     elif library.use_triton(q):  # of no sequences
         for grad in (*grads, *score_grads[1:]):
@@ -188,7 +197,7 @@ def _gradients(
 def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("varlen_attention_backward", q, *state, *packed, *tail)
+    key = key_of("varlen_attention_backward", q, *state, *packed, *tail, is_deterministic())
     return _gradients(*state, packed, AttentionOptions.from_raw(tail), key=key)
 
 

@@ -35,7 +35,8 @@ def takes(
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.dtype in _HALF
-        and q.shape[3] % 8 == 0  # results have no gaps, where inputs may: rows of whole 16 bytes
+        and q.shape[3] % 8
+        == 0  # results are contiguous where inputs have gaps, their rows 16 bytes too
         and options.dtype in (None, q.dtype, torch.float32)
         and _has_what_is_asked(q, v, options)
         and all(map(is_describable, (q, k, v)))

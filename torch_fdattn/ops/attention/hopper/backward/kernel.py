@@ -2,11 +2,15 @@
 
 Keys are rows of all scores: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ stay in registers, where Pᵀ and dSᵀ are left operands of
 dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp groups, and dQ = dS K is made of it a step later, so
-that no warp group waits for the other: each makes half of dQ's columns, and adds them to float32 sums in memory, which
-other programs add to as well (`sums.py`).
+that no warp group waits for the other: each makes half of dQ's columns, which the storing warp (`storing.py`) adds to
+float32 sums in memory, as those of other programs do (`sums.py`).
 
 Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), by descriptors of four dims; lse2 and delta: fp32 of all rows, each
-head's padded; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or float16.
+head's padded, and each packed sequence's; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or
+float16.
+
+A block of queries of a packed sequence may end with rows of the next one, whatever these hold: NaN as well. They are zeros
+in shared memory, and see no key.
 """
 
 from __future__ import annotations
@@ -22,13 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_fdattn.ops.attention.hopper.backward.loading import load
 from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
-from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile, slots_of
-from torch_fdattn.ops.attention.hopper.backward.sums import add, opaque_zero
-from torch_fdattn.ops.attention.hopper.backward.tiles import (
-    GROUPS,
-    QUERIES,
-    padded_row,
+from torch_fdattn.ops.attention.hopper.backward.slots import (
+    ONE_OF_GROUP,
+    SLOTS,
+    next_tile,
+    slots_of,
 )
+from torch_fdattn.ops.attention.hopper.backward.storing import hand_over, store_sums
+from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
@@ -40,39 +46,41 @@ from torch_fdattn.ops.attention.hopper.tiles import Call
     "slope_of_sequence", "slope_of_head",
 ])  # fmt: skip
 def attention_backward_kernel(
-    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter,
-    kv_lens, q_start, kv_start, q_len, capacity, sequences, kv_heads, group, section, left, right,
+    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter, turns,
+    kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
+    q_len, capacity, sequences, kv_heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head,
     SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = GROUPS * SUBS * ROWS
-    call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, kv_heads, group, section, left, right,
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, kv_heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)  # fmt: skip
     changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
-    slots = slots_of(q_blocks, lse2, sums, SUBS)
+    slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
-        (_multiply, (slots, sums, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
-        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
+        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call, turns is not None)),
+        (store_sums, (slots, sums, turns, call)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def _multiply(slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = next_tile(slots, turn)
+    tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     while tile.end > 0:
-        step = _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
+        step = _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
-        tile = next_tile(slots, turn)
+        tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
     D: gl.constexpr = slots.q.shape[4]
     SUBS: gl.constexpr = slots.SUBS
@@ -86,7 +94,8 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     first_head = tile.kv_head * call.group
     slots.has_keys.wait_full(place_of(turn, 1))
     slots.has_values.wait_full(place_of(turn, 1))
-    if call.kv_lens is not None:
+    # Of packed sequences, those of the next one follow.
+    if call.kv_lens is not None or tile.keys is not None:
         for sub in gl.static_range(SUBS):
             inside = tile.kv_len - tile.first - (GROUP * SUBS + sub) * ROWS
             if inside < ROWS:
@@ -96,18 +105,14 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     scores = warpgroup_mma_wait(
         0, deps=(product(slots.k, GROUP * SUBS, slots.q, place_of(step, SLOTS).slot),)
     )
-    # Of the step before: where its dQ goes.
-    head = gl.to_tensor(-1)
-    block = gl.to_tensor(0)
     unit = changes.unit(changes.scale)
     for member in range(call.group):
-        slope = changes.slope_of(tile.batch, first_head + member, unit)
+        slope = changes.slope_of(tile.sequence, first_head + member, unit)
         for i in range(count):
             here = tile.begin + i
             more = (member + 1 < call.group) | (i + 1 < count)
-            scores, dk, dv = _step(scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED, GROUP)  # fmt: skip
-            head = first_head + member
-            block = here
+            later = (member > 0) | (i > 0)
+            scores, dk, dv = _step(scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             step += 1
     slots.has_values.release(place_of(turn, 1))
 
@@ -119,14 +124,8 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     slots.has_keys.release(place_of(turn, 1))
     slots.has_dscores.release(last)
-    add(
-        dq,
-        sums,
-        slots.sums.index(GROUP),
-        padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
-        GROUP,
-    )
-    tma.store_wait(1)  # of dV, whose buffers dK takes
+    hand_over(dq, slots, step - 1, GROUP)
+    tma.store_wait(0)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
         scaled = scaled + (dk[sub] * changes.scale,)  # noqa: RUF005
@@ -136,12 +135,12 @@ def _sweep(tile, turn, step, slots, sums, dk_blocks, dv_blocks, dk_out, dv_out, 
 
 @gluon.jit
 def _step(
-    scores, dk, dv, step, here, more, head, block, tile, slots, sums, call, changes, slope, RAGGED: gl.constexpr,
+    scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, `here`, whose scores are there; dQ of the step before; and the scores of the next one.
 
-    head, block: of the step before, -1 and whatever where it belongs to another tile.
+    later: than the tile's first; dQ of a tile's last step is `_sweep`'s.
     """
     SUBS: gl.constexpr = slots.SUBS
     SCORES: gl.constexpr = scores.type.layout
@@ -152,6 +151,11 @@ def _step(
     q = slots.q.index(place.slot).reshape([QUERIES, D])
     dout = slots.dout.index(place.slot).reshape([QUERIES, D])
     slots.has_dout.wait_full(place)
+    if tile.queries is not None:
+        inside = tile.queries.length - here * QUERIES
+        if inside < QUERIES:
+            keep_first(q, inside)
+            keep_first(dout, inside)
     new_dk = ()
     new_dv = ()
     for sub in gl.static_range(SUBS):
@@ -170,7 +174,11 @@ def _step(
         slots.has_dscores.wait_empty(place)
         p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
         if changes.softcap is not None:
-            p *= changes.slope_of_cap(capped)
+            slope_of_cap = changes.slope_of_cap(capped)
+            if tile.queries is not None:
+                # 0 for NaN, which the next sequence's queries may have given before they were zeros.
+                slope_of_cap = gl.maximum(slope_of_cap, 0.0)
+            p *= slope_of_cap
         delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=(dp,))
         added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
@@ -190,7 +198,7 @@ def _step(
         new_dv = new_dv + (added,)  # noqa: RUF005
 
     previous = place_of(step + 1, SLOTS)  # the other slot, of the step before and of the next one
-    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), head >= 0)
+    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), later)
     dq = _dq(slots, previous.slot, unknown, GROUP)
     waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
     dk = waited[2 : 2 + SUBS]
@@ -200,15 +208,9 @@ def _step(
     slots.has_queries.wait_full(place_of(step + 1, SLOTS), more)
     scores = product(slots.k, GROUP * SUBS + unknown, slots.q, previous.slot)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    if head >= 0:
+    if later:
         slots.has_dscores.release(place_of(step - 1, SLOTS))
-        add(
-            dq,
-            sums,
-            slots.sums.index(GROUP),
-            padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call),
-            GROUP,
-        )
+        hand_over(dq, slots, step - 1, GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv
 
@@ -230,18 +232,21 @@ def _dq(slots, slot, unknown, GROUP: gl.constexpr):
 
 @gluon.jit
 def _store(results, pointer, blocks, tile, slots, call, GROUP: gl.constexpr):
-    """A warp group's rows of dK or dV; float32 has no buffer."""
+    """A warp group's rows of dK or dV."""
     D: gl.constexpr = slots.q.shape[4]
+    # float32 has no buffer, and of packed sequences a block's copy would end in the next one.
+    DIRECT: gl.constexpr = blocks.dtype == gl.float32
     for sub in gl.static_range(slots.SUBS):
         own = GROUP * slots.SUBS + sub
         first = tile.first + own * ROWS
+        row = tile.row_of_key(first)
         found = results[sub].to(blocks.dtype)
-        if blocks.dtype == gl.float32:
+        there = tile.rows_of_keys(call)
+        if DIRECT or (tile.keys is not None and first + ROWS > there):
             rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, found.type.layout))
-            seen = rows < call.capacity
-            store_rows(found, pointer, blocks, tile.batch, tile.kv_head, first, 0, seen)
+            store_rows(found, pointer, blocks, tile.batch(), tile.kv_head, row, 0, rows < there)
         else:
             slots.results.index(own).reshape([ROWS, D]).store(found)
             fence_async_shared()
-            corner = [tile.batch, tile.kv_head, first, 0]
+            corner = [tile.batch(), tile.kv_head, row, 0]
             tma.async_copy_shared_to_global(blocks, corner, slots.results.index(own))

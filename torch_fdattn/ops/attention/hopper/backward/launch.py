@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
@@ -25,18 +26,29 @@ from torch_fdattn.ops.attention.hopper.launch import takes as forward_takes
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
+from torch_fdattn.ops.packed import Packed, kernel_arguments
 
 #: That the sweep over keys computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None = None
+) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         options.scores.attn_mask is None
         and options.dropout.p == 0
-        and forward_takes(q, k, v, options)
+        and (packed is None or _takes_packed(q, packed))
+        and forward_takes(q, k, v, options, packed)
     )
+
+
+def _takes_packed(q: Tensor, packed: Packed) -> bool:
+    """Up to head dim 128, and where the padding of each sequence's sums of dQ is no memory to speak of."""
+    padding = (packed.sequences + 2) * PADDING.value
+    is_small = padding <= max(2 * q.shape[2], 4096)
+    return packed.page_table is None and q.shape[3] <= HEAD_DIMS[-1] and is_small
 
 
 def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
@@ -45,6 +57,13 @@ def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
     if head_dim > HEAD_DIMS[-1]:
         return None
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
+
+
+def zero_turns(q: Tensor, padded_len: int) -> Tensor | None:
+    """Of each block of queries of each head, how many tiles of keys have added to its sums; None where there are none."""
+    if q.shape[3] > HEAD_DIMS[-1]:
+        return None
+    return q.new_zeros((*q.shape[:2], padded_len // QUERIES.value), dtype=torch.int32)
 
 
 def _dim(head_dim: int) -> int:
@@ -59,42 +78,48 @@ def subs_of(head_dim: int) -> int:
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
-    sums: Tensor | None, counter: Tensor,
+    sums: Tensor | None, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
-    The order in which tiles of keys add to dQ is not the same on every run, but above head dim 128.
+    Of packed sequences all are by `packed.by_heads`, and lse and dlse (H, T).
 
     rows: `empty_rows`; sums: `zero_sums`.
+    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed, but
+    above head dim 128.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
     if sums is None:
+        assert packed is None
         yield from wide_launches(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, rows, counter)
         return
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
     padded_len = rows[0].shape[2]
-    yield terms_launch(dout, dlse, out, lse, rows, dim)
+    yield terms_launch(dout, dlse, out, lse, rows, dim, kernel_arguments(packed, k))
     subs = subs_of(head_dim)
     keys = GROUPS.value * subs * ROWS.value
-    tiles = cdiv(capacity, keys) * batch * kv_heads
+    blocks, sequences, begins = cdiv(capacity, keys) * batch, batch, (None, None)
+    if packed is not None:
+        blocks, sequences = packed.blocks(capacity, keys), packed.sequences
+        begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
     block = [1, 1, ROWS.value, dim]
     # Of a head's section: Q, dO and the sums of dQ.
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
     yield Launch(
-        attention_backward_kernel, min(tiles, num_sms(q.device)),
+        attention_backward_kernel, min(blocks * kv_heads, num_sms(q.device)),
         *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
-        described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], q_len, capacity, batch, kv_heads,
+        described(dk, block), described(dv, block), dk, dv, counter, turns, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
-        scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, batch),
+        scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences),
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
-        RAGGED=mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
+        RAGGED=packed is not None or mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip
     yield Launch(
-        scaled_sums_kernel, cdiv(q_len, QUERIES.value) * heads * batch,
-        sums, dq, dq.stride(), heads, q_len, padded_len, scale,
+        scaled_sums_kernel, padded_len // QUERIES.value * heads * batch,
+        sums, dq, dq.stride(), heads, q_len, padded_len, scale, sequences, begins[0],
         HEAD_DIM=head_dim, ROWS=QUERIES.value, COLUMNS=dim, GROUPS=GROUPS.value,
     )  # fmt: skip
 

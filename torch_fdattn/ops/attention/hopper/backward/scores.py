@@ -24,7 +24,7 @@ def product(rows, own, columns, slot):
 @gluon.jit
 def hide(scores, key, query, tile, call, RAGGED: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr):
     """-inf where a query does not see a key; key, query: the first ones."""
-    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
+    if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:  # which packed sequences are
         KEY_DIM: gl.constexpr = 0 if KEYS_ARE_ROWS else 1
         KEYS: gl.constexpr = scores.shape[KEY_DIM]
         COUNT: gl.constexpr = scores.shape[1 - KEY_DIM]
@@ -36,6 +36,8 @@ def hide(scores, key, query, tile, call, RAGGED: gl.constexpr, KEYS_ARE_ROWS: gl
             hidden = hidden | (key + KEYS - 1 > position + call.right)
         if call.HAS_LEFT:
             hidden = hidden | (key < position + COUNT - 1 - call.left)
+        if tile.queries is not None:
+            hidden = hidden | (query + COUNT > tile.queries.length)
         if hidden:
             LAYOUT: gl.constexpr = scores.type.layout
             of_keys: gl.constexpr = gl.SliceLayout(1 - KEY_DIM, LAYOUT)
@@ -47,5 +49,7 @@ def hide(scores, key, query, tile, call, RAGGED: gl.constexpr, KEYS_ARE_ROWS: gl
                 seen = seen & (keys <= positions + call.right)
             if call.HAS_LEFT:
                 seen = seen & (keys >= positions - call.left)
+            if tile.queries is not None:
+                seen = seen & (positions < tile.queries.length + tile.offset)
             scores = gl.where(seen, scores, MINUS_INFINITY)
     return scores

@@ -8,11 +8,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from torch_fdattn.ops.attention.hopper.backward.tiles import FIELDS, GROUPS, QUERIES, read_key_tile
-from torch_fdattn.ops.attention.hopper.pipeline import Ring, blocks_of, place_of, ring
+from torch_fdattn.ops.attention.hopper.backward.tiles import (
+    FIELDS,
+    FIELDS_OF_PACKED,
+    GROUPS,
+    QUERIES,
+    read_key_tile,
+)
+from torch_fdattn.ops.attention.hopper.pipeline import Place, Ring, blocks_of, place_of, ring
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 
-_ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+#: One number, in each thread of a warp group.
+ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
 
 
@@ -36,12 +43,13 @@ class Slots:
     has_keys: Ring  # one slot
     has_values: Ring  # one slot
     has_dscores: Ring
+    has_sums: Ring  # a slot of each warp group
     SUBS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tiles, q, dout, k, v, lse2, delta, dscores, sums, results, has_tile, has_queries, has_dout,
-        has_keys, has_values, has_dscores, SUBS,
+        has_keys, has_values, has_dscores, has_sums, SUBS,
     ):  # fmt: skip
         self.tiles = tiles
         self.q = q
@@ -59,17 +67,19 @@ class Slots:
         self.has_keys = has_keys
         self.has_values = has_values
         self.has_dscores = has_dscores
+        self.has_sums = has_sums
         self.SUBS = gl.constexpr(SUBS)
 
 
 @gluon.jit
-def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr):
+def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr, PACKED: gl.constexpr):
     KEY_BLOCKS: gl.constexpr = GROUPS * SUBS
     dtype: gl.constexpr = q_blocks.dtype
+    FIELDS_OF_TILE: gl.constexpr = FIELDS_OF_PACKED if PACKED else FIELDS
     TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     DSCORES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return Slots(
-        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], TILES),
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS_OF_TILE, 1], TILES),
         blocks_of(q_blocks, SLOTS),
         blocks_of(q_blocks, SLOTS),
         blocks_of(q_blocks, KEY_BLOCKS),
@@ -79,21 +89,27 @@ def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr):
         gl.allocate_shared_memory(dtype, [SLOTS * KEY_BLOCKS, ROWS, QUERIES], DSCORES),
         blocks_of(sums, GROUPS),
         blocks_of(q_blocks, KEY_BLOCKS),
-        ring(SLOTS, GROUPS),
+        ring(SLOTS, GROUPS + 1),  # the storing warp walks through them, too
         ring(SLOTS, GROUPS),
         ring(SLOTS, GROUPS),
         ring(1, GROUPS),
         ring(1, GROUPS),
         ring(SLOTS, GROUPS, GROUPS),
+        ring(GROUPS, 1),
         SUBS,
     )
 
 
 @gluon.jit
-def next_tile(slots, turn):
-    """A warp group's next tile, of slots of either kernel."""
+def place_of_sums(GROUP: gl.constexpr, step):
+    """A warp group's, which it fills once a step."""
+    return Place(gl.to_tensor(GROUP), step & 1)
+
+
+@gluon.jit
+def next_tile(slots, turn, call, LAYOUT: gl.constexpr):
     place = place_of(turn, SLOTS)
     slots.has_tile.wait_full(place)
-    tile = read_key_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
+    tile = read_key_tile(slots.tiles, place.slot, call, LAYOUT)
     slots.has_tile.release(place)
     return tile

@@ -14,9 +14,10 @@ _NUMBERS_OF_A_PROGRAM = 8192
 
 
 def terms_launch(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], dim: int
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], dim: int,
+    packed: dict | None = None,
 ) -> Launch:  # fmt: skip
-    """dim: the head dim, padded."""
+    """dim: the head dim, padded; packed: `packed.kernel_arguments`."""
     batch, heads, q_len, head_dim = out.shape
     lse2, delta = rows
     padded_len, block = lse2.shape[2], _NUMBERS_OF_A_PROGRAM // dim
@@ -24,7 +25,7 @@ def terms_launch(
     return Launch(
         _row_terms_kernel, padded_len // block * heads * batch,
         out, dout, lse, dlse, lse2, delta, out.stride(), dout.stride(), q_len, padded_len, heads, head_dim,
-        BLOCK_M=block, BLOCK_DV=dim,
+        BLOCK_M=block, BLOCK_DV=dim, also=packed or {},
     )  # fmt: skip
 
 

@@ -1,7 +1,12 @@
 """Which tile a number stands for: keys of one KV head, and the blocks of queries that see them.
 
 As `hopper/tiles.py`: numbers run through sections of heads, within a section from the first keys, which most queries see,
-to the last.
+to the last. In the ordered form they run from the last keys to the first, the order in which tiles add to a block of
+queries: sweeps go upward over queries, and with a causal mask each tile begins at later queries than the one after it, so
+that it has added by the time the other one comes.
+
+Of packed sequences a tile has keys of one, cut as `ops/packed.py` says, and so has numbers that stand for no
+keys. Its blocks of queries count from the sequence's first query: the last one may end among those of the next sequence.
 """
 # Without `from __future__ import annotations`: aggregates ask for the types of their fields.
 
@@ -10,80 +15,169 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from torch_fdattn.ops.attention.backward_rows import PADDING
+from torch_fdattn.ops.attention.hopper.sequences import Span, begun_before, span
 from torch_fdattn.ops.attention.hopper.tiles import position_at, read_field
 
 QUERIES = gl.constexpr(64)  #: of a block
-GROUPS = gl.constexpr(
-    2
-)  #: warp groups that multiply: each has half of a tile's keys, and of dQ's columns
+GROUPS = gl.constexpr(2)  #: warp groups that multiply
 #: Room for a tile in shared memory, in int32.
 FIELDS = gl.constexpr(7)
+FIELDS_OF_PACKED = gl.constexpr(12)
 
 
 @aggregate
 class KeyTile:
-    """Keys from `first` on, of `kv_len`, and the blocks of queries from `begin` to before `end`, at least one."""
+    """Keys from `first` on, of `kv_len`, and the blocks of queries from `begin` to before `end`, at least one.
 
-    batch: gl.tensor
+    Of packed sequences, where its tokens lie; else None.
+    """
+
+    sequence: gl.tensor
     kv_head: gl.tensor
     first: gl.tensor
     kv_len: gl.tensor
     offset: gl.tensor  # of the first query's position from the first key's
     begin: gl.tensor
     end: gl.tensor
+    keys: Span | gl.constexpr  # all that there are, of which kv_len count
+    queries: Span | gl.constexpr  # none for tokens of no sequence
+    first_term: gl.tensor | gl.constexpr  # of lse2 and delta: where its rows begin among a head's
 
     @gluon.constexpr_function
-    def __init__(self, batch, kv_head, first, kv_len, offset, begin, end):
-        self.batch = batch
+    def __init__(self, sequence, kv_head, first, kv_len, offset, begin, end, keys, queries, first_term):  # fmt: skip
+        self.sequence = sequence
         self.kv_head = kv_head
         self.first = first
         self.kv_len = kv_len
         self.offset = offset
         self.begin = begin
         self.end = end
+        self.keys = gl.constexpr(None) if keys is None else keys
+        self.queries = gl.constexpr(None) if queries is None else queries
+        self.first_term = gl.constexpr(None) if first_term is None else first_term
+
+    @gluon.jit
+    def batch(self):
+        """Where it lies in the tensors."""
+        if self.keys is None:
+            return self.sequence
+        else:
+            return gl.to_tensor(0)
+
+    @gluon.jit
+    def row_of_key(self, key):
+        """In the tensors, of a key of the sequence."""
+        if self.keys is None:
+            return key
+        else:
+            return self.keys.first + key
+
+    @gluon.jit
+    def row_of_query(self, query):
+        if self.queries is None:
+            return query
+        else:
+            return self.queries.first + query
+
+    @gluon.jit
+    def rows_of_keys(self, call):
+        """How many rows dK and dV have of the sequence."""
+        if self.keys is None:
+            return call.capacity
+        else:
+            return self.keys.length
 
 
 @gluon.jit
 def key_blocks(call):
     """Of a head."""
-    return (call.capacity + call.KEYS - 1) // call.KEYS
+    if call.cu_seqlens_k is not None:
+        return call.capacity // call.KEYS + call.sequences + 2
+    else:
+        return (call.capacity + call.KEYS - 1) // call.KEYS
 
 
 @gluon.jit
 def key_tiles(call):
     """Of a call, whose `heads` are KV heads here."""
-    return key_blocks(call) * call.sequences * call.heads
+    if call.cu_seqlens_k is not None:
+        return key_blocks(call) * call.heads
+    else:
+        return key_blocks(call) * call.sequences * call.heads
 
 
 @gluon.jit
-def key_tile_of(number, call):
+def key_tile_of(number, call, ORDERED: gl.constexpr = False):
     blocks = key_blocks(call)
     each = call.section * blocks
     section = number // each
     number -= section * each
-    heads = gl.minimum(call.section, call.sequences * call.heads - section * call.section)
+    all_heads = call.sequences * call.heads
+    if call.cu_seqlens_k is not None:
+        all_heads = call.heads
+    heads = gl.minimum(call.section, all_heads - section * call.section)
     block = number // heads
     head = section * call.section + number - block * heads
-    batch = head // call.heads
+    if ORDERED:
+        block = blocks - 1 - block
+    if call.cu_seqlens_k is not None:
+        begun = begun_before(block, call.cu_seqlens_k, call.sequences, call.capacity, call.KEYS)
+        keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
+        queries = span(call.cu_seqlens_q, begun - 1, call.sequences, call.q_len)
+        first_term = (queries.first // PADDING + begun) * PADDING
+        block = block - (keys.first // call.KEYS + begun)
+        # Lengths that do not grow have blocks before their first: none of theirs, then.
+        block = gl.where(block < 0, call.capacity // call.KEYS + 1, block)
+        # Those of no sequence have neither keys nor queries, and read the entries of another one.
+        owned = ((begun > 0) & (begun <= call.sequences)).to(gl.int32)
+        kv_len = owned * keys.length
+        queries = Span(queries.first, owned * queries.length)
+        q_len = queries.length
+        sequence = gl.minimum(gl.maximum(begun - 1, 0), call.sequences - 1)
+    else:
+        keys: gl.constexpr = None
+        queries: gl.constexpr = None
+        first_term: gl.constexpr = None
+        sequence = head // call.heads
+        kv_len = call.capacity
+        q_len = call.q_len
     first = block * call.KEYS
-    kv_len = call.capacity
     if call.kv_lens is not None:
-        given = gl.load(call.kv_lens + batch).to(gl.int64)
+        given = gl.load(call.kv_lens + sequence).to(gl.int64)
         kv_len = gl.minimum(gl.maximum(given, 0), kv_len).to(gl.int32)
-    offset = kv_len - call.q_len
+    offset = kv_len - q_len
     if call.q_start is not None:
-        offset = position_at(call.q_start + batch)
+        offset = position_at(call.q_start + sequence)
         if call.kv_start is not None:
-            offset -= position_at(call.kv_start + batch)
+            offset -= position_at(call.kv_start + sequence)
     low = gl.to_tensor(0)
-    high = call.q_len
+    high = q_len
     if call.HAS_RIGHT:
         low = gl.maximum(first - call.right - offset, 0)
     if call.HAS_LEFT:
         high = gl.minimum(high, first + call.KEYS + call.left - offset)
-    begin = gl.minimum(low, call.q_len - 1) // QUERIES
+    last = q_len - 1
+    if call.cu_seqlens_k is not None:
+        last = gl.maximum(last, 0)
+    begin = gl.minimum(low, last) // QUERIES
     end = gl.maximum((high + QUERIES - 1) // QUERIES, begin + 1)
-    return KeyTile(batch, head - batch * call.heads, first, kv_len, offset, begin, end)
+    if call.cu_seqlens_k is None:
+        head -= sequence * call.heads
+    return KeyTile(sequence, head, first, kv_len, offset, begin, end, keys, queries, first_term)
+
+
+@gluon.jit
+def rank_of(tile, block, call):
+    """How many tiles add to a block of queries before this one does: those of later keys that visit it.
+
+    Negative where the tile visits the block though none of its queries sees the tile's keys or earlier ones: it adds zeros.
+    """
+    rank = (tile.rows_of_keys(call) + call.KEYS - 1) // call.KEYS - 1 - tile.first // call.KEYS
+    if call.HAS_RIGHT:
+        # Of the block's last query from the tile's first key.
+        distance = block * QUERIES + QUERIES - 1 + tile.offset + call.right - tile.first
+        rank = gl.where(distance < 0, -1, gl.minimum(rank, distance // call.KEYS))
+    return rank
 
 
 @gluon.jit
@@ -93,21 +187,48 @@ def padded_row(head, row, call):
 
 
 @gluon.jit
-def write_key_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
-    """`end`, 0 for a tile that there is not, in place of the tile's own."""
-    fields = (end, tile.begin, tile.first, tile.kv_len, tile.offset, tile.kv_head, tile.batch)
-    for i in gl.static_range(FIELDS):
-        buffer.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
+def padded_row_of(tile, head, block, call):
+    """The same, of a block of a tile's queries; of packed sequences each one's rows are padded."""
+    if tile.first_term is not None:
+        padded = (call.q_len // PADDING + call.sequences + 2) * PADDING
+        return head * padded + tile.first_term + block * QUERIES
+    else:
+        return padded_row(tile.sequence * call.heads * call.group + head, block * QUERIES, call)
 
 
 @gluon.jit
-def read_key_tile(buffer, slot, LAYOUT: gl.constexpr):
+def write_key_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
+    """`end`, 0 for a tile that there is not, in place of the tile's own."""
+    fields = (end, tile.begin, tile.first, tile.kv_len, tile.offset, tile.kv_head, tile.sequence)
+    if tile.keys is not None:
+        fields = fields + (  # noqa: RUF005 -- Triton knows no unpacking
+            tile.keys.first, tile.keys.length, tile.queries.first, tile.queries.length, tile.first_term,
+        )  # fmt: skip
+    for i in gl.static_range(len(fields)):
+        buffer.index(slot * len(fields) + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_key_tile(buffer, slot, call, LAYOUT: gl.constexpr):
+    if call.cu_seqlens_k is not None:
+        ALL: gl.constexpr = FIELDS_OF_PACKED
+        keys = Span(read_field(buffer, slot, 7, ALL, LAYOUT), read_field(buffer, slot, 8, ALL, LAYOUT))  # fmt: skip
+        queries = Span(read_field(buffer, slot, 9, ALL, LAYOUT), read_field(buffer, slot, 10, ALL, LAYOUT))  # fmt: skip
+        first_term = read_field(buffer, slot, 11, ALL, LAYOUT)
+    else:
+        ALL: gl.constexpr = FIELDS
+        keys: gl.constexpr = None
+        queries: gl.constexpr = None
+        first_term: gl.constexpr = None
     return KeyTile(
-        batch=read_field(buffer, slot, 6, FIELDS, LAYOUT),
-        kv_head=read_field(buffer, slot, 5, FIELDS, LAYOUT),
-        first=read_field(buffer, slot, 2, FIELDS, LAYOUT),
-        kv_len=read_field(buffer, slot, 3, FIELDS, LAYOUT),
-        offset=read_field(buffer, slot, 4, FIELDS, LAYOUT),
-        begin=read_field(buffer, slot, 1, FIELDS, LAYOUT),
-        end=read_field(buffer, slot, 0, FIELDS, LAYOUT),
+        sequence=read_field(buffer, slot, 6, ALL, LAYOUT),
+        kv_head=read_field(buffer, slot, 5, ALL, LAYOUT),
+        first=read_field(buffer, slot, 2, ALL, LAYOUT),
+        kv_len=read_field(buffer, slot, 3, ALL, LAYOUT),
+        offset=read_field(buffer, slot, 4, ALL, LAYOUT),
+        begin=read_field(buffer, slot, 1, ALL, LAYOUT),
+        end=read_field(buffer, slot, 0, ALL, LAYOUT),
+        keys=keys,
+        queries=queries,
+        first_term=first_term,
     )

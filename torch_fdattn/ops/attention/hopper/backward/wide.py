@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
-from torch_fdattn.ops.attention.hopper.backward.slots import SLOTS, next_tile
+from torch_fdattn.ops.attention.hopper.backward.slots import ONE_OF_GROUP, SLOTS, next_tile
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, padded_row
 from torch_fdattn.ops.attention.hopper.backward.wide_slots import load, wide_slots_of
@@ -75,7 +75,7 @@ def _multiply(
     """Of a warp group: 64 rows of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = next_tile(slots, turn)
+    tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     while tile.end > 0:
         acc, step = _sum(tile, turn, step, slots, lse2, delta, call, changes, GRADIENT, RAGGED, GROUP)  # fmt: skip
         if GRADIENT != "dv":
@@ -83,7 +83,7 @@ def _multiply(
         _write(acc, tile, slots, out_blocks, out, call, GRADIENT, GROUP)
         slots.has_rows.release(place_of(turn, 1))
         turn += 1
-        tile = next_tile(slots, turn)
+        tile = next_tile(slots, turn, call, ONE_OF_GROUP)
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def _sum(
     members = gl.to_tensor(1)
     first_head = tile.kv_head
     if OF_QUERIES:
-        row = padded_row(tile.batch * call.heads + tile.kv_head, first, call)
+        row = padded_row(tile.sequence * call.heads + tile.kv_head, first, call)
         rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
         row_lse2 = gl.load(lse2 + rows)
         row_delta = gl.load(delta + rows)
@@ -125,7 +125,7 @@ def _sum(
     unit = changes.unit(changes.scale)
     count = tile.end - tile.begin
     for member in range(members):
-        slope = changes.slope_of(tile.batch, first_head + member, unit)
+        slope = changes.slope_of(tile.sequence, first_head + member, unit)
         for i in range(count):
             more = (member + 1 < members) | (i + 1 < count)
             block = tile.begin + i
@@ -214,10 +214,10 @@ def _write(result, tile, slots, out_blocks, out, call, GRADIENT: gl.constexpr, G
     if out_blocks.dtype == gl.float32:
         length = call.q_len if GRADIENT == "dq" else call.capacity
         rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, found.type.layout))
-        store_rows(found, out, out_blocks, tile.batch, tile.kv_head, first, 0, rows < length)
+        store_rows(found, out, out_blocks, tile.sequence, tile.kv_head, first, 0, rows < length)
     else:
         buffer = slots.rows.index(GROUP)
         buffer.reshape([ROWS, slots.rows.shape[4]]).store(found)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_blocks, [tile.batch, tile.kv_head, first, 0], buffer)
+        tma.async_copy_shared_to_global(out_blocks, [tile.sequence, tile.kv_head, first, 0], buffer)
         tma.store_wait(0)

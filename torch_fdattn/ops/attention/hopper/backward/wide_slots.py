@@ -13,7 +13,7 @@ from torch_fdattn.ops.attention.hopper.backward.tiles import (
     KeyTile,
     key_tile_of,
     key_tiles,
-    padded_row,
+    padded_row_of,
     read_key_tile,
     write_key_tile,
 )
@@ -91,7 +91,7 @@ def load(
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     _hand_over(slots, gl.program_id(0), turn, call, OF_QUERIES)
-    tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, _ONE)
+    tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, call, _ONE)
     while tile.end > 0:
         count = tile.end - tile.begin
         steps = count
@@ -109,10 +109,10 @@ def load(
                 slots.has_columns.expect(place, BYTES)
             else:
                 slots.has_columns.expect(place, BYTES + 2 * lse2.block_type.nbytes)
-                row = padded_row(tile.batch * call.heads * call.group + head, block * QUERIES, call)
+                row = padded_row_of(tile, head, block, call)
                 slots.has_columns.fill(lse2, [row], slots.lse2.index(place.slot), place)
                 slots.has_columns.fill(delta, [row], slots.delta.index(place.slot), place)
-            corner = [tile.batch, head, block * QUERIES, 0]
+            corner = [tile.sequence, head, block * QUERIES, 0]
             slots.has_columns.fill(column_blocks, corner, slots.columns.index(place.slot), place)
             if GRADIENT != "dv":  # noqa: SIM102 -- the first is known to the compiler
                 if i == 0:
@@ -128,7 +128,7 @@ def load(
         turn += 1
         tiles = call.tiles() if OF_QUERIES else key_tiles(call)
         _hand_over(slots, take(counter, tiles), turn, call, OF_QUERIES)
-        tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, _ONE)
+        tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, call, _ONE)
 
 
 @gluon.jit
@@ -137,7 +137,7 @@ def _load_rows(ring, buffers, blocks, tile, turn):
     ring.wait_empty(place)
     ring.expect(place, GROUPS * blocks.block_type.nbytes)
     for i in gl.static_range(GROUPS):
-        corner = [tile.batch, tile.kv_head, tile.first + i * ROWS, 0]
+        corner = [tile.sequence, tile.kv_head, tile.first + i * ROWS, 0]
         ring.fill(blocks, corner, buffers.index(i), place)
 
 
@@ -148,14 +148,9 @@ def _hand_over(slots, number, turn, call, OF_QUERIES: gl.constexpr):
         tiles = call.tiles()
         found = tile_of(gl.minimum(number, tiles - 1), call)
         tile = KeyTile(
-            found.batch,
-            found.head,
-            found.row,
-            found.keys.length,
-            found.offset,
-            found.begin,
-            found.end,
-        )
+            found.sequence, found.head, found.row, found.keys.length, found.offset, found.begin, found.end,
+            None, None, None,
+        )  # fmt: skip
     else:
         tiles = key_tiles(call)
         tile = key_tile_of(gl.minimum(number, tiles - 1), call)
