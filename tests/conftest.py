@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests import fast_interpreter
+from torch_fdattn.ops import determinism
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
@@ -70,8 +71,9 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def poisoned_empty() -> Iterator[None]:
+def poisoned_empty(monkeypatch) -> Iterator[None]:
     """torch.empty and its like hold NaN (or the largest integer) instead of what memory held."""
+    monkeypatch.setattr(determinism, "asked_of_torch", lambda: False)
     deterministic = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     # The filling is on only together with deterministic algorithms.

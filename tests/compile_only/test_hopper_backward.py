@@ -66,7 +66,7 @@ def test_compiles(head_dim, mask, ordered):
     assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
     check_sweep(sweep, head_dim, SPILLS[head_dim])
     # The turn, a fence, the additions of both warp groups, the wait for their arrival, and the next turn.
-    turn = r"LDG\.E\.STRONG\.GPU.*MEMBAR\.ALL\.GPU.*UTMAREDG.*UTMAREDG.*DEPBAR\.LE SB0, 0x0.*MEMBAR\.ALL\.GPU.*REDG\.E\.ADD"
+    turn = r"LDG\.E\.STRONG\.GPU.*FENCE\.VIEW\.ASYNC\.G.*UTMAREDG.*UTMAREDG.*DEPBAR\.LE SB0, 0x0.*FENCE\.VIEW\.ASYNC\.G.*MEMBAR\.ALL\.GPU.*REDG\.E\.ADD"
     sass = disassembled(sweep.asm["cubin"])
     assert bool(re.search(turn, sass, re.DOTALL)) == ordered
     assert sass.count("UTMAREDG") == 2

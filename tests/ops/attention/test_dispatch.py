@@ -16,6 +16,7 @@ import torch
 
 import torch_fdattn
 from torch_fdattn.launch import prepared
+from torch_fdattn.ops import determinism
 from torch_fdattn.ops.attention import configs, derivative_op, dispatch
 from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
@@ -149,7 +150,11 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
         dispatch._rows.cache_clear()
 
 
-@pytest.mark.parametrize("ask", [None, torch.use_deterministic_algorithms, torch_fdattn.set_deterministic])  # fmt: skip
+def only_warn(enabled: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=enabled)
+
+
+@pytest.mark.parametrize("ask", [None, torch.use_deterministic_algorithms, only_warn, torch_fdattn.set_deterministic])  # fmt: skip
 def test_deterministic_backwards_have_turns_on_hopper(ask, monkeypatch) -> None:
     """They are the same kernel's."""
     q = make_tensor((2, 4, 200, 128), "bhsd", dtype=torch.bfloat16, device="cpu", generator=torch.Generator())  # fmt: skip
@@ -160,6 +165,9 @@ def test_deterministic_backwards_have_turns_on_hopper(ask, monkeypatch) -> None:
     monkeypatch.setattr(
         derivative_op, "state_launches", lambda *args, ranges: given.append(args) or ()
     )
+    # `poisoned_empty` has turned torch's on, and hides it.
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(determinism, "asked_of_torch", torch.are_deterministic_algorithms_enabled)
     if ask is not None:
         ask(True)
     try:
