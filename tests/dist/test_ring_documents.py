@@ -169,8 +169,9 @@ def test_masks_in_context_parallel(group, rank_device) -> None:
         if world > 1:
             with pytest.raises(NotImplementedError, match="got attn_mask"):
                 torch_fdattn.attention(*own, attn_mask=rows[:, :8])
-    with pytest.raises(NotImplementedError, match=r"attn_mask of ring_attention has no gradient"):
-        ring_attention(*own, group, shards=shards, attn_mask=rows.float().requires_grad_())
+    for strategy in ("star", "ulysses"):
+        with pytest.raises(NotImplementedError, match=f"no gradient with strategy='{strategy}'"):
+            ring_attention(*own, group, shards=shards, attn_mask=rows.float().requires_grad_(), strategy=strategy)  # fmt: skip
     with pytest.raises(ValueError, match="attn_mask must be broadcastable"):
         ring_attention(*own, group, shards=shards, attn_mask=rows[:, 1:])
 

@@ -18,13 +18,15 @@ FEATURES = ("softcap", "alibi_slopes", "sinks")
 
 
 def drawn_options(rng: random.Random, heads: int, batch: int, device) -> dict[str, object]:
-    """At least one feature; slopes of heads, or of sequences and heads."""
+    """At least one feature; slopes of heads, or of sequences and heads, which are trained or not."""
     names = [x for x in FEATURES if rng.random() < 0.5] or [rng.choice(FEATURES)]
     sinks = torch.randn(heads)
     sinks[0] = -torch.inf
     made = {
         "softcap": 2.0,
-        "alibi_slopes": torch.rand(*rng.choice([(), (batch,)]), heads).to(device),
+        "alibi_slopes": torch.rand(*rng.choice([(), (batch,)]), heads)
+        .to(device)
+        .requires_grad_(rng.random() < 0.5),
         "sinks": sinks.to(device).requires_grad_(),
     }
     return {x: made[x] for x in names}
@@ -41,16 +43,14 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
     window = rng.choice([None, (rng.randint(0, 30), 0)])
     given = dict(causal=window is not None or rng.random() < 0.5, window=window)
     given |= drawn_options(rng, heads, 2, rank_device)
-    sinks = given.get("sinks")
+    trained = [x for x in given if isinstance(given[x], torch.Tensor) and given[x].requires_grad]
     inputs = [torch.randn(2, h, total, 16, device=rank_device) for h in (heads, world, world)]
     dout, dlse = torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0])
     wide = [x.double().cpu().requires_grad_() for x in inputs]
     exact_given = {
         x: y.detach().double().cpu() if isinstance(y, torch.Tensor) else y for x, y in given.items()
     }
-    if sinks is not None:
-        exact_given["sinks"].requires_grad_()
-        wide.append(exact_given["sinks"])
+    wide += [exact_given[x].requires_grad_() for x in trained]
     exact = torch_fdattn.attention(*wide[:3], **exact_given)
     exact_grads = torch.autograd.grad(exact, wide, [dout.double().cpu(), dlse.double().cpu()])
 
@@ -58,11 +58,11 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
     if strategy == "query_split":
         own[1:] = [x.clone().requires_grad_() for x in inputs[1:]]
     found = ring_attention(*own, group, shards=shards, strategy=strategy, **given)
-    trained = own if sinks is None else [*own, sinks]
+    leaves = [*own, *(given[x] for x in trained)]
     douts = [shards.shard(x, rank, 2) for x in (dout, dlse)]
-    grads = list(torch.autograd.grad(found, trained, douts))
-    if sinks is not None:
-        dist.all_reduce(grads[3])
+    grads = list(torch.autograd.grad(found, leaves, douts))
+    for grad in grads[3:]:
+        dist.all_reduce(grad)
     # With query_split the gradients of K and V are whole on every rank.
     sharded = 3 if strategy == "query_split" else 5
     results = zip((*found, *grads), (*exact, *exact_grads), strict=True)
@@ -162,14 +162,41 @@ def test_compiles_with_gradients(group, rank_device, strategy) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "query_split"])
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (1, 1, 0, 1), (1, 4, 0, 0), (2, 1, 1, 0)])
+def test_gradient_of_a_mask(group, rank_device, shape, strategy) -> None:
+    """shape: with 1 where the mask is broadcast, 0 for all rows or keys."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    total = 8 * world
+    shards = SequenceShards.zigzag(total, world)
+    inputs = [torch.randn(2, h, total, 16, device=rank_device) for h in (4, 2, 2)]
+    mask = torch.randn(*(n or total for n in shape), device=rank_device)
+    leaves = [x.requires_grad_() for x in (*inputs, mask)]
+    expected = torch_fdattn.attention(*inputs, attn_mask=mask, causal=True, softcap=3.0)[0]
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), leaves)
+    own = [shards.shard(x.detach(), rank, 2).requires_grad_() for x in inputs]
+    if strategy == "query_split":
+        own[1:] = [x.detach().requires_grad_() for x in inputs[1:]]
+    rows = mask.detach() if shape[2] == 1 else shards.shard(mask.detach(), rank, 2)
+    rows = rows.clone().requires_grad_()
+    found = ring_attention(*own, group, shards=shards, strategy=strategy, attn_mask=rows, causal=True, softcap=3.0)[0]  # fmt: skip
+    (grad,) = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), rows)
+    right = expected_grads[3]
+    if shape[2] == 1:
+        dist.all_reduce(grad)
+    else:
+        right = shards.shard(right, rank, 2)
+    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
         (dict(softcap=-1.0), ValueError, "softcap must be positive, or 0 for none, got -1.0"),
         (dict(sinks=torch.zeros(3)), ValueError, r"sinks must have shape \(2,\) like q's heads"),
         (dict(sinks=[0.0]), TypeError, r"sinks must be a torch\.Tensor, got list"),
-        (dict(alibi_slopes=torch.rand(2, requires_grad=True)), NotImplementedError,
-         r"alibi_slopes of ring_attention has no gradient: give alibi_slopes\.detach\(\)"),
+        (dict(alibi_slopes=torch.rand(3)), ValueError, r"alibi_slopes must have shape \(2,\)"),
     ],
 )  # fmt: skip
 def test_wrong_calls(group, rank_device, options, kind, text) -> None:
@@ -193,7 +220,7 @@ def test_ranks_that_disagree_are_named_on_every_rank(group, rank_device, what) -
     if what == "gradient" or (odd and what == "sinks"):
         options["sinks"] = sinks
     text = {
-        "sinks": "which of alibi_slopes, sinks, kv_lens and attn_mask are given",
+        "sinks": "which of alibi_slopes, sinks, kv_lens, attn_mask and dropout_seed are given",
         "gradient": "sinks",
     }.get(what, what)
     with pytest.raises(

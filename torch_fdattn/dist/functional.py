@@ -155,7 +155,8 @@ def ring_attention(
     window: tuple[int, int] | None = None, scale: float | None = None, softcap: float = 0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None,
-    attn_mask: Tensor | None = None, strategy: str = "ring",
+    attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
+    strategy: str = "ring",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -175,16 +176,20 @@ def ring_attention(
             whole sequence from there on are padding, which no query sees. Queries keep their positions
             (`torch_fdattn.attention` with q_start = 0).
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
-            are all keys in order of positions. No gradient. On every rank or on none.
+            are all keys in order of positions. On every rank or on none. With a gradient, but not of "ulysses" and "star".
+        dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
+            seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
+            rank 0's generator draws it. Not with "ulysses".
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
-        Differentiable in q, k, v and sinks, for losses that are summed over the ranks: each rank's gradients are of
-        the sum of all ranks' losses, but that of sinks, which is of this rank's queries: like the gradients of other
-        parameters that ranks share it is to be summed over them. The backward is a collective: the loss must depend on
-        an output (out or lse, not always the same) on every rank. (With "query_split", K and V's gradients are whole on every rank.)
+        Differentiable in q, k, v, attn_mask, alibi_slopes and sinks, for losses that are summed over the ranks: each
+        rank's gradients are of the sum of all ranks' losses, but those of slopes, sinks and a mask of one row for all
+        queries, which are a part of it: like the gradients of other parameters that ranks share they are to be summed
+        over them. The backward is a collective: the loss must depend on an output (out or lse, not always the same) on
+        every rank. (With "query_split", K and V's gradients are whole on every rank.)
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
@@ -201,7 +206,10 @@ def ring_attention(
     scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
     left, right = window_bounds(window)
     tensors = ("q", q), ("k", k), ("v", v)
-    checks.expect_types(tensors, (kv_lens,), scale, softcap, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask)  # fmt: skip
+    checks.expect_types(
+        tensors, (kv_lens,), scale, softcap, dropout_p, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
+        dropout_seed=dropout_seed,
+    )  # fmt: skip
     checks.expect_bool(causal=causal)
     checks.expect_str(strategy=strategy)
     group_name = name_of(group)
@@ -214,4 +222,5 @@ def ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip

@@ -28,7 +28,20 @@ FAULTS = (
     ),
     Fault(
         "a sink for each block of keys", f"{_RING}/local.py",
-        "_replace(sinks=None, attn_mask=mask)", "_replace(attn_mask=mask)", RING_MASKS,
+        "            sinks=None, attn_mask=None if mask is None else _part_of(mask, call)\n",
+        "            attn_mask=None if mask is None else _part_of(mask, call)\n", RING_MASKS,
+    ),
+    Fault(
+        "dropout by places in a block of keys", f"{_RING}/local.py",
+        "by_position = self.dropout.p > 0 or any(", "by_position = any(", RING_MASKS,
+    ),
+    Fault(
+        "each rank's own seed of dropout", f"{_RING}/op.py",
+        "all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]", "dropout.seed", RING_MASKS,
+    ),
+    Fault(
+        "slopes' gradient of the last block of keys", f"{_RING}/local.py",
+        "slopes += found[3]", "slopes.copy_(found[3])", RING_MASKS,
     ),
     Fault(
         "an explicit mask's columns by places in a shard", f"{_RING}/local.py",

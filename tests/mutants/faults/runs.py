@@ -58,7 +58,11 @@ DECODE_TWO_SHOT = Tests(
 )
 RING_MASKS = Tests(
     "masks over ranks",
-    ("tests/dist/test_ring_scores.py", "tests/dist/test_ring_documents.py"),
+    (
+        "tests/dist/test_ring_scores.py",
+        "tests/dist/test_ring_documents.py",
+        "tests/dist/test_ring_dropout.py",
+    ),
     ranks=2,
 )
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))

@@ -16,7 +16,8 @@ from torch_fdattn.compile_backend.report import Unsupported
 
 #: What ring attention takes of `torch_fdattn.attention`'s arguments.
 _SUPPORTED = (
-    "q", "k", "v", "causal", "window_left", "window_right", "scale", "softcap", "alibi_slopes", "sinks",
+    "q", "k", "v", "causal", "window_left", "window_right", "scale", "softcap", "alibi_slopes", "sinks", "dropout_p",
+    "dropout_seed",
 )  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def of_attention(given: dict, defaults: dict, context: ContextParallel) -> tuple
     q, k, v = (given[name] for name in "qkv")
     shapes = [tensor(x).shape for x in (q, k, v)]
     _refuse(**_misfits(shapes[0][2], shapes[1][2], shapes[1][3], shapes[2][3]))
+    ulysses = context.options["strategy"] == "ulysses"
+    _refuse(**{"dropout with strategy='ulysses'": ulysses and given["dropout_p"] != 0})
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
     return "ring_attention", (q, k, v, *context.operands(shapes[0][2])), options
 

@@ -110,12 +110,12 @@ def context_parallel(
     Taken over are, on q, k and v of this rank's tokens,
 
     - `F.scaled_dot_product_attention` and `torch_fdattn.attention`: causal, windows, softcap, ALiBi slopes, sinks (their
-      gradient is of this rank's queries), and masks (…, S_r, total) of this rank's rows, with a column for each position
+      gradient is of this rank's queries), dropout (not with "ulysses"), and masks (…, S_r, total) of this rank's rows, with a column for each position
       (a row whose entries are all finfo.min gives 0, as `torch_fdattn.attention` says);
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
 
-    With other masks, dropout, lengths or positions they raise NotImplementedError, and so do nn.MultiheadAttention, the
+    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so do nn.MultiheadAttention, the
     aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to this rank's tokens only. That is
     what attention does that is not named here (`flex_attention`, kernels of other libraries).
     With activation checkpointing the backward belongs inside too, because it calls attention again.
@@ -260,16 +260,17 @@ class RingMode(TorchFunctionMode):
     ):  # fmt: skip
         check_sdpa(self, query, attn_mask, sys._getframe(2))
         others = {} if self._has_all_keys(attn_mask) else {"attn_mask": attn_mask}
-        self._refuse("scaled_dot_product_attention", query, dropout_p=dropout_p, **others)
+        self._refuse("scaled_dot_product_attention", query, **others)
         del enable_gqa  # groups follow from the head counts
         return ring_attention(
-            query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask, **self._options
-        )[0]
+            query, key, value, causal=is_causal, scale=scale, attn_mask=attn_mask, dropout_p=dropout_p,
+            **self._options,
+        )[0]  # fmt: skip
 
     def _attention(
         self, q, k, v, kv_lens=None, q_start=None, kv_start=None, *, causal=False, window_left=-1,
         window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
-        sinks=None, attn_mask=None, **options,
+        sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None, **options,
     ):  # fmt: skip
         window = (window_left, window_right)
         if not self._has_all_keys(attn_mask):
@@ -279,7 +280,7 @@ class RingMode(TorchFunctionMode):
                      kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         return ring_attention(
             q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=sinks, attn_mask=attn_mask, **self._options,
+            sinks=sinks, attn_mask=attn_mask, dropout_p=dropout_p, dropout_seed=dropout_seed, **self._options,
         )  # fmt: skip
 
     def _varlen_attention(
@@ -317,7 +318,7 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            supported = "causal, window, scale, softcap, alibi_slopes, sinks, masks over all keys and cu_seqlens_q of all tokens"
+            supported = "causal, window, scale, softcap, alibi_slopes, sinks, dropout of dense attention, masks over all keys and cu_seqlens_q of all tokens"
             self.refuse(
                 q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
             )

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
+from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores, add_sinks
 
@@ -32,6 +33,8 @@ class Problem(NamedTuple):
     scores: Scores = NO_SCORES
     documents: tuple[int, ...] = ()  # where each begins, and where the last one ends
     kv_lens: Tensor | None = None  # (B,): positions from there on are no keys
+    dropout: Dropout = NO_DROPOUT
+    score_grads: Scores = NO_SCORES  # sums to add to, of slopes and mask; None: nobody asks
 
     @property
     def world_size(self) -> int:
@@ -45,20 +48,25 @@ class Problem(NamedTuple):
     def scores_of(self, call: BlockCall) -> Scores:
         """Of a call: without the sinks, which join once all keys are seen."""
         mask = self.scores.attn_mask
-        if mask is not None:
-            rows, keys = slice(call.q_begin, call.q_end), slice(None)
-            if mask.shape[3] > 1:
-                keys = slice(call.kv_start, call.kv_start + call.kv_end - call.kv_begin)
-            mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
-        return self.scores._replace(sinks=None, attn_mask=mask)
+        return self.scores._replace(
+            sinks=None, attn_mask=None if mask is None else _part_of(mask, call)
+        )
 
     def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
         """Of queries and keys that lie in these runs."""
         scores = self.scores
-        by_position = any(
+        by_position = self.dropout.p > 0 or any(
             x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens)
         )
         return block_calls(q_runs, kv_runs, self.left, self.right, by_position, self.documents)
+
+
+def _part_of(mask: Tensor, call: BlockCall) -> Tensor:
+    """The call's rows and columns, of a mask (or its gradient) of this rank's rows and all positions."""
+    rows, keys = slice(call.q_begin, call.q_end), slice(None)
+    if mask.shape[3] > 1:
+        keys = slice(call.kv_start, call.kv_start + call.kv_end - call.kv_begin)
+    return mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
@@ -80,7 +88,7 @@ class State:
             keys = slice(call.kv_begin, call.kv_end)
             out, lse = torch.ops.fdattn.attention_forward(
                 q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, self._problem),
-                self._problem.scale, state_dtype(q), *self._problem.scores_of(call),
+                self._problem.scale, state_dtype(q), *self._problem.scores_of(call), *self._problem.dropout,
             )  # fmt: skip
             self._merge(call, out, lse)
 
@@ -131,18 +139,27 @@ def add_gradients(
     dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Sequence[BlockCall], problem: Problem,
     dq: Tensor, dkv: Tensor,
 ) -> None:  # fmt: skip
-    """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32."""
+    """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32, and to the problem's score_grads."""
+    _, slopes, _, mask = problem.score_grads
+    backward, flags = torch.ops.fdattn.attention_backward, ()
+    if slopes is not None or mask is not None:
+        backward = torch.ops.fdattn.attention_backward_all
+        flags = slopes is not None, False, mask is not None
     for call in calls:
         rows, keys = slice(call.q_begin, call.q_end), slice(call.kv_begin, call.kv_end)
         q, out, lse = (x[:, :, rows] for x in (saved.q, saved.out, saved.lse))
-        found = torch.ops.fdattn.attention_backward(
+        found = backward(
             dout[:, :, rows], None if dlse is None else dlse[:, :, rows],
-            q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse,
-            *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call),
+            q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse, *flags, *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call),
+            *problem.dropout,
         )  # fmt: skip
         dq[:, :, rows] += found[0]
         dkv[0][:, :, keys] += found[1]
         dkv[1][:, :, keys] += found[2]
+        if slopes is not None:
+            slopes += found[3]
+        if mask is not None:
+            _part_of(mask, call).add_(found[5])
         del found  # or the next call's would be allocated while they are kept
 
 

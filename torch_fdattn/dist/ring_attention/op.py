@@ -19,11 +19,13 @@ from torch_fdattn.dist.consensus import (
     wants_gradients,
 )
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
+from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
-from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention.op import default_scale, options_to_mask
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.attention.op import default_scale, options_to_mask, seeded_dropout
 from torch_fdattn.ops.scores import Scores, sink_gradient
 
 STRATEGIES = {
@@ -56,13 +58,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.expect_shape("v", v, k.shape, "k")
     checks.check_scale(problem.scale)
     checks.check_scores(*problem.scores[:3], q)
+    checks.check_dropout(*problem.dropout, q)
     checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
-    for name in ("alibi_slopes", "attn_mask"):
-        x = getattr(problem.scores, name)
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name} of ring_attention has no gradient: give {name}.detach()"
-            )
+    if strategy in ("ulysses", "star") and _is_trained(problem.scores.attn_mask):
+        raise NotImplementedError(
+            f"attn_mask of ring_attention has no gradient with strategy={strategy!r}: use another strategy, or give "
+            "attn_mask.detach()"
+        )
     own = problem.shards.lengths[problem.rank]
     if q.shape[2] != own:
         raise ValueError(
@@ -74,21 +76,31 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
             f"k must have {keys} tokens on rank {problem.rank} with strategy={strategy!r}, "
             f"got {k.shape[2]}"
         )
+    if strategy == "ulysses" and problem.dropout.p > 0 and problem.world_size > 1:
+        raise NotImplementedError(
+            "dropout_p must be 0 with strategy='ulysses', whose ranks count heads from their own first one: use another "
+            f"strategy, got {problem.dropout.p}"
+        )
     if strategy == "ulysses":
         ulysses.check_heads(q.shape[1], k.shape[1], problem.world_size)
 
 
+def _is_trained(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, slopes, sinks, attn_mask, kv_lens, problem, strategy):
+    def forward(ctx, q, k, v, slopes, sinks, attn_mask, kv_lens, seed, problem, strategy):
         scores = Scores(problem.scores.softcap, slopes, sinks, attn_mask)
-        given = problem._replace(scores=scores, kv_lens=kv_lens)
+        dropout = Dropout(problem.dropout.p, seed)
+        given = problem._replace(scores=scores, kv_lens=kv_lens, dropout=dropout)
         out, lse, saved = STRATEGIES[strategy].forward(q, k, v, given)
         # The first is like nothing that attention of one rank saves: a checkpoint whose backward stands outside of
         # `context_parallel`, and so makes such attention of this, sees other tensors than it had, and raises.
         of_sinks = () if sinks is None else (out, lse)
         ctx.save_for_backward(
-            q.new_empty(0, 0, 0), *saved, kv_lens, slopes, sinks, attn_mask, *of_sinks
+            q.new_empty(0, 0, 0), *saved, seed, kv_lens, slopes, sinks, attn_mask, *of_sinks
         )
         ctx.problem, ctx.strategy, ctx.shape, ctx.lse_dtype = problem, strategy, q.shape, lse.dtype
         ctx.set_materialize_grads(False)
@@ -98,7 +110,10 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         library.refuse_double_backward("ring_attention")
         _, *tensors = ctx.saved_tensors
-        saved, (kv_lens, slopes, sinks, attn_mask, *results) = Saved(*tensors[:5]), tensors[5:]
+        saved, (seed, kv_lens, slopes, sinks, attn_mask, *results) = (
+            Saved(*tensors[:5]),
+            tensors[5:],
+        )
         scores = Scores(ctx.problem.scores.softcap, slopes, sinks, attn_mask)
         dtype = saved.q.dtype
         # Ranks may use different outputs, and one that used none must still take part in the collectives:
@@ -107,10 +122,27 @@ class _RingAttention(torch.autograd.Function):
             dout = saved.q.new_zeros(ctx.shape)
         if dlse is None:
             dlse = saved.q.new_zeros(ctx.shape[:-1], dtype=ctx.lse_dtype)
-        problem = ctx.problem._replace(scores=scores, kv_lens=kv_lens)
+        dropout = Dropout(ctx.problem.dropout.p, seed)
+        _, _, _, of_slopes, of_sinks, of_mask, *_ = ctx.needs_input_grad
+        sums = Scores(
+            alibi_slopes=_zeros_like(slopes, saved.q) if of_slopes else None,
+            attn_mask=_zeros_like(attn_mask, saved.q) if of_mask else None,
+        )
+        problem = ctx.problem._replace(
+            scores=scores, kv_lens=kv_lens, dropout=dropout, score_grads=sums
+        )
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
-        dsinks = _sink_gradient(dout, dlse, *results, sinks) if ctx.needs_input_grad[4] else None
-        return *(x.to(dtype) for x in gradients), None, dsinks, None, None, None, None
+        dsinks = _sink_gradient(dout, dlse, *results, sinks) if of_sinks else None
+        dslopes, dmask = (
+            None if total is None else total.to(x.dtype)
+            for total, x in ((sums.alibi_slopes, slopes), (sums.attn_mask, attn_mask))
+        )
+        return *(x.to(dtype) for x in gradients), dslopes, dsinks, dmask, None, None, None, None
+
+
+def _zeros_like(x: Tensor, q: Tensor) -> Tensor:
+    """Of x's entries, for sums."""
+    return q.new_zeros(x.shape, dtype=state_dtype(q))
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -123,7 +155,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
-    attn_mask=None,
+    attn_mask=None, dropout_p=0.0, dropout_seed=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     if strategy not in STRATEGIES:
@@ -144,11 +176,13 @@ def _ring_attention(
         scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
         documents = tuple(int(x) for x in documents)
         window = mask.window_left, mask.window_right
-        problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens)
+        dropout = seeded_dropout(q, dropout_p, dropout_seed)
+        problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout)  # fmt: skip
         _check(q, k, v, problem, strategy)
     gradients = wants_gradients(q, k, v)
-    if sinks is not None:
-        gradients["whether sinks need a gradient"] = sinks.requires_grad and torch.is_grad_enabled()
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("attn_mask", attn_mask)):
+        if x is not None:
+            gradients[f"whether {name} need a gradient"] = _is_trained(x)
     check_equal_on_all_ranks(
         group_name,
         q,
@@ -162,38 +196,45 @@ def _ring_attention(
             "scale": scale,
             "softcap": softcap,
             "kv_lens": _compared(kv_lens),
+            "dropout_p": dropout_p,
+            "dropout_seed": _compared(dropout_seed),
             "attn_mask's dtype and shape beside its rows": (
                 None
                 if attn_mask is None
                 else (attn_mask.dtype, *attn_mask.shape[:2], attn_mask.shape[3])
             ),
-            "which of alibi_slopes, sinks, kv_lens and attn_mask are given": tuple(
-                x is not None for x in (alibi_slopes, sinks, kv_lens, attn_mask)
+            "which of alibi_slopes, sinks, kv_lens, attn_mask and dropout_seed are given": tuple(
+                x is not None for x in (alibi_slopes, sinks, kv_lens, attn_mask, dropout_seed)
             ),
             "strategy": strategy,
             **gradients,
         },
     )
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
+    if dropout_p > 0 and dropout_seed is None:
+        # Ranks' generators may have come to different places.
+        seed = all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]
+        problem = problem._replace(dropout=Dropout(dropout_p, seed))
     if any(gradients.values()):
-        plain = problem._replace(scores=Scores(softcap), kv_lens=None)
-        tensors = alibi_slopes, sinks, attn_mask, kv_lens
+        plain = problem._replace(scores=Scores(softcap), kv_lens=None, dropout=Dropout(dropout_p))
+        tensors = alibi_slopes, sinks, attn_mask, kv_lens, problem.dropout.seed
         return _RingAttention.apply(q, k, v, *tensors, plain, strategy)
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 
 
-def _compared(kv_lens: Tensor | None) -> tuple[int, ...] | None:
-    """What ranks compare of it: on GPUs nothing, which would wait for the device in each call."""
-    if kv_lens is None or is_traced(kv_lens) or not (kv_lens.is_cpu or checks.CHECK_VALUES):
+def _compared(numbers: Tensor | None) -> tuple[int, ...] | None:
+    """What ranks compare of them: on GPUs nothing, which would wait for the device in each call."""
+    if numbers is None or is_traced(numbers) or not (numbers.is_cpu or checks.CHECK_VALUES):
         return None
-    return tuple(kv_lens.tolist())
+    return tuple(numbers.tolist())
 
 
 library.define_composite(
     "ring_attention(Tensor q, Tensor k, Tensor v, str group_name, SymInt[] shards, *, int? rank=None, "
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-    "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None) "
+    "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None, "
+    "float dropout_p=0.0, Tensor? dropout_seed=None) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

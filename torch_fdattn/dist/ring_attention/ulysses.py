@@ -72,5 +72,6 @@ def _one_rank(problem: Problem, rows: int) -> Problem:
 
     softcap, slopes, sinks, _ = problem.scores
     scores = Scores(softcap, own(slopes, -1), own(sinks, -1), own(gather_mask(problem, rows), 1))
+    grads = Scores(alibi_slopes=own(problem.score_grads.alibi_slopes, -1))
     shards = SequenceShards.contiguous(problem.shards.total, 1)
-    return problem._replace(rank=0, shards=shards, scores=scores)
+    return problem._replace(rank=0, shards=shards, scores=scores, score_grads=grads)

@@ -33,7 +33,7 @@ def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple
         keys = slice(call.kv_begin, call.kv_end)
         return torch.ops.fdattn.attention_forward(
             q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
-            *problem.scores_of(call)._replace(sinks=problem.scores.sinks),
+            *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
         )  # fmt: skip
     state = State(q, problem)
     state.add(k, v, calls)
