@@ -170,6 +170,10 @@ def test_refusals(group, rank_device) -> None:
     seed = seed_of(0, rank_device).to(torch.int32 if rank == 0 else torch.int64)
     with pytest.raises(raised, match="dropout_seed must be int64"):
         ring_attention(q, k, v, group, dropout_p=0.5, dropout_seed=seed)
+    with pytest.raises(raised, match="dropout_p must be a number, got"):
+        ring_attention(q, k, v, group, dropout_p="a" if rank == 0 else 0.5)
+    with pytest.raises(ValueError if rank == 0 else NotImplementedError, match="strategy must be"):
+        ring_attention(q, k, v, group, strategy="rings" if rank == 0 else "star")
     shards = SequenceShards.contiguous(6 * world, world)
     begins = torch.tensor([0, 6 * world], dtype=torch.int32, device=rank_device)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]

@@ -162,6 +162,23 @@ def test_compiles_with_gradients(group, rank_device, strategy) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_gradients_of_half_precision_are_summed_in_single(group, rank_device, strategy) -> None:
+    """Of a mask of one number, whose gradient's parts cancel: each is beyond float16's largest number."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    total = 16 * world
+    shards = SequenceShards.zigzag(total, world)
+    inputs = [torch.randn(1, 2, total, 16, device=rank_device).half() for _ in range(3)]
+    mask = torch.zeros(1, 1, 1, 1, device=rank_device, dtype=torch.float16, requires_grad=True)
+    dlse = torch.full((1, 2, total), 1e4, device=rank_device)
+    dlse[..., 1::2] *= -1
+    lse = ring_attention(
+        *(shards.shard(x, rank, 2) for x in inputs), group, shards=shards, strategy=strategy, causal=True, attn_mask=mask
+    )[1]  # fmt: skip
+    (grad,) = torch.autograd.grad(lse, mask, shards.shard(dlse, rank, 2))
+    torch.testing.assert_close(grad.float(), torch.zeros_like(grad, dtype=torch.float32), rtol=0, atol=1.0)  # fmt: skip
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "query_split"])
 @pytest.mark.parametrize("shape", [(2, 4, 1, 1), (1, 1, 0, 1), (1, 4, 0, 0), (2, 1, 1, 0)])
 def test_gradient_of_a_mask(group, rank_device, shape, strategy) -> None:

@@ -38,9 +38,10 @@ def fdattn(
 
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
-    included. A site that is none of these over as many queries as keys, or has a mask that the graph makes or dropout,
-    raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was it would attend
-    to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
+    included. So does a mask that the graph makes of an input's positions, as transformers' models do of position_ids: at
+    each call these are compared with the shard's. A site that is none of these over as many queries as keys, or has
+    another mask or SDPA's dropout, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was
+    it would attend to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
     shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
     `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees
     all slots of all ranks. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
@@ -82,7 +83,12 @@ def fdattn(
         report.check(
             'with options["context_parallel"] this would attend to one rank\'s tokens alone:'
         )
-    return lower(gm, inputs, own, mode, others)
+    compiled = lower(gm, inputs, own, mode, others)
+    if report.positions and not own.dryrun:
+        from torch_fdattn.compile_backend.context_parallel.positions import checking
+
+        return checking(compiled, gm, report.positions, own.context_parallel)
+    return compiled
 
 
 def explain(

@@ -121,6 +121,8 @@ class Report:
     matmuls: list[Site] = field(default_factory=list)  #: next to collectives
     #: calls of our own ops that the model made itself, and which stay: how many of each
     fdattn_calls: Counter[str] = field(default_factory=Counter)
+    #: inputs of the graph that must hold the positions of a rank's tokens, by which its masks were understood
+    positions: set[str] = field(default_factory=set)
 
     @property
     def rewritten(self) -> list[Site]:

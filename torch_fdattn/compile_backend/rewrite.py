@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import choose
 from torch_fdattn.compile_backend.context_parallel import fdattn_calls
+from torch_fdattn.compile_backend.context_parallel.local_masks import over_all_tokens
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
 from torch_fdattn.compile_backend.context_parallel.ring import over_ranks
 from torch_fdattn.compile_backend.emit.attention import emit
@@ -50,9 +51,9 @@ def rewrite(
         for name, module in graphs.items():
             report.fdattn_calls.update(_fdattn_calls(module, context))
             masks = MaskRecovery(no_fully_masked_rows)
-            report.sites += _GraphPass(
-                module, name, unmatched, masks, context, dryrun, sdpa_on_cpu
-            ).run()
+            one = _GraphPass(module, name, unmatched, masks, context, dryrun, sdpa_on_cpu)
+            report.sites += one.run()
+            report.positions |= one.positions
     finally:
         for each in functional:
             each.restore()
@@ -81,6 +82,9 @@ class _GraphPass:
     ) -> None:  # fmt: skip
         self.gm, self.name, self.unmatched, self.masks = gm, name, unmatched, masks
         self.context, self.dryrun, self.sdpa_on_cpu = context, dryrun, sdpa_on_cpu
+        self.positions: set[str] = (
+            set()
+        )  #: inputs that must hold the positions of this rank's tokens
         self.transformed = transformed_nodes(gm)
         self.forms = {
             sdpa.FORM: sdpa,
@@ -135,6 +139,9 @@ class _GraphPass:
 
     def _chosen(self, attention: MatchedAttention) -> str:
         """The op that computes an attention now."""
+        positions = None
+        if self.context is not None and not self.name and attention.masked:
+            positions = over_all_tokens(attention)
         call = choose(attention)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
@@ -142,6 +149,8 @@ class _GraphPass:
             return KEPT
         if not self.dryrun:
             emit(attention, call, self.masks)
+        if positions is not None:
+            self.positions.add(positions.name)
         return call.op
 
     def _check_untransformed(self, node: Node) -> None:

@@ -184,7 +184,7 @@ def ring_attention(
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
 
     Returns:
-        out (B, H, S_r, D) and lse (B, H, S_r) float32 of this rank's queries; the same bits on every run.
+        out (B, H, S_r, D) and lse (B, H, S_r) of this rank's queries, float32 (float64 of float64); the same bits on every run.
         Differentiable in q, k, v, attn_mask, alibi_slopes and sinks, for losses that are summed over the ranks: each
         rank's gradients are of the sum of all ranks' losses, but those of slopes, sinks and a mask of one row for all
         queries, which are a part of it: like the gradients of other parameters that ranks share they are to be summed
@@ -203,18 +203,18 @@ def ring_attention(
         >>> out, lse = torch_fdattn.dist.ring_attention(q, k, v, None, shards=shards, causal=True)
         >>> out.sum().backward()  # losses of ranks add up
     """
-    scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
-    left, right = window_bounds(window)
-    tensors = ("q", q), ("k", k), ("v", v)
-    checks.expect_types(
-        tensors, (kv_lens,), scale, softcap, dropout_p, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask,
-        dropout_seed=dropout_seed,
-    )  # fmt: skip
-    checks.expect_bool(causal=causal)
-    checks.expect_str(strategy=strategy)
+    checks.expect_tensor("q", q)
     group_name = name_of(group)
     rank, world_size = rank_and_size(group_name)
     with refusing_on_all_ranks(group_name, q):
+        scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
+        left, right = window_bounds(window)
+        checks.expect_types(
+            (("k", k), ("v", v)), (kv_lens,), scale, softcap, dropout_p, alibi_slopes=alibi_slopes, sinks=sinks,
+            attn_mask=attn_mask, dropout_seed=dropout_seed,
+        )  # fmt: skip
+        checks.expect_bool(causal=causal)
+        checks.expect_str(strategy=strategy)
         documents = documents_of(cu_seqlens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)

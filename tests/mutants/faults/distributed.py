@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
+    COMPILED_POSITIONS,
     DECODE_TWO_SHOT,
     DIST,
     FUSED_PARTS,
@@ -17,6 +18,7 @@ from tests.mutants.faults.runs import (
 
 _KERNELS = "torch_fdattn/ops"
 _RING = "torch_fdattn/dist/ring_attention"
+_OVER_RANKS = "torch_fdattn/compile_backend/context_parallel"
 FAULTS = (
     Fault(
         "documents that see each other over ranks", f"{_RING}/plan.py",
@@ -55,6 +57,22 @@ FAULTS = (
     Fault(
         "a sink's gradient without that of lse", f"{_RING}/op.py",
         "out.to(lse.dtype)).sum(-1) - dlse", "out.to(lse.dtype)).sum(-1)", RING_MASKS,
+    ),
+    Fault(
+        "any steps between positions taken for documents", f"{_OVER_RANKS}/local_masks.py",
+        "or steps.args[1:] != (1,):", "or False:", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "keys before a query alone, without a bound", f"{_OVER_RANKS}/local_masks.py",
+        "elif node is not positions or distance < 0:", "elif node is not positions:", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "positions that the graph writes to", f"{_OVER_RANKS}/local_masks.py",
+        "written_between(positions, attention.result, [positions]) is not None", "False", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "any positions taken for the shard's", f"{_OVER_RANKS}/positions.py",
+        "            _check(given[i], context)\n", "            pass\n", COMPILED_POSITIONS,
     ),
     Fault(
         "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",

@@ -65,6 +65,11 @@ RING_MASKS = Tests(
     ),
     ranks=2,
 )
+COMPILED_POSITIONS = Tests(
+    "masks of positions compiled over ranks",
+    ("tests/dist/test_compiled_positions.py", "tests/dist/test_compiled_transformers.py"),
+    ranks=2,
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls",

@@ -19,6 +19,10 @@ _SUPPORTED = (
     "q", "k", "v", "causal", "window_left", "window_right", "scale", "softcap", "alibi_slopes", "sinks", "dropout_p",
     "dropout_seed",
 )  # fmt: skip
+_MASK = (
+    "a mask of local tokens that is no window over the graph's input of their positions (give a transformers model "
+    "position_ids, this rank's part of all positions, and no attention_mask)"
+)
 
 
 def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParallel) -> OpCall:
@@ -27,10 +31,10 @@ def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParall
     if context.cache is not None and sharded_cache.is_step(q.size(S), k.size(S)):
         return sharded_cache.over_shards(attention, call, context)
     _refuse(
-        mask=attention.masked, **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
+        **{_MASK: attention.masked}, **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
     )  # fmt: skip
     # Without a start: that of SDPA's is_causal is 0, for tokens that a shard may hold in any order.
-    structure = Structure(right=call.structure.right)
+    structure = Structure(left=call.structure.left, right=call.structure.right)
     operands = context.operands(q.size(S))
     return replace(
         call, op="ring_attention", structure=structure, operands=operands, options=context.options
@@ -43,7 +47,7 @@ def of_attention(given: dict, defaults: dict, context: ContextParallel) -> tuple
     q, k, v = (given[name] for name in "qkv")
     shapes = [tensor(x).shape for x in (q, k, v)]
     _refuse(**_misfits(shapes[0][2], shapes[1][2], shapes[1][3], shapes[2][3]))
-    ulysses = context.options["strategy"] == "ulysses"
+    ulysses = context.strategy == "ulysses" and context.world_size > 1
     _refuse(**{"dropout with strategy='ulysses'": ulysses and given["dropout_p"] != 0})
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
     return "ring_attention", (q, k, v, *context.operands(shapes[0][2])), options
@@ -61,5 +65,5 @@ def _refuse(**given: object) -> None:
     if named:
         raise Unsupported(
             "context-parallel",
-            f"only causal, windows, scale, softcap, ALiBi slopes and sinks go over ranks, got {', '.join(named)}",
+            f"only causal, windows, scale, softcap, ALiBi slopes, sinks and dropout of torch_fdattn.attention go over ranks, got {', '.join(named)}",
         )

@@ -128,6 +128,11 @@ class _RingAttention(torch.autograd.Function):
             alibi_slopes=_zeros_like(slopes, saved.q) if of_slopes else None,
             attn_mask=_zeros_like(attn_mask, saved.q) if of_mask else None,
         )
+        # Each call's gradient has the dtype of what it is of: in half precision sums of calls would be rounded.
+        scores = scores._replace(
+            alibi_slopes=_single(slopes) if of_slopes else slopes,
+            attn_mask=_single(attn_mask) if of_mask else attn_mask,
+        )
         problem = ctx.problem._replace(
             scores=scores, kv_lens=kv_lens, dropout=dropout, score_grads=sums
         )
@@ -138,6 +143,10 @@ class _RingAttention(torch.autograd.Function):
             for total, x in ((sums.alibi_slopes, slopes), (sums.attn_mask, attn_mask))
         )
         return *(x.to(dtype) for x in gradients), dslopes, dsinks, dmask, None, None, None, None
+
+
+def _single(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _zeros_like(x: Tensor, q: Tensor) -> Tensor:
@@ -158,10 +167,10 @@ def _ring_attention(
     attn_mask=None, dropout_p=0.0, dropout_seed=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     with refusing_on_all_ranks(group_name, q):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
         shards = partition(tuple(int(number) for number in shards))
         if shards.world_size != world_size:
             raise ValueError(

@@ -143,6 +143,10 @@ def attention_backward_reference(
 
 def _without_rounding_of_lse(sums: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
     """As in `backward_queries.py`: sums of rows that are linear in their weights, for weights that add up to one."""
+    if (
+        lse.dtype == torch.float64
+    ):  # nothing is rounded by as much, and what looks like it is another part of the keys
+        return sums
     explained = (lse.abs() * 3.5e-7 + 1e-6).clamp(max=1e-4)
     return sums / torch.where((weights - 1.0).abs() <= explained, weights, 1.0)
 

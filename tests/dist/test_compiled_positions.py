@@ -1,0 +1,123 @@
+"""Masks that a graph makes of its input's positions, compiled over the ranks: what is understood, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torch_fdattn.compile_backend import fdattn
+from torch_fdattn.compile_backend.report import UnsupportedAttention
+from torch_fdattn.dist import SequenceShards, shard_batch
+
+
+def documents(positions):
+    """As transformers numbers them."""
+    before = positions[:, :1] - 1
+    return (torch.diff(positions, prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+def compared(x, y=None):
+    return x[:, None, :, None], (x if y is None else y)[:, None, None, :]
+
+
+def causal(positions, _):
+    q, k = compared(positions)
+    return q >= k
+
+
+def window(positions, _):
+    q, k = compared(positions)
+    return (q >= k) & (k > q - 5) & (k - q + 9 >= 0)
+
+
+def both_sides(positions, _):
+    q, k = compared(positions)
+    return (k - q <= 2) & (q - k <= 3)
+
+
+def packed(positions, _):
+    q, k = compared(positions)
+    first, second = compared(documents(positions))
+    return (q >= k) & (first == second)
+
+
+def by_other_numbers(positions, others):
+    first, second = compared(others)
+    return causal(positions, None) & (first == second)
+
+
+def by_other_steps(positions, _):
+    first, second = compared((torch.diff(positions, prepend=positions[:, :1], dim=-1) != 2).cumsum(-1))  # fmt: skip
+    return causal(positions, None) & (first == second)
+
+
+def before_it(positions, _):
+    q, k = compared(positions)
+    return q > k
+
+
+def of_two_inputs(positions, others):
+    q, k = compared(positions, others)
+    return q >= k
+
+
+def of_a_sum(positions, others):
+    return causal(positions + others, None)
+
+
+def written_to(positions, others):
+    positions.add_(others)
+    return causal(positions, None)
+
+
+def attended(make):
+    def run(q, k, v, positions, others):
+        return F.scaled_dot_product_attention(q, k, v, make(positions, others))
+
+    return run
+
+
+def given(group, device):
+    world = dist.get_world_size()
+    shards = SequenceShards.zigzag(8 * world, world)
+    inputs = [torch.randn(2, 4, 8 * world, 16, device=device) for _ in range(3)]
+    positions = torch.arange(8 * world, device=device)[None]
+    others = torch.zeros_like(positions)
+    own = [*shard_batch(group, shards, *inputs, dim=2), *shard_batch(group, shards, positions, others)]  # fmt: skip
+    torch._dynamo.reset()
+    options = {"context_parallel": {"group": group, "shards": shards}, "lower": "aot_eager"}
+
+    def compiled(run):
+        return torch.compile(run, backend=fdattn, fullgraph=True, options=options)
+
+    return shards, [*inputs, positions, others], own, compiled
+
+
+@pytest.mark.parametrize("make", [causal, window, both_sides, packed], ids=lambda x: x.__name__)
+def test_understood(group, rank_device, make) -> None:
+    shards, whole, own, compiled = given(group, rank_device)
+    expected = shards.shard(attended(make)(*whole), dist.get_rank(), 2)
+    torch.testing.assert_close(compiled(attended(make))(*own), expected)
+
+
+@pytest.mark.parametrize(
+    "make", [by_other_numbers, by_other_steps, before_it, of_two_inputs, of_a_sum, written_to],
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_not_understood(group, rank_device, make) -> None:
+    """Whatever the numbers hold, it could be another mask."""
+    _, _, own, compiled = given(group, rank_device)
+    with pytest.raises(Exception, match="a mask of local tokens that is no window") as raised:
+        compiled(attended(make))(*own)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+
+
+def test_a_mask_in_a_checkpoint_is_not_understood(group, rank_device) -> None:
+    """Whose graph is another one, with inputs of its own."""
+    _, _, own, compiled = given(group, rank_device)
+    own[0].requires_grad_()
+    with pytest.raises(Exception, match="a mask of local tokens that is no window"):
+        compiled(lambda *x: checkpoint(attended(causal), *x, use_reentrant=False))(*own)

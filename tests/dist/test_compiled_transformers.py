@@ -1,0 +1,130 @@
+"""Models of transformers' as they are, compiled over the ranks: their masks of local positions become all tokens'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers is the reference here")
+
+import transformers
+
+from torch_fdattn.compile_backend import fdattn
+from torch_fdattn.compile_backend.report import UnsupportedAttention
+from torch_fdattn.dist import SequenceShards, shard_batch
+
+SMALL = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, head_dim=16, attn_implementation="sdpa",
+)  # fmt: skip
+KINDS = {
+    "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "Qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+    "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
+    "Gemma3": (
+        transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 16}
+    ),
+}  # fmt: skip
+
+
+def made(kind: str, device, **more):
+    config_class, model_class, own = KINDS[kind]
+    torch.manual_seed(0)
+    return model_class(config_class(**SMALL, **own, **more)).to(device)
+
+
+def compiled(model, group, shards, lower: str = "aot_eager"):
+    torch._dynamo.reset()
+    options = {"context_parallel": {"group": group, "shards": shards}, "lower": lower}
+    return torch.compile(model, backend=fdattn, fullgraph=True, options=options)
+
+
+def batch(total: int, device):
+    ids = torch.arange(total, device=device)[None].repeat(2, 1) * 7 % 61
+    return ids, torch.arange(total, device=device)[None]
+
+
+LAYOUTS = ("contiguous", "zigzag", "uneven")
+QUICK = {("Llama", None, "zigzag"), ("Mistral", 12, "contiguous"), ("Gemma3", 5, "uneven")}
+
+
+def shards_of(layout: str, world: int) -> SequenceShards:
+    if layout == "uneven":
+        return SequenceShards.from_positions([range(r, 8 * world + 3, world) for r in range(world)])
+    return getattr(SequenceShards, layout)(8 * world, world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "layout"),
+    [
+        pytest.param(*case, layout, marks=() if (*case, layout) in QUICK else pytest.mark.slow)
+        for case in (
+            ("Llama", None),
+            ("Qwen3", None),
+            ("Mistral", 3),
+            ("Mistral", 12),
+            ("Gemma3", 5),
+        )
+        for layout in LAYOUTS
+    ],
+)
+def test_follows_the_model_on_one_process(group, rank_device, kind, window, layout) -> None:
+    """Windows shorter and longer than a rank's part; gradients too."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = made(kind, rank_device, **({} if window is None else {"sliding_window": window}))
+    shards = shards_of(layout, world)
+    ids, positions = batch(shards.total, rank_device)
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), model.model.layers.parameters())  # fmt: skip
+    own_ids, own_positions, own_weights = shard_batch(group, shards, ids, positions, weights)
+    run = compiled(model, group, shards)
+    found = run(own_ids, position_ids=own_positions, use_cache=False).logits
+    grads = torch.autograd.grad((found * own_weights).sum(), model.model.layers.parameters())
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+    for value, right in zip(grads, expected_grads, strict=True):
+        dist.all_reduce(value)
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+
+
+def test_through_inductor(group, rank_device) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)
+    ids, positions = batch(shards.total, rank_device)
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, use_cache=False).logits
+        own_ids, own_positions = shard_batch(group, shards, ids, positions)
+        found = compiled(model, group, shards, "inductor")(own_ids, position_ids=own_positions, use_cache=False).logits  # fmt: skip
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["counted from 0", "packed", "of one rank"])
+def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_device, wrong) -> None:  # fmt: skip
+    """At each call, and the right ones are taken before and after them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if wrong != "packed" and world == 1:
+        pytest.skip("needs 2 ranks")
+    model, shards = made("Llama", rank_device), shards_of("contiguous", world)
+    ids, positions = shard_batch(group, shards, *batch(shards.total, rank_device))
+    other = {
+        "counted from 0": torch.arange(8)[None],
+        "packed": positions.cpu() % 3,
+        "of one rank": positions.cpu() + (rank == world - 1),
+    }[wrong].to(rank_device)
+    run = compiled(model, group, shards)
+    expected = run(ids, position_ids=positions, use_cache=False).logits
+    with pytest.raises(ValueError, match=r"position_ids must be this rank's part .*on rank"):
+        run(ids, position_ids=other, use_cache=False)
+    assert torch.equal(run(ids, position_ids=positions, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("given", ["no positions", "a padding mask"])
+def test_masks_that_show_no_positions_are_refused(group, rank_device, given) -> None:
+    model = made("Llama", rank_device)
+    shards = shards_of("contiguous", dist.get_world_size())
+    ids, positions = shard_batch(group, shards, *batch(shards.total, rank_device))
+    more = {} if given == "no positions" else dict(position_ids=positions, attention_mask=torch.ones_like(ids))  # fmt: skip
+    with pytest.raises(Exception, match="give a transformers model position_ids") as raised:
+        compiled(model, group, shards)(ids, use_cache=False, **more)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)

@@ -1,0 +1,113 @@
+"""Masks that a model makes of the positions of its local tokens, in positions of all tokens.
+
+transformers' models, given `position_ids`, compare these: causal and windows by their differences, and packed documents, which
+begin where a position is not the one before it and 1 (`find_packed_sequence_indices`). That they are the positions of this
+rank's tokens is seen when the graph runs (`positions.py`): then one document is all there is, whatever jumps a shard has, and
+the mask is a window over all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from torch_fdattn.compile_backend.graph.mutations import written_between
+from torch_fdattn.compile_backend.graph.nodes import op_name, value
+from torch_fdattn.compile_backend.masks.entries import axis
+from torch_fdattn.compile_backend.masks.expressions import (
+    Condition,
+    IsZero,
+    Lookup,
+    NonNegative,
+    Poly,
+)
+from torch_fdattn.compile_backend.masks.structure import Structure
+from torch_fdattn.compile_backend.masks.terms import RecoveredMask
+from torch_fdattn.compile_backend.match.attention import MatchedAttention
+
+
+def over_all_tokens(attention: MatchedAttention) -> Node | None:
+    """Gives the attention its mask in positions of all tokens, and returns the graph's input that must hold these of its
+    tokens; None where the mask is no such one, and stays.
+    """
+    mask = attention.mask
+    # One mask that is the conditions that are left, and nothing else.
+    plain = mask.slopes is None and mask.levels is None and len(mask.kept) == 1
+    if not plain or mask.kept[0].condition is not None or mask.kept[0].limited:
+        return None
+    conditions = mask.structure.rest
+    if not conditions or replace(mask.structure, rest=[]) != Structure():
+        return None
+    compared = [_difference(x) for x in conditions]
+    if None in compared:
+        return None
+    positions = _input_compared(conditions, compared)
+    if positions is None or written_between(positions, attention.result, [positions]) is not None:
+        return None
+    structure = Structure()
+    for condition, (node, forward, distance) in zip(conditions, compared, strict=True):
+        if isinstance(condition, IsZero):
+            if distance or not _numbers_documents(node, positions):
+                return None
+        elif node is not positions or distance < 0:
+            return None
+        elif forward:
+            structure.right = _nearer(structure.right, distance)
+        else:
+            structure.left = _nearer(structure.left, distance)
+    # Every query sees its own key.
+    attention.mask = RecoveredMask(structure, nodes=mask.nodes)
+    attention.masked = False
+    return positions
+
+
+def _difference(condition: Condition) -> tuple[Node, bool, int] | None:
+    """(x, forward, r) of a condition on x[q] - x[k] + r, or where it is not forward on x[k] - x[q] + r."""
+    if not isinstance(condition, (NonNegative, IsZero)):
+        return None
+    poly: Poly = condition.of
+    found = sorted(
+        (x for x in poly.atoms if isinstance(x, Lookup)), key=lambda x: x.index[-1] == axis("k")
+    )
+    if len(found) != 2:
+        return None
+    of_query, of_key = found
+    factors = poly.coefficient(of_query), poly.coefficient(of_key)
+    distance = poly.without(of_query, of_key).constant
+    ends = of_query.index[-1] == axis("q") and of_key.index[-1] == axis("k")
+    same = of_query.node is of_key.node and of_query.index[:-1] == of_key.index[:-1]
+    if not (ends and same and factors in ((1, -1), (-1, 1)) and isinstance(distance, int)):
+        return None
+    return of_query.node, factors == (1, -1), distance
+
+
+def _input_compared(conditions: list[Condition], compared: list[tuple]) -> Node | None:
+    """The input of the graph whose entries say what is near."""
+    nodes = {x[0] for of, x in zip(conditions, compared, strict=True) if isinstance(of, NonNegative)}  # fmt: skip
+    if len(nodes) != 1:
+        return None
+    (node,) = nodes
+    return node if node.op == "placeholder" else None
+
+
+def _numbers_documents(node: Node, positions: Node) -> bool:
+    """Whether it counts where positions are not the ones before them and 1; of the first one, any number."""
+    if op_name(node) != "cumsum":
+        return False
+    steps = node.args[0]
+    if op_name(steps) not in ("ne", "not_equal") or steps.args[1:] != (1,):
+        return False
+    differences = steps.args[0]
+    if op_name(differences) != "diff":
+        return False
+    source = differences.args[0]
+    # As many as there are positions: what is put before the first one is one number.
+    as_many = value(node).shape == value(source).shape
+    while op_name(source) == "expand":
+        source = source.args[0]
+    return as_many and source is positions
+
+
+def _nearer(bound: int, distance: int) -> int:
+    return distance if bound < 0 else min(bound, distance)
