@@ -139,7 +139,7 @@ def test_our_own_op(group):
     assert_expected_inline(
         calls,
         """\
-%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 8, 1, 8, 8]), kwargs = {causal: True, window_left: 5, window_right: 0, scale: None, softcap: 0, alibi_slopes: None, sinks: None, rank: 0, world_size: 2, strategy: all_gather})
+%ring_attention_default = call_function[target=torch.ops.fdattn.ring_attention.default](args = (%l_q_, %l_k_, %l_v_, 0, [2, 0, 0, 8, 1, 8, 8]), kwargs = {causal: True, window_left: 5, window_right: 0, scale: None, softcap: 0, alibi_slopes: None, sinks: None, dropout_p: 0, dropout_seed: None, rank: 0, world_size: 2, strategy: all_gather})
 %out = call_function[target=operator.getitem](args = (%ring_attention_default, 0), kwargs = {})
 %lse = call_function[target=operator.getitem](args = (%ring_attention_default, 1), kwargs = {})""",
     )
@@ -170,7 +170,7 @@ def lens(n=8):
 
 
 REFUSED = {
-    "got mask": lambda q, k, v: sdpa(q, k, v, torch.ones(8, 8, dtype=torch.bool).tril()),
+    "got a mask of local tokens": lambda q, k, v: sdpa(q, k, v, torch.ones(8, 8, dtype=torch.bool).tril()),
     "dropout_p is 0.5": lambda q, k, v: sdpa(q, k, v, dropout_p=0.5),
     "or a cache": lambda q, k, v: sdpa(q[:, :, :1], k, v),
     "values of another head dim": lambda q, k, v: sdpa(q, k, torch.cat([v, v], -1)),
@@ -209,7 +209,7 @@ def test_a_mask_that_hides_nothing_locally_is_refused_too(group):
         return sdpa(q, k, v, i[:, None] - i < 16)
 
     options = {"context_parallel": group, "lower": "eager"}
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="got mask"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="got a mask of local tokens"):
         torch.compile(fn, backend=fdattn, options=options)(*qkv(8, grad=False))
 
 

@@ -88,6 +88,24 @@ def test_follows_the_model_on_one_process(group, rank_device, kind, window, layo
         torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
 
 
+def test_activation_checkpointing(group, rank_device) -> None:
+    """Layers are given the mask that the model has made."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)
+    ids, positions = batch(shards.total, rank_device)
+    wanted = list(model.model.layers.parameters())
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), wanted)
+    own_ids, own_positions, own_weights = shard_batch(group, shards, ids, positions, weights)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = compiled(model.train(), group, shards)(own_ids, position_ids=own_positions, use_cache=False).logits  # fmt: skip
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+    for value, right in zip(torch.autograd.grad((found * own_weights).sum(), wanted), expected_grads, strict=True):  # fmt: skip
+        dist.all_reduce(value)
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+
+
 def test_through_inductor(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)

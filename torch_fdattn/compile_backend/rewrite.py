@@ -47,11 +47,12 @@ def rewrite(
     graphs = {name: x for name, x in gm.named_modules() if isinstance(x, GraphModule)}
     functional = [Functionalized(module) for module in graphs.values()]
     try:
-        unmatched = Unmatched(DataFlow(gm))
+        flow = DataFlow(gm)
+        unmatched = Unmatched(flow)
         for name, module in graphs.items():
             report.fdattn_calls.update(_fdattn_calls(module, context))
             masks = MaskRecovery(no_fully_masked_rows)
-            one = _GraphPass(module, name, unmatched, masks, context, dryrun, sdpa_on_cpu)
+            one = _GraphPass(module, name, unmatched, masks, context, dryrun, sdpa_on_cpu, flow)
             report.sites += one.run()
             report.positions |= one.positions
     finally:
@@ -78,13 +79,13 @@ class _GraphPass:
 
     def __init__(
         self, gm: GraphModule, name: str, unmatched: Unmatched, masks: MaskRecovery,
-        context: ContextParallel | None, dryrun: bool, sdpa_on_cpu: bool,
+        context: ContextParallel | None, dryrun: bool, sdpa_on_cpu: bool, flow: DataFlow,
     ) -> None:  # fmt: skip
         self.gm, self.name, self.unmatched, self.masks = gm, name, unmatched, masks
         self.context, self.dryrun, self.sdpa_on_cpu = context, dryrun, sdpa_on_cpu
-        self.positions: set[str] = (
-            set()
-        )  #: inputs that must hold the positions of this rank's tokens
+        self.flow = flow
+        #: inputs that must hold the positions of this rank's tokens
+        self.positions: set[str] = set()
         self.transformed = transformed_nodes(gm)
         self.forms = {
             sdpa.FORM: sdpa,
@@ -140,8 +141,8 @@ class _GraphPass:
     def _chosen(self, attention: MatchedAttention) -> str:
         """The op that computes an attention now."""
         positions = None
-        if self.context is not None and not self.name and attention.masked:
-            positions = over_all_tokens(attention)
+        if self.context is not None and attention.masked:
+            positions = over_all_tokens(attention, self.flow)
         call = choose(attention)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)

@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         "positions that the graph writes to", f"{_OVER_RANKS}/local_masks.py",
-        "written_between(positions, attention.result, [positions]) is not None", "False", COMPILED_POSITIONS,
+        "while not flow.is_written(positions, until):", "while True:", COMPILED_POSITIONS,
     ),
     Fault(
         "any positions taken for the shard's", f"{_OVER_RANKS}/positions.py",

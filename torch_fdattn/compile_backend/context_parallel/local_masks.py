@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from torch_fdattn.compile_backend.graph.mutations import written_between
+from torch_fdattn.compile_backend.graph.data_flow import DataFlow
 from torch_fdattn.compile_backend.graph.nodes import op_name, value
 from torch_fdattn.compile_backend.masks.entries import axis
 from torch_fdattn.compile_backend.masks.expressions import (
@@ -22,16 +22,17 @@ from torch_fdattn.compile_backend.masks.expressions import (
     NonNegative,
     Poly,
 )
+from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.masks.terms import RecoveredMask
 from torch_fdattn.compile_backend.match.attention import MatchedAttention
 
 
-def over_all_tokens(attention: MatchedAttention) -> Node | None:
-    """Gives the attention its mask in positions of all tokens, and returns the graph's input that must hold these of its
-    tokens; None where the mask is no such one, and stays.
+def over_all_tokens(attention: MatchedAttention, flow: DataFlow) -> Node | None:
+    """Gives the attention its mask in positions of all tokens, and returns the input of the outermost graph that must hold
+    these of its tokens; None where the mask is no such one, and stays.
     """
-    mask = attention.mask
+    mask, until = _where_it_is_made(attention, flow)
     # One mask that is the conditions that are left, and nothing else.
     plain = mask.slopes is None and mask.levels is None and len(mask.kept) == 1
     if not plain or mask.kept[0].condition is not None or mask.kept[0].limited:
@@ -43,7 +44,8 @@ def over_all_tokens(attention: MatchedAttention) -> Node | None:
     if None in compared:
         return None
     positions = _input_compared(conditions, compared)
-    if positions is None or written_between(positions, attention.result, [positions]) is not None:
+    given = None if positions is None else _outermost(positions, until, flow)
+    if given is None:
         return None
     structure = Structure()
     for condition, (node, forward, distance) in zip(conditions, compared, strict=True):
@@ -57,9 +59,42 @@ def over_all_tokens(attention: MatchedAttention) -> Node | None:
         else:
             structure.left = _nearer(structure.left, distance)
     # Every query sees its own key.
-    attention.mask = RecoveredMask(structure, nodes=mask.nodes)
+    attention.mask = RecoveredMask(structure, nodes=attention.mask.nodes)
     attention.masked = False
-    return positions
+    return given
+
+
+def _where_it_is_made(attention: MatchedAttention, flow: DataFlow) -> tuple[RecoveredMask, Node]:
+    """The mask as the graph shows it that makes it, and the node there by which it is needed: a checkpoint is given its
+    layers' masks.
+    """
+    mask, until = attention.mask, attention.result
+    while len(mask.kept) == 1 and mask.kept[0].condition is None:
+        term = mask.kept[0].term
+        call = flow.caller(term.node)
+        given = (
+            flow.sources(term.node) if term.node.op == "placeholder" and call is not None else []
+        )
+        if len(given) != 1 or term.is_added or flow.is_written(given[0], call):
+            break
+        outer = replace(term, node=given[0])
+        dtype = value(attention.result).dtype
+        mask = MaskRecovery().recover([outer], attention.sizes, dtype, given[0], safe=True)
+        until = call
+    return mask, until
+
+
+def _outermost(positions: Node, until: Node, flow: DataFlow) -> Node | None:
+    """The input of the outermost graph that an input is, if nothing writes to it before it is needed."""
+    while not flow.is_written(positions, until):
+        until = flow.caller(positions)
+        if until is None:
+            return positions
+        given = flow.sources(positions)
+        if len(given) != 1 or given[0].op != "placeholder":
+            return None
+        (positions,) = given
+    return None
 
 
 def _difference(condition: Condition) -> tuple[Node, bool, int] | None:

@@ -29,6 +29,25 @@ class DataFlow:
                         self._called.setdefault(node, []).append(child)
                         self._callers[child] = node
 
+    def caller(self, node: Node) -> Node | None:
+        """The node that calls the graph in which a node stands; None of the outermost one."""
+        return self._callers.get(node.graph)
+
+    def is_written(self, node: Node, until: Node) -> bool:
+        """Whether what a node yields may be written into before another node of its graph, by a graph that is called, too."""
+        watched, each = storages([node]), node
+        while each is not until:
+            if self._writes(each) and watched & storages([*each.all_input_nodes, each]):
+                return True
+            each = each.next
+        return False
+
+    def _writes(self, node: Node) -> bool:
+        called = self._called.get(node)
+        if called is None:
+            return node in self._writers
+        return any(self._writes(x) for graph in called for x in graph.nodes)
+
     def sources(self, node: Node) -> list[Node]:
         """What a node's data comes from: its inputs, and what wrote into it."""
         if node.op == "placeholder":
