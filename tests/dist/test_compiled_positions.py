@@ -54,6 +54,20 @@ def by_other_steps(positions, _):
     return causal(positions, None) & (first == second)
 
 
+def counted_by_sequences(positions, _):
+    """A sum over the batch."""
+    both = positions.expand(2, -1)
+    numbers = (torch.diff(both, prepend=both[:, :1] - 1, dim=-1) != 1).cumsum(0)
+    first, second = compared(numbers)
+    return causal(positions, None) & (first == second)
+
+
+def second_differences(positions, _):
+    numbers = (torch.diff(positions, n=2, prepend=positions[:, :2], dim=-1) != 1).cumsum(-1)
+    first, second = compared(numbers)
+    return causal(positions, None) & (first == second)
+
+
 def before_it(positions, _):
     q, k = compared(positions)
     return q > k
@@ -104,7 +118,7 @@ def test_understood(group, rank_device, make) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [by_other_numbers, by_other_steps, before_it, of_two_inputs, of_a_sum, written_to],
+    "make", [by_other_numbers, by_other_steps, counted_by_sequences, second_differences, before_it, of_two_inputs, of_a_sum, written_to],
     ids=lambda x: x.__name__,
 )  # fmt: skip
 def test_not_understood(group, rank_device, make) -> None:

@@ -128,13 +128,16 @@ def _input_compared(conditions: list[Condition], compared: list[tuple]) -> Node 
 
 def _numbers_documents(node: Node, positions: Node) -> bool:
     """Whether it counts where positions are not the ones before them and 1; of the first one, any number."""
-    if op_name(node) != "cumsum":
+    if op_name(node) != "cumsum" or (*node.args[1:], *node.kwargs.values()) != (-1,):
         return False
     steps = node.args[0]
     if op_name(steps) not in ("ne", "not_equal") or steps.args[1:] != (1,):
         return False
     differences = steps.args[0]
-    if op_name(differences) != "diff":
+    along = {"dim": -1, **differences.kwargs}
+    if op_name(differences) != "diff" or len(differences.args) != 1 or along["dim"] != -1:
+        return False
+    if not along.keys() <= {"dim", "prepend"}:
         return False
     source = differences.args[0]
     # As many as there are positions: what is put before the first one is one number.
