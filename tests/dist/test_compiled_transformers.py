@@ -55,6 +55,22 @@ def shards_of(layout: str, world: int) -> SequenceShards:
     return getattr(SequenceShards, layout)(8 * world, world)
 
 
+def check_follows(model, shards, group, device) -> None:
+    """Logits, and the gradients of all layers."""
+    rank, wanted = dist.get_rank(), list(model.model.layers.parameters())
+    ids, positions = batch(shards.total, device)
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), wanted)
+    own_ids, own_positions, own_weights = shard_batch(group, shards, ids, positions, weights)
+    found = compiled(model, group, shards)(own_ids, position_ids=own_positions, use_cache=False).logits  # fmt: skip
+    grads = torch.autograd.grad((found * own_weights).sum(), wanted)
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+    for value, right in zip(grads, expected_grads, strict=True):
+        dist.all_reduce(value)
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "window", "layout"),
     [
@@ -71,39 +87,15 @@ def shards_of(layout: str, world: int) -> SequenceShards:
 )
 def test_follows_the_model_on_one_process(group, rank_device, kind, window, layout) -> None:
     """Windows shorter and longer than a rank's part; gradients too."""
-    world, rank = dist.get_world_size(), dist.get_rank()
     model = made(kind, rank_device, **({} if window is None else {"sliding_window": window}))
-    shards = shards_of(layout, world)
-    ids, positions = batch(shards.total, rank_device)
-    expected = model(ids, position_ids=positions, use_cache=False).logits
-    weights = torch.randn_like(expected)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), model.model.layers.parameters())  # fmt: skip
-    own_ids, own_positions, own_weights = shard_batch(group, shards, ids, positions, weights)
-    run = compiled(model, group, shards)
-    found = run(own_ids, position_ids=own_positions, use_cache=False).logits
-    grads = torch.autograd.grad((found * own_weights).sum(), model.model.layers.parameters())
-    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
-    for value, right in zip(grads, expected_grads, strict=True):
-        dist.all_reduce(value)
-        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+    check_follows(model, shards_of(layout, dist.get_world_size()), group, rank_device)
 
 
 def test_activation_checkpointing(group, rank_device) -> None:
     """Layers are given the mask that the model has made."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)
-    ids, positions = batch(shards.total, rank_device)
-    wanted = list(model.model.layers.parameters())
-    expected = model(ids, position_ids=positions, use_cache=False).logits
-    weights = torch.randn_like(expected)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), wanted)
-    own_ids, own_positions, own_weights = shard_batch(group, shards, ids, positions, weights)
+    model = made("Mistral", rank_device, sliding_window=5).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = compiled(model.train(), group, shards)(own_ids, position_ids=own_positions, use_cache=False).logits  # fmt: skip
-    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
-    for value, right in zip(torch.autograd.grad((found * own_weights).sum(), wanted), expected_grads, strict=True):  # fmt: skip
-        dist.all_reduce(value)
-        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+    check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
 
 
 def test_through_inductor(group, rank_device) -> None:
@@ -132,7 +124,7 @@ def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_d
     }[wrong].to(rank_device)
     run = compiled(model, group, shards)
     expected = run(ids, position_ids=positions, use_cache=False).logits
-    with pytest.raises(ValueError, match=r"position_ids must be this rank's part .*on rank"):
+    with pytest.raises(ValueError, match=r"give the model position_ids, .*\(on rank"):
         run(ids, position_ids=other, use_cache=False)
     assert torch.equal(run(ids, position_ids=positions, use_cache=False).logits, expected)
 

@@ -41,8 +41,8 @@ def fdattn(
     included. So does a mask that the graph makes of an input's positions, as transformers' models do of position_ids: at
     each call these are compared with the shard's. A site that is none of these over as many queries as keys, or has
     another mask or SDPA's dropout, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was
-    it would attend to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are this rank's
-    shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
+    it would attend to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are
+    this rank's shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
     `dist.decode`; so does attention of up to 16 queries over more keys, without a mask or gradients, which then sees
     all slots of all ranks. For the same reason compile with ``fullgraph=True``: what Dynamo leaves to Python no
     backend sees; nor does it know attention in kernels of other libraries. Each length is compiled for itself.

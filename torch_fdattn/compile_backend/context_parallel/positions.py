@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch_fdattn.compile_backend.context_parallel.options import OPTION, ContextParallel
 from torch_fdattn.dist.consensus import raise_on_all_ranks
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
+from torch_fdattn.dist.ring_attention.transformers_layers import POSITIONS, difference
 
 
 def checking(
@@ -35,11 +36,7 @@ def _check(positions: Tensor, context: ContextParallel) -> None:
     if not isinstance(shards, SequenceShards):
         shards = named_shards(shards, positions.shape[-1], context.world_size)
     own = shards.positions(context.rank).to(positions.device)
-    said = None
-    if positions.shape[-1:] != own.shape or not bool((positions == own).all()):
-        said = f"they begin with {positions.reshape(-1)[:8].tolist()}, not with {own[:8].tolist()}"
+    said = difference(positions, own)
     raise_on_all_ranks(
-        context.group_name, positions.device, ValueError, said,
-        f"{OPTION}: position_ids must be this rank's part of the positions of all tokens, "
-        "shard_batch(group, shards, torch.arange(total)[None])",
-    )  # fmt: skip
+        context.group_name, positions.device, ValueError, said, f"{OPTION}: {POSITIONS}"
+    )

@@ -318,7 +318,10 @@ class RingMode(TorchFunctionMode):
             x for x, value in options.items() if isinstance(value, Tensor) or value not in (None, 0)
         ]
         if given:
-            supported = "causal, window, scale, softcap, alibi_slopes, sinks, dropout of dense attention, masks over all keys and cu_seqlens_q of all tokens"
+            supported = (
+                "causal, window, scale, softcap, alibi_slopes, sinks, dropout of dense attention, masks over all keys "
+                "and cu_seqlens_q of all tokens"
+            )
             self.refuse(
                 q, f"{name} inside context_parallel supports {supported}, got {', '.join(given)}"
             )

@@ -150,8 +150,8 @@ def add_gradients(
         q, out, lse = (x[:, :, rows] for x in (saved.q, saved.out, saved.lse))
         found = backward(
             dout[:, :, rows], None if dlse is None else dlse[:, :, rows],
-            q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse, *flags, *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call),
-            *problem.dropout,
+            q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse, *flags,
+            *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call), *problem.dropout,
         )  # fmt: skip
         dq[:, :, rows] += found[0]
         dkv[0][:, :, keys] += found[1]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_fdattn.dist.ring_attention.context_parallel import RingMode
 
 OURS = 'use attn_implementation="fdattn" (torch_fdattn.dropins.transformers.register())'
-_REMEDY = (
+POSITIONS = (
     "give the model position_ids, this rank's part of all positions: "
     "(position_ids,) = shard_batch(group, shards, torch.arange(total)[None])"
 )
@@ -40,7 +40,7 @@ def check_sdpa(
     told = caller.f_locals.get("kwargs", {})
     check_model(getattr(caller.f_locals.get("module"), "config", None), shards.total, _SDPA_PLACE)
     check_positions(
-        shards, told.get("position_ids"), query, _SDPA_PLACE, mask, f"{OURS}, and {_REMEDY}"
+        shards, told.get("position_ids"), query, _SDPA_PLACE, mask, f"{OURS}, and {POSITIONS}"
     )
     # transformers makes no mask for a window where this rank's keys are fewer.
     window = told.get("sliding_window")
@@ -77,7 +77,7 @@ _checked: weakref.WeakKeyDictionary[RingMode, tuple[weakref.ref, int]] = weakref
 
 def check_positions(
     shards: RingMode, position_ids: Tensor | None, query: Tensor, place: str, mask: Tensor | None = None,
-    remedy: str = _REMEDY,
+    remedy: str = POSITIONS,
 ) -> None:  # fmt: skip
     """Whether the layer's position_ids are the shard's, once for each tensor: layers are given the same one.
 
@@ -96,14 +96,18 @@ def check_positions(
     if None not in (version, last) and last[0]() is position_ids and last[1] == version:
         return
     own = shards.positions.to(position_ids.device)
-    right = position_ids.shape[-1:] == own.shape and bool((position_ids == own).all())
-    said = None
-    if not right:
-        said = f"position_ids are {_shown(position_ids)} where the shard has {_shown(own)}"
-    elif mask is not None:
+    said = difference(position_ids, own)
+    if said is None and mask is not None:
         said = "there is padding, or positions that are no single run, which transformers takes for packed sequences"
     shards.raise_on_all_ranks(query.device, ValueError, said, f"{place}: {remedy}")
     _checked[shards] = weakref.ref(position_ids), version
+
+
+def difference(position_ids: Tensor, own: Tensor) -> str | None:
+    """What is said of positions that are not the shard's own; waits for the device."""
+    if position_ids.shape[-1:] == own.shape and bool((position_ids == own).all()):
+        return None
+    return f"position_ids are {_shown(position_ids)} where the shard has {_shown(own)}"
 
 
 def _shown(positions: Tensor) -> str:
