@@ -9,6 +9,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers", reason="transformers is the reference here")
 
 import transformers
+from transformers import masking_utils
 
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.compile_backend.report import UnsupportedAttention
@@ -45,6 +46,11 @@ def batch(total: int, device):
     return ids, torch.arange(total, device=device)[None]
 
 
+by_position = pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    reason="transformers before 5.23 compares indices of local tokens",
+)
+
 LAYOUTS = ("contiguous", "zigzag", "uneven")
 QUICK = {("Llama", None, "zigzag"), ("Mistral", 12, "contiguous"), ("Gemma3", 5, "uneven")}
 
@@ -71,6 +77,7 @@ def check_follows(model, shards, group, device) -> None:
         torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
 
 
+@by_position
 @pytest.mark.parametrize(
     ("kind", "window", "layout"),
     [
@@ -91,6 +98,7 @@ def test_follows_the_model_on_one_process(group, rank_device, kind, window, layo
     check_follows(model, shards_of(layout, dist.get_world_size()), group, rank_device)
 
 
+@by_position
 def test_activation_checkpointing(group, rank_device) -> None:
     """Layers are given the mask that the model has made."""
     model = made("Mistral", rank_device, sliding_window=5).train()
@@ -98,6 +106,7 @@ def test_activation_checkpointing(group, rank_device) -> None:
     check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
 
 
+@by_position
 def test_through_inductor(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)
@@ -109,6 +118,7 @@ def test_through_inductor(group, rank_device) -> None:
     torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
 
 
+@by_position
 @pytest.mark.parametrize("wrong", ["counted from 0", "packed", "of one rank"])
 def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_device, wrong) -> None:  # fmt: skip
     """At each call, and the right ones are taken before and after them."""
@@ -137,4 +147,22 @@ def test_masks_that_show_no_positions_are_refused(group, rank_device, given) -> 
     more = {} if given == "no positions" else dict(position_ids=positions, attention_mask=torch.ones_like(ids))  # fmt: skip
     with pytest.raises(Exception, match="give a transformers model position_ids") as raised:
         compiled(model, group, shards)(ids, use_cache=False, **more)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+
+
+def test_windows_over_indices_of_local_tokens_are_refused(group, rank_device) -> None:
+    """transformers' before 5.23: a window that is no shorter than a rank's part would be lost."""
+    shards = shards_of("contiguous", dist.get_world_size())
+    x = torch.randn(2, 2, 8, 16, device=rank_device)
+    _, positions = shard_batch(group, shards, *batch(shards.total, rank_device))
+
+    def layer(x, positions):
+        documents = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        index = torch.arange(x.shape[2], device=x.device)
+        near = (index <= index[:, None]) & (index > index[:, None] - 12)
+        mask = near & (documents[:, :, None] == documents[:, None])
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None])
+
+    with pytest.raises(Exception, match="transformers 5.23 or newer") as raised:
+        compiled(layer, group, shards)(x, positions)
     assert isinstance(raised.value.inner_exception, UnsupportedAttention)

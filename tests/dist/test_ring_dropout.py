@@ -148,7 +148,8 @@ def test_compiles(group, rank_device) -> None:
     found = torch.compile(run, backend="aot_eager", fullgraph=True)(*own, seed)
     grads = torch.autograd.grad(found.sum(), own)
     assert torch.equal(found, expected)
-    assert all(map(torch.equal, grads, expected_grads))
+    # Not the same bits: autograd's expanded dO is contiguous when compiled, and kernels of other strides sum in another order.
+    torch.testing.assert_close(grads, expected_grads)
 
 
 def test_refusals(group, rank_device) -> None:

@@ -21,7 +21,7 @@ _SUPPORTED = (
 )  # fmt: skip
 _MASK = (
     "a mask of local tokens that is no window over the graph's input of their positions (give a transformers model "
-    "position_ids, this rank's part of all positions, and no attention_mask)"
+    "position_ids, this rank's part of all positions, and no attention_mask; transformers 5.23 or newer)"
 )
 
 
