@@ -89,6 +89,38 @@ def test_compiles_with_changed_scores(feature, mask, head_dim):
     check_sweep(sweep, head_dim, {64: 128, 128: 40}[head_dim], reloads=8)
 
 
+@pytest.mark.parametrize(
+    "mask", [pytest.param(mask, marks=() if mask == "causal" else pytest.mark.slow) for mask in MASKS]
+)  # fmt: skip
+def test_compiles_wide_heads(mask):
+    terms, *gradients = compiled_launches(256, mask)
+    assert nvidia_usage(terms)[1] == 0
+    # Zeros beyond lengths are written in a branch, which spills.
+    has_lengths = mask in ("lengths", "positions")
+    for made, most in zip(gradients, (8, 48, 184 if has_lengths else 32), strict=True):
+        check_gradient(made, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+@pytest.mark.parametrize("feature", ["softcap", "ALiBi"])
+def test_compiles_wide_heads_with_changed_scores(feature, mask):
+    scores = Scores(30.0) if feature == "softcap" else Scores(0.0, meta(2, 8))
+    for made in compiled_launches(256, mask, scores)[1:]:
+        check_gradient(made, 200)
+
+
+def check_gradient(made, most: int) -> None:
+    """As `check_sweep`; of each warp group the first scores, dP but for dV, the gradient, and the next scores."""
+    assert nvidia_usage(made)[1] <= most
+    assert made.metadata.shared <= ARCHS["sm_90"].shared_size
+    sass = disassembled(made.asm["cubin"])
+    assert not early_writes(sass)
+    products = sass.count("HGMMA")
+    assert products in (2 * (2 * 16 + 4), 2 * (3 * 16 + 4))
+    assert sass.count("WARPGROUP.DEPBAR") == (6 if products < 100 else 8)
+
+
 def packed_sweep(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False):
     q, k = (by_heads(meta(5000, h, head_dim, dtype=torch.bfloat16)) for h in (8, 2))
     packed = Packed(meta(5, **INT), meta(5, **INT))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ALL = Mask()
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
 ORDERED = pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
@@ -94,7 +94,7 @@ def test_against_the_oracle(ordered, queries, keys, head_dim, causal, dtype):
     check(q, k, v, Mask(window_right=0 if causal else -1), wants_lse=causal, ordered=ordered)
 
 
-@pytest.mark.parametrize("head_dim", [40, 96])
+@pytest.mark.parametrize("head_dim", [40, 96, 160, 192])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_head_dims(causal, head_dim):
     """Between NaN, which zeros that fill up must not be."""
@@ -362,7 +362,7 @@ def test_ten_thousand_launches_of_mixed_shapes(ordered):
     """They do not hang, and the last of each shape is right."""
     shapes = [(1, 1, 1, 1), (1, 2, 130, 700), (2, 4, 64, 64), (3, 2, 257, 2000), (1, 16, 1024, 1024)]  # fmt: skip
     calls = []
-    for (batch, heads, queries, keys), head_dim in itertools.product(shapes, (64, 128)):
+    for (batch, heads, queries, keys), head_dim in itertools.product(shapes, (64, 128, 256)):
         q, k = normal(batch, heads, queries, head_dim), normal(batch, heads, keys, head_dim)
         out, lse = attend(q, k, k)
         calls.append((out, None, q, k, k, out, lse))

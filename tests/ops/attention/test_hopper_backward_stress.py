@@ -30,7 +30,7 @@ FORMS = {
 }
 HEADS, KERNEL = 12, "attention_backward/hopper"
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

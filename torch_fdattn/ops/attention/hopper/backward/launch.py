@@ -16,6 +16,7 @@ from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
+from torch_fdattn.ops.attention.hopper.backward.wide_launch import wide_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
     section,
@@ -36,8 +37,7 @@ def takes(
 ) -> bool:
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
-        q.shape[3] <= HEAD_DIMS[-1]
-        and options.scores.attn_mask is None
+        options.scores.attn_mask is None
         and options.dropout.p == 0
         and (packed is None or _takes_packed(q, packed))
         and forward_takes(q, k, v, options, packed)
@@ -45,20 +45,24 @@ def takes(
 
 
 def _takes_packed(q: Tensor, packed: Packed) -> bool:
-    """Where the padding of each sequence's sums of dQ is no memory to speak of."""
+    """Up to head dim 128, and where the padding of each sequence's sums of dQ is no memory to speak of."""
     padding = (packed.sequences + 2) * PADDING.value
     is_small = padding <= max(2 * q.shape[2], 4096)
-    return packed.page_table is None and is_small
+    return packed.page_table is None and q.shape[3] <= HEAD_DIMS[-1] and is_small
 
 
-def zero_sums(q: Tensor, padded_len: int) -> Tensor:
-    """(B, H, padded_len, D'), float32, of the head dim that the kernel computes with."""
+def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
+    """(B, H, padded_len, D'), float32, of the head dim that the kernel computes with; None where no sums are needed."""
     batch, heads, _, head_dim = q.shape
+    if head_dim > HEAD_DIMS[-1]:
+        return None
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
 
 
-def zero_turns(q: Tensor, padded_len: int) -> Tensor:
-    """Of each block of queries of each head, how many tiles of keys have added to its sums."""
+def zero_turns(q: Tensor, padded_len: int) -> Tensor | None:
+    """Of each block of queries of each head, how many tiles of keys have added to its sums; None where there are none."""
+    if q.shape[3] > HEAD_DIMS[-1]:
+        return None
     return q.new_zeros((*q.shape[:2], padded_len // QUERIES.value), dtype=torch.int32)
 
 
@@ -74,17 +78,22 @@ def subs_of(head_dim: int) -> int:
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
-    sums: Tensor, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
+    sums: Tensor | None, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
     Of packed sequences all are by `packed.by_heads`, and lse and dlse (H, T).
 
     rows: `empty_rows`; sums: `zero_sums`.
-    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed.
+    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed, but
+    above head dim 128.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     """
     batch, heads, q_len, head_dim = q.shape
+    if sums is None:
+        assert packed is None
+        yield from wide_launches(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, rows, counter)
+        return
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
