@@ -21,6 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from torch_fdattn.launch.driver_launch import DriverLaunch
 
+from .barriers import unused_barriers
 from .launches import Case, Launch, record
 from .targets import ARCHS, Arch, Occupancy, occupancy
 from .uniform_registers import disassembled, read_before_written
@@ -61,6 +62,7 @@ def compile_launch(launch: Launch, arch: Arch):
     compiled = triton.compile(source, target=arch.target, options=options.__dict__)
     if arch.target.backend == "cuda":
         assert knows_parameters(launch, compiled), compiled.asm["ptx"].partition("{")[0]
+        assert not unused_barriers(compiled.asm["ttgir"])
     return compiled
 
 

@@ -79,7 +79,12 @@ class Ring:
 
 @gluon.jit
 def ring(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1):
-    """Slots that are each filled by as many producers and emptied by as many consumers."""
+    """Slots that are each filled by as many producers and emptied by as many consumers.
+
+    A ring that no warp uses must not be made: the compiler gives its memory to something else, which is undefined while it
+    holds a barrier (PTX ISA, `mbarrier.inval`). A GPU that changes between processes has been seen to write the barrier
+    back there.
+    """
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):

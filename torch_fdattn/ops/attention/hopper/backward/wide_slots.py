@@ -69,13 +69,16 @@ def wide_slots_of(blocks, rows_of_terms, GRADIENT: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], layout)
     rows = blocks_of(blocks, GROUPS)
+    has_rows = ring(1, GROUPS)
     other_rows = rows
+    has_other_rows = has_rows
     if GRADIENT != "dv":
         other_rows = blocks_of(blocks, GROUPS)
+        has_other_rows = ring(1, GROUPS)
     return WideSlots(
         tiles, rows, other_rows, blocks_of(blocks, SLOTS), blocks_of(blocks, OTHER_SLOTS),
         blocks_of(rows_of_terms, SLOTS), blocks_of(rows_of_terms, SLOTS),
-        ring(SLOTS, GROUPS), ring(1, GROUPS), ring(1, GROUPS), ring(SLOTS, GROUPS), ring(OTHER_SLOTS, GROUPS),
+        ring(SLOTS, GROUPS), has_rows, has_other_rows, ring(SLOTS, GROUPS), ring(OTHER_SLOTS, GROUPS),
         OTHER_SLOTS,
     )  # fmt: skip
 
