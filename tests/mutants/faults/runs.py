@@ -18,6 +18,9 @@ PREPARED = Tests(
         for name in ("prepared", "prepared_attention", "tensor_maps")
     ),
 )
+HOPPER_BACKWARD = Tests(
+    "Hopper's backward, compiled", ("tests/compile_only/test_hopper_backward.py",)
+)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
