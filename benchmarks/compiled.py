@@ -80,12 +80,15 @@ BACKENDS = (
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
-    measure(Run.of(options, ranks, recorder, BACKENDS), chosen_cases(options))
+    run = Run.of(options, ranks, recorder, BACKENDS)
+    measure(run, chosen_cases(options), options.compile_times)
     return True
 
 
-def measure(run: Run, cases: Sequence[CompileCase]) -> None:
-    run.cases(cases, lambda case, backends: _Measurement(run, case, backends).measure())
+def measure(run: Run, cases: Sequence[CompileCase], compile_times: bool = True) -> None:
+    run.cases(
+        cases, lambda case, backends: _Measurement(run, case, backends).measure(compile_times)
+    )
 
 
 class _Measurement:
@@ -100,7 +103,7 @@ class _Measurement:
             torch.manual_seed(0)
             self.made[attention] = _USES[case.use](case, self.device, attention)
 
-    def measure(self) -> None:
+    def measure(self, compile_times: bool) -> None:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
         for backend in self.backends:
@@ -124,7 +127,8 @@ class _Measurement:
                 if backend.name in steps
             }
         )
-        self._compile_times([backend for backend in self.backends if backend.name in steps])
+        if compile_times:
+            self._compile_times([backend for backend in self.backends if backend.name in steps])
 
     def _made(self, backend: Backend) -> Step:
         fn, step = self.made[backend.attention]

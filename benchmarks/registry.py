@@ -240,8 +240,9 @@ BENCHMARKS = {
         ),
         _one("floors", "the machine alone: matmul and pure reads", "floors", REPEATS, cases=_CONTIGUOUS),
         _one(
-            "compile", "layers of transformers' models under torch.compile", "compiled",
-            REPEATS, cases=cases.COMPILE_CASES,
+            "compile", "layers of transformers' models under torch.compile", "compiled", REPEATS,
+            option("--no-compile-times", "steps alone", dest="compile_times", action="store_false"),
+            cases=cases.COMPILE_CASES,
         ),
         Benchmark(
             "cpu", "attention of CPU tensors beside torch's SDPA, eager and compiled", "cpu",
