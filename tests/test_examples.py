@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.documents import run_again_where_it_aborts
 from tests.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +50,9 @@ def run(request) -> Callable[..., list[str]]:
     def command(script: str, ranks: int = 0) -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         words = [sys.executable, *(torchrun if ranks else ()), f"examples/{script}"]
-        done = run_again_where_it_aborts(words, env=environment, timeout=SECONDS)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
+        )
         checked(done)
         return done.stdout.splitlines()
 

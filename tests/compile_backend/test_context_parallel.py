@@ -101,8 +101,8 @@ def test_what_names_the_group(group, kind):
         ({"cache": "striped"}, ValueError, "cache must be 'contiguous' or the block .*'striped'"),
         ({"cache": True}, ValueError, "cache must be 'contiguous' or the block .*, got True"),
         ({"cache": 0}, ValueError, "cache must be 'contiguous' or the block .*, got 0"),
-        ({"strategy": "query_split"}, ValueError, "strategy must shard keys too .*'query_split'"),
-        ({"strategy": "pigeon"}, ValueError, "strategy must shard keys too .*'pigeon'"),
+        ({"strategy": "query_split"}, ValueError, "strategy must be one of .*'query_split'"),
+        ({"strategy": "pigeon"}, ValueError, "strategy must be one of .*'pigeon'"),
     ],
 )
 def test_bad_values(group, option, error, text):

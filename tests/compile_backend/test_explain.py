@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -69,9 +70,14 @@ def test_explain_leaves_nothing_compiled():
         assert len(torch_fdattn.explain(two_sites)(*args)) == 2
 
 
+def test_arguments_beside_the_function_are_refused():
+    with pytest.raises(TypeError, match=r"function alone, got 1 more: explain\(fn\)\(\*args\)"):
+        torch_fdattn.explain(torch.sin, torch.ones(3))
+
+
 def test_a_function_without_attention():
     report = torch_fdattn.explain(torch.sin)(torch.ones(3))
-    assert str(report) == "0 of 0 attention sites rewritten, in 1 graph"
+    assert str(report) == "no attention found in 1 graph"
 
 
 def test_calls_of_our_own_ops_are_counted():

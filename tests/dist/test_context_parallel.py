@@ -111,7 +111,7 @@ def test_what_it_cannot_do_is_refused(group, rank_device) -> None:
         ):
             pass
     with (
-        pytest.raises(ValueError, match="must shard keys too"),
+        pytest.raises(ValueError, match="where keys are sharded too"),
         context_parallel(group, shards=shards, strategy="query_split"),
     ):
         pass

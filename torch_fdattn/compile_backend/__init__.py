@@ -92,7 +92,7 @@ def fdattn(
 
 
 def explain(
-    fn: Callable[..., Any], *, context_parallel: object = None, tensor_parallel: str = "auto"
+    fn: Callable[..., Any], *args: object, context_parallel: object = None, tensor_parallel: str = "auto"
 ) -> Callable[..., Report]:
     """``explain(fn)(*args)`` runs fn once, rewritten, and returns a `Report` of its attention.
 
@@ -110,6 +110,10 @@ def explain(
     """
     from torch_fdattn.compile_backend.explaining import explain_call
 
+    if args:
+        raise TypeError(
+            f"explain must be given the function alone, got {len(args)} more: explain(fn)(*args) calls it"
+        )
     return partial(explain_call, fn, context_parallel, tensor_parallel)
 
 

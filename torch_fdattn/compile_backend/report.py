@@ -161,11 +161,11 @@ class Report:
             counts = sorted(self.fdattn_calls.items())
             calls = ", ".join(f"{count} of fdattn.{name}" for name, count in counts)
             own = f"; it calls ops of torch_fdattn itself, which stay: {calls}"
+        graphs = f"in {self.graphs} graph{'s' * (self.graphs != 1)}{own}"
+        if not self.sites:
+            return f"no attention found {graphs}"
         kept = f"{len(self.kept)} torch's own, " if self.kept else ""
-        return (
-            f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, {kept}"
-            f"in {self.graphs} graph{'s' * (self.graphs != 1)}{own}"
-        )
+        return f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, {kept}{graphs}"
 
     def __str__(self) -> str:
         lines = [self.head, *(f"  {site}" for site in self.sites)]

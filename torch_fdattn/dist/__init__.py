@@ -4,6 +4,10 @@ The docstrings' examples run on any number of processes, one included, after `to
 the group None is all of them.
 """
 
+# Its functions take the group of all ranks for a default argument while it is imported. `torch._dynamo` and the optimizers
+# import it: after `init_process_group` it would keep that group, and gloo's threads, beyond `destroy_process_group`.
+import torch.distributed.nn.functional  # noqa: F401  # isort: skip
+
 # The packages first: they register the ops, and their names are then taken by the functions of that name.
 from torch_fdattn.dist.decode import op as _decode_op  # noqa: F401  # isort: skip
 from torch_fdattn.dist.ring_attention import op as _ring_op  # noqa: F401  # isort: skip

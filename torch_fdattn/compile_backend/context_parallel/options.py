@@ -69,8 +69,9 @@ def parse(option: object) -> ContextParallel | None:
             f'{OPTION} must have "group" and may have "shards", "strategy" and "cache", got '
             f"{sorted(map(str, given))}"
         )
-    name = name_of(given["group"], OPTION)
-    rank, world_size = rank_and_size(name, OPTION)
+    of_group = f'{OPTION}["group"]' if isinstance(option, dict) else OPTION
+    name = name_of(given["group"], of_group)
+    rank, world_size = rank_and_size(name, of_group)
     shards, strategy = given.get("shards", "contiguous"), given.get("strategy", "ring")
     if isinstance(shards, SequenceShards):
         if shards.world_size != world_size:

@@ -200,7 +200,7 @@ def check_strategy(strategy: str, where: str) -> None:
     usable = tuple(name for name in STRATEGIES if name != "query_split")
     if strategy not in usable:
         raise ValueError(
-            f"strategy must shard keys too inside {where}: one of {usable}, got {strategy!r}"
+            f"strategy must be one of {usable} inside {where}, where keys are sharded too, got {strategy!r}"
         )
 
 
