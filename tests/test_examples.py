@@ -51,7 +51,13 @@ def run(request) -> Callable[..., list[str]]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         words = [sys.executable, *(torchrun if ranks else ()), f"examples/{script}"]
         done = subprocess.run(
-            words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
+            words,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
         )
         checked(done)
         return done.stdout.splitlines()

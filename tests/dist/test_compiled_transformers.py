@@ -163,6 +163,6 @@ def test_windows_over_indices_of_local_tokens_are_refused(group, rank_device) ->
         mask = near & (documents[:, :, None] == documents[:, None])
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None])
 
-    with pytest.raises(Exception, match="transformers 5.23 or newer") as raised:
+    with pytest.raises(Exception, match=r"transformers 5\.23 or newer") as raised:
         compiled(layer, group, shards)(x, positions)
     assert isinstance(raised.value.inner_exception, UnsupportedAttention)

@@ -92,7 +92,10 @@ def fdattn(
 
 
 def explain(
-    fn: Callable[..., Any], *args: object, context_parallel: object = None, tensor_parallel: str = "auto"
+    fn: Callable[..., Any],
+    *args: object,
+    context_parallel: object = None,
+    tensor_parallel: str = "auto",
 ) -> Callable[..., Report]:
     """``explain(fn)(*args)`` runs fn once, rewritten, and returns a `Report` of its attention.
 

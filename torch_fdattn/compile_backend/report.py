@@ -165,7 +165,9 @@ class Report:
         if not self.sites:
             return f"no attention found {graphs}"
         kept = f"{len(self.kept)} torch's own, " if self.kept else ""
-        return f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, {kept}{graphs}"
+        return (
+            f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten, {kept}{graphs}"
+        )
 
     def __str__(self) -> str:
         lines = [self.head, *(f"  {site}" for site in self.sites)]
