@@ -100,8 +100,8 @@ SUBJECTS = (
     Subject(
         "Ring attention, ms",
         (
-            Rows("H200x4_ring-16384", "latency_ms", ""),
-            Rows("H200x4_ring-131072", "latency_ms", ""),
+            Rows("H200x2_ring-16384", "latency_ms", ""),
+            Rows("H200x2_ring-131072", "latency_ms", ""),
         ),
     ),
 )
