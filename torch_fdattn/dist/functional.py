@@ -25,7 +25,7 @@ def decode(
     scale: float | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     softcap: float = 0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     batch_invariant: bool = False, strategy: str = "auto", head_sharded: bool = False,
-    hierarchy: tuple[Group, Group] | None = None,
+    hierarchy: tuple[Group, Group] | None = None, invariant_block: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a KV cache whose positions are sharded over the ranks of a process group.
 
@@ -57,6 +57,10 @@ def decode(
         head_sharded: each rank gets its H / W heads alone, in the order of ranks.
         hierarchy: for "hierarchical", the groups (inner, outer): of the ranks of this rank's node,
             and of those of its place in every node. Rank = node · (ranks a node) + place.
+        invariant_block: out and lse have the same bits on any number of ranks, for any batch, and with any `kv_block` and
+            capacity (equal on all ranks) that are multiples of it, of pages whole ones: states of aligned blocks of so many
+            keys are merged in one tree of positions. Each block is a call of its own: take 1024, say. Strategies "auto" and
+            "all_gather" alone; no kv_start, no gradients.
 
     Returns:
         out (B, H, T, DV), contiguous, and lse (B, H, T) float32 (float64 for float64 inputs), the same bits on
@@ -85,6 +89,7 @@ def decode(
     left, right = window_bounds(window)
     checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
     checks.expect_str(strategy=strategy)
+    checks.expect_optional_int(invariant_block=invariant_block)
     group_name = name_of(group)
     inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
@@ -93,7 +98,7 @@ def decode(
     options = dict(
         kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
         batch_invariant=batch_invariant, strategy=strategy, head_sharded=head_sharded, inner_group=inner,
-        outer_group=outer, **named,
+        outer_group=outer, invariant_block=invariant_block, **named,
     )  # fmt: skip
     positions = q_start, kv_start
     tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
@@ -156,7 +161,7 @@ def ring_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None,
     attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
-    strategy: str = "ring",
+    strategy: str = "ring", invariant_block: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -182,6 +187,9 @@ def ring_attention(
             rank 0's generator draws it. Not with "ulysses".
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
+        invariant_block: out and lse have the same bits on any number of ranks and with any shards that begin and end at
+            multiples of it, by any strategy but "star": states of aligned blocks of so many keys are merged in one tree of
+            positions. Each pair of blocks is a call of its own: take as large a block as the shards allow. Of the forward alone.
 
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) of this rank's queries, float32 (float64 of float64); the same bits on every run.
@@ -215,6 +223,7 @@ def ring_attention(
         )  # fmt: skip
         checks.expect_bool(causal=causal)
         checks.expect_str(strategy=strategy)
+        checks.expect_optional_int(invariant_block=invariant_block)
         documents = documents_of(cu_seqlens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
@@ -222,5 +231,5 @@ def ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, invariant_block=invariant_block,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from tests.mutants.faults.runs import (
     FUSED_PARTS,
     MATMULS,
     ONE_SIDED,
+    RANK_INVARIANT,
     RING_MASKS,
     SURVIVORS,
     SWIGLU,
@@ -35,7 +36,25 @@ FAULTS = (
     ),
     Fault(
         "dropout by places in a block of keys", f"{_RING}/local.py",
-        "by_position = self.dropout.p > 0 or any(", "by_position = any(", RING_MASKS,
+        "            self.dropout.p > 0\n            or self.inv", "            self.inv", RING_MASKS,
+    ),
+    Fault(
+        "a node of the tree that begins anywhere", "torch_fdattn/dist/state_tree.py",
+        "level, index = level + 1, index >> 1\n        self.nodes[level, index]", "level, index = level + 1, index & ~1\n        self.nodes[level, index]",
+        RANK_INVARIANT,
+    ),
+    Fault(
+        "empty halves that change bits", "torch_fdattn/dist/state_tree.py",
+        "found = torch.where(other_empty[..., None], out, found)", "found = found + 0 * out.isnan()", RANK_INVARIANT,
+    ),
+    Fault(
+        "blocks cut where a rank's shard begins", f"{_RING}/plan.py",
+        "for start in range(run.start - run.start % block, run.end, block):", "for start in range(run.start, run.end, 2 * block):",
+        RANK_INVARIANT,
+    ),
+    Fault(
+        "each rank's sinks", "torch_fdattn/dist/decode/op.py",
+        "._replace(sinks=None, batch_invariant=True)", "._replace(batch_invariant=True)", RANK_INVARIANT,
     ),
     Fault(
         "each rank's own seed of dropout", f"{_RING}/op.py",

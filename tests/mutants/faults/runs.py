@@ -68,6 +68,9 @@ RING_MASKS = Tests(
     ),
     ranks=2,
 )
+RANK_INVARIANT = Tests(
+    "same bits on any number of ranks", ("tests/dist/test_rank_invariant.py",), ranks=2
+)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",
     ("tests/dist/test_compiled_positions.py", "tests/dist/test_compiled_transformers.py"),

@@ -12,11 +12,20 @@ A strategy is a module with `merge(out, lse, dtype, group)`, or the name of a on
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
-from torch_fdattn.dist.decode import all_gather, hierarchical, one_sided, ring, star
+from torch_fdattn.dist.decode import (
+    all_gather,
+    hierarchical,
+    one_sided,
+    rank_invariant,
+    ring,
+    star,
+)
 from torch_fdattn.dist.decode.auto import choose_for
 from torch_fdattn.dist.decode.inputs import (
     CacheShard,
@@ -30,6 +39,7 @@ from torch_fdattn.dist.decode.inputs import (
 from torch_fdattn.dist.decode.local_mask import kernel_mask, local_mask
 from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
+from torch_fdattn.dist.state_tree import with_sinks
 from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask
@@ -89,6 +99,24 @@ def _attend(q, shard, mask, scale, extras, dtype) -> tuple[Tensor, Tensor]:
         return torch.ops.fdattn.decode_forward(q, shard.k, shard.v, *mask, scale, dtype, *extras)
     return torch.ops.fdattn.paged_decode_forward(
         q, shard.k, shard.v, shard.page_table, *mask, scale, dtype, *extras
+    )
+
+
+def _attend_block(q, shard, mask, keys: slice, *, scale, extras) -> tuple[Tensor, Tensor]:
+    """Of a block, these keys of the shard: its bits follow from nothing else. Sinks join when all keys are seen."""
+    scales = extras[:2]
+    if shard.page_table is None:
+        scales = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in scales)
+    extras = ExtraOptions(*scales, *extras[2:])._replace(sinks=None, batch_invariant=True)
+    return _attend(q, shard, mask, scale, extras, _wide(q))
+
+
+def _heads_of(x: Tensor, group: MergeGroup) -> Tensor:
+    """With head_sharded this rank's heads."""
+    return (
+        x.chunk(group.world_size, 1)[group.rank].contiguous()
+        if group.head_sharded
+        else x.contiguous()
     )
 
 
@@ -176,7 +204,7 @@ def _dist_decode(
     q, k_shard, v_shard, kv_lens, group_name, q_start=None, kv_start=None, *, page_table=None, rank=None,
     world_size=None, kv_block=None, causal=True, window_left=-1, window_right=-1, scale=None,
     k_scale=None, v_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, batch_invariant=False,
-    strategy="auto", head_sharded=False, inner_group=None, outer_group=None,
+    strategy="auto", head_sharded=False, inner_group=None, outer_group=None, invariant_block=None,
 ):  # fmt: skip
     shard = CacheShard(k_shard, v_shard, page_table)
     check_tensors(q, shard, kv_lens, q_start, kv_start)
@@ -201,15 +229,22 @@ def _dist_decode(
         check_local_call(q, shard, local, scale, extras)
     inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
     gradients = wants_gradients(*inputs)
+    if invariant_block is not None:
+        rank_invariant.check(
+            invariant_block, shard, kv_block, mask, strategy, any(gradients.values())
+        )
     if world_size == 1:
         strategy = "none"
+    elif invariant_block is not None:
+        strategy = "all_gather"
     elif strategy == "auto":
         # Asked on every rank, even if some want gradients: a group's first answer is a collective.
         strategy = "all_gather" if is_traced(q) else choose_for(q, group, batch_invariant)
         if any(gradients.values()):
             strategy = "all_gather"
     if world_size > 1:
-        positions_are_implicit = kv_block is None and kv_start is None
+        # By which positions follow, or which states each rank has.
+        equal_capacity = (kv_block is None and kv_start is None) or invariant_block is not None
         check_equal_on_all_ranks(
             group_name,
             q,
@@ -218,7 +253,7 @@ def _dist_decode(
                 **gradients,  # by which auto chooses
                 "k_shard's heads": k_shard.shape[1],
                 "v_shard's head dim": v_shard.shape[3],
-                **({"k_shard's capacity": shard.capacity} if positions_are_implicit else {}),
+                **({"k_shard's capacity": shard.capacity} if equal_capacity else {}),
                 "whether q_start and kv_start are given": (
                     q_start is not None,
                     kv_start is not None,
@@ -235,10 +270,16 @@ def _dist_decode(
                 "scale": scale,
                 "softcap": softcap,
                 "batch_invariant": batch_invariant,
+                "invariant_block": invariant_block,
             },
             # A dead rank is to be found by the kernels, which name it and leave the group usable.
             once=strategy in ONE_SIDED,
         )
+    if invariant_block is not None:
+        attend = functools.partial(_attend_block, scale=scale, extras=extras)
+        out, lse = rank_invariant.decode(q, shard, mask, attend, group, kv_block, invariant_block)
+        out, lse = with_sinks(out, lse, sinks)
+        return _heads_of(out.to(q.dtype), group), _heads_of(lse, group)
     if any(gradients.values()):
         refuse_gradients(q, shard, extras, head_sharded)
         return _DistDecode.apply(
@@ -258,7 +299,7 @@ library.define_composite(
     "int window_left=-1, int window_right=-1, float? scale=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, float softcap=0.0, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None, bool batch_invariant=False, str strategy='auto', bool head_sharded=False, "
-    "str? inner_group=None, str? outer_group=None) "
+    "str? inner_group=None, str? outer_group=None, int? invariant_block=None) "
     "-> (Tensor out, Tensor lse)",
     _dist_decode,
     autocast_args=3,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
+from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls, cut
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.positions import Mask
@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     kv_lens: Tensor | None = None  # (B,): positions from there on are no keys
     dropout: Dropout = NO_DROPOUT
     score_grads: Scores = NO_SCORES  # sums to add to, of slopes and mask; None: nobody asks
+    invariant_block: int | None = None  # `rank_invariant.py`
 
     @property
     def world_size(self) -> int:
@@ -55,8 +56,12 @@ class Problem(NamedTuple):
     def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
         """Of queries and keys that lie in these runs."""
         scores = self.scores
-        by_position = self.dropout.p > 0 or any(
-            x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens)
+        if self.invariant_block is not None:
+            q_runs, kv_runs = (cut(runs, self.invariant_block) for runs in (q_runs, kv_runs))
+        by_position = (
+            self.dropout.p > 0
+            or self.invariant_block is not None
+            or any(x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens))
         )
         return block_calls(q_runs, kv_runs, self.left, self.right, by_position, self.documents)
 

@@ -22,6 +22,7 @@ from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
 from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
+from torch_fdattn.dist.ring_attention.rank_invariant import check_block
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.dropout import Dropout
@@ -134,7 +135,7 @@ class _RingAttention(torch.autograd.Function):
             attn_mask=_single(attn_mask) if of_mask else attn_mask,
         )
         problem = ctx.problem._replace(
-            scores=scores, kv_lens=kv_lens, dropout=dropout, score_grads=sums
+            scores=scores, kv_lens=kv_lens, dropout=dropout, score_grads=sums, invariant_block=None
         )
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
         dsinks = _sink_gradient(dout, dlse, *results, sinks) if of_sinks else None
@@ -164,7 +165,7 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
-    attn_mask=None, dropout_p=0.0, dropout_seed=None,
+    attn_mask=None, dropout_p=0.0, dropout_seed=None, invariant_block=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
@@ -186,8 +187,11 @@ def _ring_attention(
         documents = tuple(int(x) for x in documents)
         window = mask.window_left, mask.window_right
         dropout = seeded_dropout(q, dropout_p, dropout_seed)
-        problem = Problem(group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout)  # fmt: skip
+        problem = Problem(
+            group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout, invariant_block=invariant_block
+        )  # fmt: skip
         _check(q, k, v, problem, strategy)
+        check_block(problem, strategy)
     gradients = wants_gradients(q, k, v)
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("attn_mask", attn_mask)):
         if x is not None:
@@ -216,6 +220,7 @@ def _ring_attention(
                 x is not None for x in (alibi_slopes, sinks, kv_lens, attn_mask, dropout_seed)
             ),
             "strategy": strategy,
+            "invariant_block": invariant_block,
             **gradients,
         },
     )
@@ -243,7 +248,7 @@ library.define_composite(
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None, "
-    "float dropout_p=0.0, Tensor? dropout_seed=None) "
+    "float dropout_p=0.0, Tensor? dropout_seed=None, int? invariant_block=None) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

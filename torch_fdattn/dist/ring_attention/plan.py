@@ -73,6 +73,16 @@ def _segments(runs: Sequence[Run], documents: Sequence[int]) -> list[_Segment]:
     return found
 
 
+def cut(runs: Sequence[Run], block: int) -> list[Run]:
+    """Runs, cut at the multiples of block."""
+    found = []
+    for run in runs:
+        for start in range(run.start - run.start % block, run.end, block):
+            begin, end = max(start, run.start), min(start + block, run.end)
+            found.append(Run(begin, end - begin))
+    return found
+
+
 def _calls_of_run(
     q_begin: int, q: Run, keys: Sequence[_Segment], left: int, right: int, by_position: bool
 ) -> list[BlockCall]:

@@ -23,10 +23,10 @@ from torch_fdattn.dist.point_to_point import send_to_next
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
-    State,
     add_gradients,
     zero_gradients,
 )
+from torch_fdattn.dist.ring_attention.rank_invariant import state_of
 
 
 class _Hop:
@@ -85,7 +85,7 @@ def _calls(problem: Problem, step: int):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     own = k, v
-    state = State(q, problem)
+    state = state_of(q, problem)
     for step in range(problem.world_size):
         hop = _next_block(k, v, problem, step)
         state.add(k, v, _calls(problem, step))

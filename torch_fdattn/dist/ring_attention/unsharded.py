@@ -11,12 +11,12 @@ from torch import Tensor
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
-    State,
     add_gradients,
     call_mask,
     zero_gradients,
 )
 from torch_fdattn.dist.ring_attention.plan import BlockCall
+from torch_fdattn.dist.ring_attention.rank_invariant import state_of
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
@@ -28,14 +28,15 @@ def _calls(problem: Problem) -> list[BlockCall]:
 def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
     calls = _calls(problem)
-    if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):  # nothing to merge: no fp32 state
+    alone = len(calls) == 1 and calls[0][:2] == (0, q.shape[2])
+    if alone and problem.invariant_block is None:  # nothing to merge: no fp32 state
         call = calls[0]
         keys = slice(call.kv_begin, call.kv_end)
         return torch.ops.fdattn.attention_forward(
             q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
             *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
         )  # fmt: skip
-    state = State(q, problem)
+    state = state_of(q, problem)
     state.add(k, v, calls)
     return state.finish()
 

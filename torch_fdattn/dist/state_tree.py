@@ -1,0 +1,76 @@
+"""Partial states of aligned blocks of keys, merged in one binary tree over the blocks' positions.
+
+A sum of floats depends on its order, and an order by ranks depends on how many there are. Here the order follows from positions
+alone: block i holds the keys i · block to before (i + 1) · block, node (level, i) the blocks i · 2^level to before
+(i + 1) · 2^level, and a node is the merge of its two halves. A node that is empty, or that nobody has, changes no bit of the other half.
+So whoever has both halves of a node merges them, and the result has the same bits on any number of ranks, whatever rank holds
+which blocks, and however long the cache is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Node = tuple[int, int]  # (level, index)
+
+
+class StateTree:
+    """The states (out (…, D), lse (…)) so far; lse is -inf, and out ignored, where a row has seen no key."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Node, tuple[Tensor, Tensor]] = {}
+
+    def add(self, node: Node, out: Tensor, lse: Tensor) -> None:
+        """A node of which nothing was added before. Nodes whose halves are there are merged at once."""
+        level, index = node
+        while (sibling := self.nodes.pop((level, index ^ 1), None)) is not None:
+            out, lse = merged(*sibling, out, lse)
+            level, index = level + 1, index >> 1
+        self.nodes[level, index] = out, lse
+
+    def root(self) -> tuple[Tensor, Tensor] | None:
+        """The merge of all nodes, where those that were not added are empty; None where there are none."""
+        while len(self.nodes) > 1:
+            level, index = min(self.nodes)
+            state = self.nodes.pop((level, index))
+            self.add((level + 1, index >> 1), *state)
+        return next(iter(self.nodes.values()), None)
+
+
+def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The state over the keys of both, whichever is named first; the same bits as one of them where the other one is empty.
+
+    By operations of torch that round once each: a kernel may contract a product and a sum, here in one launch and there not.
+    """
+    top = torch.maximum(lse, other_lse)
+    weight, other_weight = torch.exp(lse - top), torch.exp(other_lse - top)
+    total = weight + other_weight
+    sums = out * weight[..., None] + other_out * other_weight[..., None]
+    empty, other_empty = lse == float("-inf"), other_lse == float("-inf")
+    found = torch.where(empty[..., None], other_out, sums / total[..., None])
+    found = torch.where(other_empty[..., None], out, found)
+    found_lse = torch.where(empty, other_lse, top + torch.log(total))
+    return found, torch.where(other_empty, lse, found_lse)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (B, H, M, D) and lse (B, H, M) after each head's sink (H,), a key whose value is 0, joined: last, on any rank."""
+    if sinks is None:
+        return out, lse
+    sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+    return merged(out, lse, torch.zeros_like(out), sinks)
+
+
+def roots(blocks: Iterable[int]) -> list[Node]:
+    """The nodes that are left where these blocks are added, in order: the least with which another rank can go on."""
+    left: set[Node] = set()
+    for index in blocks:
+        level = 0
+        while (level, index ^ 1) in left:
+            left.remove((level, index ^ 1))
+            level, index = level + 1, index >> 1
+        left.add((level, index))
+    return sorted(left)
