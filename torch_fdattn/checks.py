@@ -294,13 +294,6 @@ def expect_str(**named: object) -> None:
             raise TypeError(f"{name} must be a str, got {type(value).__name__}")
 
 
-def expect_optional_int(**named: object) -> None:
-    """As `expect_str`."""
-    for name, value in named.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-
-
 def plain_float(name: str, value: object) -> float:
     """Of any number, NumPy's scalars included, which Triton and ctypes refuse."""
     expect_convertible(name, value)

@@ -15,6 +15,7 @@ from torch_fdattn.dist.ring_attention.sequence_shards import (
     documents_of,
     named_shards,
 )
+from torch_fdattn.dist.state_tree import expect_block
 from torch_fdattn.functional import window_bounds
 
 
@@ -89,7 +90,7 @@ def decode(
     left, right = window_bounds(window)
     checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
     checks.expect_str(strategy=strategy)
-    checks.expect_optional_int(invariant_block=invariant_block)
+    expect_block(invariant_block)
     group_name = name_of(group)
     inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
@@ -223,7 +224,7 @@ def ring_attention(
         )  # fmt: skip
         checks.expect_bool(causal=causal)
         checks.expect_str(strategy=strategy)
-        checks.expect_optional_int(invariant_block=invariant_block)
+        expect_block(invariant_block)
         documents = documents_of(cu_seqlens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)

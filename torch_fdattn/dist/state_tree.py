@@ -17,6 +17,16 @@ from torch import Tensor
 Node = tuple[int, int]  # (level, index)
 
 
+def expect_block(block: object) -> None:
+    """`invariant_block` of a call: the keys of a block, or None."""
+    if block is None:
+        return
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"invariant_block must be an int or None, got {type(block).__name__}")
+    if block < 1:
+        raise ValueError(f"invariant_block must be at least 1, got {block}")
+
+
 class StateTree:
     """The states (out (…, D), lse (…)) so far; lse is -inf, and out ignored, where a row has seen no key."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.inputs import CacheShard
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.state_tree import StateTree, roots
+from torch_fdattn.dist.state_tree import StateTree, expect_block, roots
 from torch_fdattn.ops.positions import FAR, Mask
 
 #: (q, part of the shard, its mask, its keys) → (out, lse) in the dtype of partial states.
@@ -25,8 +25,7 @@ def check(
     block: int, shard: CacheShard, kv_block: int | None, mask: Mask, strategy: str, trained: bool
 ) -> None:
     """That no block of keys is on two ranks, and what else cannot be."""
-    if block < 1:
-        raise ValueError(f"invariant_block must be at least 1, got {block}")
+    expect_block(block)
     if strategy not in ("auto", "all_gather"):
         raise NotImplementedError(
             f"strategy must be 'auto' or 'all_gather' with invariant_block: others merge by ranks, got {strategy!r}"

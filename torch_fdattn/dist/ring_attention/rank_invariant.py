@@ -13,16 +13,15 @@ from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.local import Problem, State, call_mask, state_dtype
 from torch_fdattn.dist.ring_attention.plan import BlockCall
-from torch_fdattn.dist.state_tree import StateTree, with_sinks
+from torch_fdattn.dist.state_tree import StateTree, expect_block, with_sinks
 
 
 def check_block(problem: Problem, strategy: str) -> None:
     """That no block of positions is on two ranks."""
     block, shards = problem.invariant_block, problem.shards
+    expect_block(block)
     if block is None:
         return
-    if block < 1:
-        raise ValueError(f"invariant_block must be at least 1, got {block}")
     if strategy == "star":
         raise NotImplementedError(
             "strategy must not be 'star' with invariant_block: its root merges by ranks"
