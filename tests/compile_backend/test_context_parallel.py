@@ -102,6 +102,7 @@ def test_what_names_the_group(group, kind):
         ({"cache": True}, ValueError, "cache must be 'contiguous' or the block .*, got True"),
         ({"cache": 0}, ValueError, "cache must be 'contiguous' or the block .*, got 0"),
         ({"strategy": "query_split"}, ValueError, "strategy must be one of .*'query_split'"),
+        ({"strategy": "ulysses_ring"}, NotImplementedError, "strategy must not be 'ulysses_ring'"),
         ({"strategy": "pigeon"}, ValueError, "strategy must be one of .*'pigeon'"),
     ],
 )

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fdattn.dist import SequenceShards, decode, ring_attention
+import torch_fdattn
+from torch_fdattn.dist import SequenceShards, context_parallel, decode, ring_attention
 from torch_fdattn.dist.state_tree import StateTree, roots
 from torch_fdattn.ops.library import INTERPRET
 
@@ -145,6 +146,17 @@ def test_ring_attention(group, alone, rank_device, seed, strategy) -> None:
     rows = None if mask is None else shards.shard(mask, rank, 2)
     found = ring_attention(*own, group, shards=shards, strategy=strategy, attn_mask=rows, **given)
     expect_same_bits(found, tuple(shards.shard(x, rank, 2) for x in expected))
+
+
+def test_context_parallel(group, rank_device) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(16 * world, world)
+    whole = [torch.randn(1, 2, 16 * world, 32, device=rank_device) for _ in range(3)]
+    own = [shards.shard(x, rank, 2) for x in whole]
+    expected = ring_attention(*own, group, shards=shards, causal=True, invariant_block=8)
+    with context_parallel(group, shards=shards, invariant_block=8):
+        found = torch_fdattn.attention(*own, causal=True)
+    expect_same_bits(found, expected)
 
 
 def test_gradients_are_those_of_the_strategy(group, rank_device) -> None:

@@ -162,7 +162,7 @@ def ring_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None,
     attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
-    strategy: str = "ring", invariant_block: int | None = None,
+    strategy: str = "ring", invariant_block: int | None = None, hierarchy: tuple[Group, Group] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -187,10 +187,13 @@ def ring_attention(
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
             rank 0's generator draws it. Not with "ulysses".
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
-            (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges).
+            (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
+            over heads inside nodes, K and V round the nodes).
         invariant_block: out and lse have the same bits on any number of ranks and with any shards that begin and end at
             multiples of it, by any strategy but "star": states of aligned blocks of so many keys are merged in one tree of
             positions. Each pair of blocks is a call of its own: take as large a block as the shards allow. Of the forward alone.
+        hierarchy: for "ulysses_ring", the groups (inner, outer): of the ranks of this rank's node, and of those of its place
+            in every node. Rank = node · (ranks a node) + place.
 
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) of this rank's queries, float32 (float64 of float64); the same bits on every run.
@@ -225,6 +228,7 @@ def ring_attention(
         checks.expect_bool(causal=causal)
         checks.expect_str(strategy=strategy)
         expect_block(invariant_block)
+        inner, outer = pair_of_names(hierarchy) or (None, None)
         documents = documents_of(cu_seqlens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
@@ -232,5 +236,6 @@ def ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, invariant_block=invariant_block,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, invariant_block=invariant_block, inner_group=inner,
+        outer_group=outer,
     )  # fmt: skip

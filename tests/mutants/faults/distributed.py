@@ -15,6 +15,7 @@ from tests.mutants.faults.runs import (
     SURVIVORS,
     SWIGLU,
     TP_INFERENCE,
+    ULYSSES_RING,
 )
 
 _KERNELS = "torch_fdattn/ops"
@@ -37,6 +38,15 @@ FAULTS = (
     Fault(
         "dropout by places in a block of keys", f"{_RING}/local.py",
         "            self.dropout.p > 0\n            or self.inv", "            self.inv", RING_MASKS,
+    ),
+    Fault(
+        "one copy's gradient of a KV head", f"{_RING}/heads.py",
+        "unflatten(1, (problem.kv_heads, -1)).sum(2)", "unflatten(1, (problem.kv_heads, -1))[:, :, 0]", ULYSSES_RING,
+    ),
+    Fault(
+        "nodes in the order of their ranks' places", f"{_RING}/ulysses_ring.py",
+        "problem.shards.ranks[begin : begin + size]", "problem.shards.ranks[begin // size :: problem.world_size // size]",
+        ULYSSES_RING,
     ),
     Fault(
         "a node of the tree that begins anywhere", "torch_fdattn/dist/state_tree.py",

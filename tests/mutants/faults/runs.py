@@ -71,6 +71,7 @@ RING_MASKS = Tests(
 RANK_INVARIANT = Tests(
     "same bits on any number of ranks", ("tests/dist/test_rank_invariant.py",), ranks=2
 )
+ULYSSES_RING = Tests("heads and rings over ranks", ("tests/dist/test_ulysses_ring.py",), ranks=4)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",
     ("tests/dist/test_compiled_positions.py", "tests/dist/test_compiled_transformers.py"),

@@ -83,6 +83,11 @@ def parse(option: object) -> ContextParallel | None:
             f"{OPTION}'s shards must be 'contiguous', 'zigzag' or a SequenceShards, got {shards!r}"
         )
     check_strategy(strategy, OPTION)
+    if strategy == "ulysses_ring":
+        raise NotImplementedError(
+            f"{OPTION}'s strategy must not be 'ulysses_ring', whose hierarchy the backend does not know: call "
+            "torch_fdattn.dist.ring_attention in the model"
+        )
     cache = given.get("cache")
     if cache is not None and cache != "contiguous" and (type(cache) is not int or cache < 1):
         raise ValueError(

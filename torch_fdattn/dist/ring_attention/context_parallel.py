@@ -95,7 +95,8 @@ def unshard_batch(
 @contextlib.contextmanager
 def context_parallel(
     group: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
-    seq_dims: Sequence[int] = (), strategy: str = "ring",
+    seq_dims: Sequence[int] = (), strategy: str = "ring", hierarchy: tuple[Group, Group] | None = None,
+    invariant_block: int | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside it, attention calls are ring attention over the group.
 
@@ -105,12 +106,12 @@ def context_parallel(
         buffers: tensors of all positions that become this rank's shards inside, in place, and are restored afterwards
             (what they held, not what was written to the shards).
         seq_dims: the dim of each buffer that is the sequence.
-        strategy: as `ring_attention`, "query_split" excepted.
+        strategy, hierarchy, invariant_block: as `ring_attention`, "query_split" excepted.
 
     Taken over are, on q, k and v of this rank's tokens,
 
     - `F.scaled_dot_product_attention` and `torch_fdattn.attention`: causal, windows, softcap, ALiBi slopes and sinks (each
-      rank's gradient is a part, to be summed over the ranks), dropout (not with "ulysses"), and masks (…, S_r, total) of this rank's rows, with a column for each position
+      rank's gradient is a part, to be summed over the ranks), dropout (not with "ulysses" and "ulysses_ring"), and masks (…, S_r, total) of this rank's rows, with a column for each position
       (a row whose entries are all finfo.min gives 0, as `torch_fdattn.attention` says);
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
@@ -146,7 +147,8 @@ def context_parallel(
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        with RingMode(group_name, shards, strategy):
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block)
+        with RingMode(group_name, shards, strategy, **options):
             yield
     finally:
         for x, data in zip(buffers, unsharded, strict=True):
@@ -207,12 +209,15 @@ def check_strategy(strategy: str, where: str) -> None:
 class RingMode(TorchFunctionMode):
     """Sends attention calls to ring attention; everything else goes its way."""
 
-    def __init__(self, group_name: str, shards: SequenceShards, strategy: str) -> None:
+    def __init__(
+        self, group_name: str, shards: SequenceShards, strategy: str, **options: object
+    ) -> None:
+        """options: more of `ring_attention`'s."""
         super().__init__()
         self._rank = _rank(group_name, shards)
         check_strategy(strategy, "context_parallel")
         self._group_name, self._shards = group_name, shards
-        self._options = dict(group=group_name, shards=shards, strategy=strategy)
+        self._options = dict(group=group_name, shards=shards, strategy=strategy, **options)
         self._documents: tuple[weakref.ref[Tensor], int, list[int]] | None = None
 
     @property

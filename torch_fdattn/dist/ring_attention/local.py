@@ -36,6 +36,8 @@ class Problem(NamedTuple):
     dropout: Dropout = NO_DROPOUT
     score_grads: Scores = NO_SCORES  # sums to add to, of slopes and mask; None: nobody asks
     invariant_block: int | None = None  # `rank_invariant.py`
+    kv_heads: int = 0
+    hierarchy: tuple[str, str] | None = None  # the groups (inner, outer) of `ulysses_ring`
 
     @property
     def world_size(self) -> int:

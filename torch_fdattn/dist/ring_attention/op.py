@@ -18,9 +18,19 @@ from torch_fdattn.dist.consensus import (
     refusing_on_all_ranks,
     wants_gradients,
 )
+from torch_fdattn.dist.decode.hierarchical import check_hierarchy, sizes
+from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.dist.point_to_point import all_to_all
-from torch_fdattn.dist.ring_attention import all_gather, query_split, ring, star, ulysses
+from torch_fdattn.dist.ring_attention import (
+    all_gather,
+    query_split,
+    ring,
+    star,
+    ulysses,
+    ulysses_ring,
+)
+from torch_fdattn.dist.ring_attention.heads import check_heads
 from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
 from torch_fdattn.dist.ring_attention.rank_invariant import check_block
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
@@ -35,7 +45,10 @@ STRATEGIES = {
     "ulysses": ulysses,
     "query_split": query_split,
     "star": star,
+    "ulysses_ring": ulysses_ring,
 }
+#: They count heads from their own first one.
+BY_HEADS = ("ulysses", "ulysses_ring")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,7 +74,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_scores(*problem.scores[:3], q)
     checks.check_dropout(*problem.dropout, q)
     checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
-    if strategy in ("ulysses", "star") and _is_trained(problem.scores.attn_mask):
+    if strategy in (*BY_HEADS, "star") and _is_trained(problem.scores.attn_mask):
         raise NotImplementedError(
             f"attn_mask of ring_attention has no gradient with strategy={strategy!r}: use another strategy, or give "
             "attn_mask.detach()"
@@ -77,13 +90,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
             f"k must have {keys} tokens on rank {problem.rank} with strategy={strategy!r}, "
             f"got {k.shape[2]}"
         )
-    if strategy == "ulysses" and problem.dropout.p > 0 and problem.world_size > 1:
+    if strategy in BY_HEADS and problem.dropout.p > 0 and problem.world_size > 1:
         raise NotImplementedError(
-            "dropout_p must be 0 with strategy='ulysses', whose ranks count heads from their own first one: use another "
+            f"dropout_p must be 0 with strategy={strategy!r}, whose ranks count heads from their own first one: use another "
             f"strategy, got {problem.dropout.p}"
         )
-    if strategy == "ulysses":
-        ulysses.check_heads(q.shape[1], k.shape[1], problem.world_size)
+    if strategy in BY_HEADS:
+        ranks = ulysses_ring.ranks_of_node(problem) if problem.hierarchy else problem.world_size
+        check_heads(q.shape[1], k.shape[1], ranks, strategy)
+
+
+def _check_hierarchy(strategy: str, mesh: MergeGroup) -> None:
+    """Where it is needed, and nowhere else."""
+    given = mesh.inner_group, mesh.outer_group
+    if (None not in given) != (strategy == "ulysses_ring"):
+        expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
+        raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {given}")
+    if None not in given:
+        check_hierarchy(mesh)
 
 
 def _is_trained(x: Tensor | None) -> bool:
@@ -165,13 +189,18 @@ def _sink_gradient(dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, sinks: 
 def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
-    attn_mask=None, dropout_p=0.0, dropout_seed=None, invariant_block=None,
+    attn_mask=None, dropout_p=0.0, dropout_seed=None, invariant_block=None, inner_group=None, outer_group=None,
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     with refusing_on_all_ranks(group_name, q):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
+        hierarchy = (
+            None if inner_group is None and outer_group is None else (inner_group, outer_group)
+        )
+        mesh = MergeGroup(group_name, rank, world_size, False, inner_group, outer_group)
+        _check_hierarchy(strategy, mesh)
         shards = partition(tuple(int(number) for number in shards))
         if shards.world_size != world_size:
             raise ValueError(
@@ -188,7 +217,8 @@ def _ring_attention(
         window = mask.window_left, mask.window_right
         dropout = seeded_dropout(q, dropout_p, dropout_seed)
         problem = Problem(
-            group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout, invariant_block=invariant_block
+            group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout, invariant_block=invariant_block,
+            kv_heads=k.shape[1] if k.dim() == 4 else 0, hierarchy=hierarchy,
         )  # fmt: skip
         _check(q, k, v, problem, strategy)
         check_block(problem, strategy)
@@ -220,6 +250,7 @@ def _ring_attention(
                 x is not None for x in (alibi_slopes, sinks, kv_lens, attn_mask, dropout_seed)
             ),
             "strategy": strategy,
+            "the sizes of hierarchy's groups": sizes(mesh),
             "invariant_block": invariant_block,
             **gradients,
         },
@@ -248,7 +279,8 @@ library.define_composite(
     "int? world_size=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None, "
-    "float dropout_p=0.0, Tensor? dropout_seed=None, int? invariant_block=None) "
+    "float dropout_p=0.0, Tensor? dropout_seed=None, int? invariant_block=None, "
+    "str? inner_group=None, str? outer_group=None) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,
