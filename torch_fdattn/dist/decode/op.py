@@ -277,7 +277,9 @@ def _dist_decode(
         )
     if invariant_block is not None:
         attend = functools.partial(_attend_block, scale=scale, extras=extras)
-        out, lse = rank_invariant.decode(q, shard, mask, attend, group, kv_block, invariant_block)
+        out, lse = rank_invariant.decode(
+            q, shard, mask, attend, group, kv_block, invariant_block, _wide(q)
+        )
         out, lse = with_sinks(out, lse, sinks)
         return _heads_of(out.to(q.dtype), group), _heads_of(lse, group)
     if any(gradients.values()):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.inputs import CacheShard
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.state_tree import StateTree, expect_block, roots
+from torch_fdattn.dist.state_tree import Node, StateTree, expect_block, roots
 from torch_fdattn.ops.positions import FAR, Mask
 
 #: (q, part of the shard, its mask, its keys) → (out, lse) in the dtype of partial states.
@@ -58,29 +58,22 @@ def blocks_of(rank: int, world_size: int, capacity: int, kv_block: int | None, b
 
 def decode(
     q: Tensor, shard: CacheShard, mask: Mask, attend: Attend, group: MergeGroup, kv_block: int | None, block: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of all heads in the dtype of partial states, without sinks; mask: global."""
+    """(out, lse) of all heads, in the dtype of partial states, without sinks; mask: global."""
     held = [
         blocks_of(rank, group.world_size, shard.capacity, kv_block, block)
         for rank in range(group.world_size)
     ]
-    tree = StateTree()
+    out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
+    tree, empty = StateTree(), (out, out.new_full(q.shape[:3], float("-inf")))
     for i, index in enumerate(held[group.rank]):
         keys = slice(i * block, (i + 1) * block)
         state = attend(q, _part_of(shard, keys), _mask_of(mask, q, index * block, keys), keys)
         tree.add((0, index), *state)
     if group.world_size > 1:
-        tree = _gathered(tree, [roots(blocks) for blocks in held], q, shard, group)
-    return tree.root() or _empty(q, shard)
-
-
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _empty(q: Tensor, shard: CacheShard) -> tuple[Tensor, Tensor]:
-    out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=_state_dtype(q))
-    return out, out.new_full(q.shape[:3], float("-inf"))
+        tree = _gathered(tree, [roots(blocks) for blocks in held], pack(*empty), group)
+    return tree.root() or empty
 
 
 def _part_of(shard: CacheShard, keys: slice) -> CacheShard:
@@ -107,11 +100,10 @@ def _mask_of(mask: Mask, q: Tensor, start: int, keys: slice) -> Mask:
 
 
 def _gathered(
-    tree: StateTree, of_ranks: list[list], q: Tensor, shard: CacheShard, group: MergeGroup
+    tree: StateTree, of_ranks: list[list[Node]], row: Tensor, group: MergeGroup
 ) -> StateTree:
-    """The tree of all ranks' roots, by one all-gather of as many states as the rank with the most has."""
-    most = max(map(len, of_ranks))
-    rows = q.new_zeros((most, *q.shape[:3], shard.v.shape[3] + 1), dtype=_state_dtype(q))
+    """The tree of all ranks' roots, by one all-gather of as many states, like `row`, as the rank with the most has."""
+    rows = row.new_zeros((max(map(len, of_ranks)), *row.shape))
     for i, node in enumerate(of_ranks[group.rank]):
         rows[i] = pack(*tree.nodes[node])
     received = torch.ops._c10d_functional.all_gather_into_tensor(
