@@ -110,8 +110,11 @@ def test_ring_attention(group, alone, rank_device, seed, strategy) -> None:
     torch.manual_seed(seed)
     world, rank = dist.get_world_size(), dist.get_rank()
     block, total = rng.choice([8, 16]), rng.choice([16, 61, 96])
-    kv_heads = world * rng.choice([1, 3]) if strategy == "ulysses" else rng.choice([1, 2])
+    kv_heads = rng.choice([1, 2])
     heads = kv_heads * rng.choice([1, 2])
+    if strategy == "ulysses":  # one KV head for all ranks, or some for each
+        kv_heads = rng.choice([1, world, 2 * world])
+        heads = max(world, kv_heads) * rng.choice([1, 2])
     dtype = rng.choice([torch.float32, torch.float32, HALF])
     q = torch.randn(2, heads, total, 32, device=rank_device, dtype=dtype)
     k, v = torch.randn(2, 2, kv_heads, total, 32, device=rank_device, dtype=dtype)
@@ -181,16 +184,38 @@ def test_compiles(group, rank_device) -> None:
         out, _ = ring_attention(q, k, v, group, shards=shards, causal=True, invariant_block=8)
         return out, decode(q[:, :, :1], k, v, lens, group, kv_block=8, invariant_block=8)[0]
 
-    torch._dynamo.reset()
     with torch.no_grad():
+        torch._dynamo.reset()
         found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v, lens)
         expect_same_bits(found, run(q, k, v, lens))
+
+
+def test_long_queries_of_many_sequences(group, alone, rank_device) -> None:
+    """Which CPUs compute together, in plain calls; and scales of no dims."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    q = torch.randn(9, 2, 20, 32, device=rank_device)
+    k, v = torch.randn(2, 9, 2, 16 * world, 32, device=rank_device)
+    lens = torch.full((9,), 16 * world, dtype=torch.int32, device=rank_device)
+    own = [x[:, :, 16 * rank : 16 * (rank + 1)] for x in (k, v)]
+    found = decode(q, *own, lens, group, invariant_block=8)
+    one = decode(q[:1], k[:1], v[:1], lens[:1], alone, invariant_block=8)
+    expect_same_bits(tuple(x[:1] for x in found), one)
+    scale = torch.tensor(0.1, device=rank_device)
+    given = dict(k_scale=scale, v_scale=scale, invariant_block=8)
+    k, v = quantised(k, torch.int8), quantised(v, torch.int8)
+    own = [x[:, :, 16 * rank : 16 * (rank + 1)] for x in (k, v)]
+    found = decode(q[:, :, :1], *own, lens, group, **given)
+    expect_same_bits(found, decode(q[:, :, :1], k, v, lens, alone, **given))
 
 
 def test_a_tree_asks_for_no_order() -> None:
     torch.manual_seed(0)
     leaves = [(torch.randn(3, 16), torch.randn(3)) for _ in range(11)]
     leaves[4] = torch.full((3, 16), torch.nan), torch.full((3,), -torch.inf)  # whatever is there
+    for index, nothing in ((0, -0.0), (1, 0.0), (6, torch.nan)):  # a row that sees no key anywhere
+        leaves[index][0][2] = nothing
+    for index in range(11):
+        leaves[index][1][2] = -torch.inf
     results = []
     for seed in range(20):
         tree, order = StateTree(), random.Random(seed).sample(range(11), 11)
@@ -203,9 +228,11 @@ def test_a_tree_asks_for_no_order() -> None:
         results.append(tree.root())
     for result in results:
         expect_same_bits(result, results[0])
-    outs, lses = (torch.stack(x) for x in zip(*(x for i, x in enumerate(leaves) if i != 4), strict=True))  # fmt: skip
-    torch.testing.assert_close(results[0][1], lses.logsumexp(0))
-    torch.testing.assert_close(results[0][0], (lses.softmax(0)[..., None] * outs).sum(0))
+    assert not results[0][0][2].any()
+    assert not torch.signbit(results[0][0][2]).any()
+    outs, lses = (torch.stack([y[:2] for y in x]) for x in zip(*(x for i, x in enumerate(leaves) if i != 4), strict=True))  # fmt: skip
+    torch.testing.assert_close(results[0][1][:2], lses.logsumexp(0))
+    torch.testing.assert_close(results[0][0][:2], (lses.softmax(0)[..., None] * outs).sum(0))
 
 
 def test_refusals(group, rank_device) -> None:
@@ -247,3 +274,19 @@ def test_refusals(group, rank_device) -> None:
             ring_attention(x, x, x, group, invariant_block=block)
         with pytest.raises(ValueError, match="invariant_block"):
             decode(q, k, k, lens, group, invariant_block=2 * block)
+        # What one rank alone gets wrong, the others hear of.
+        first = dist.get_rank() == 0
+        for wrong in (
+            dict(invariant_block=16 if first else 8),
+            dict(invariant_block=8.0 if first else 8),
+            dict(invariant_block=8, strategy="star" if first else "auto"),
+        ):
+            with pytest.raises(
+                (ValueError, TypeError, NotImplementedError), match="invariant_block"
+            ):
+                decode(q, k, k, lens, group, **wrong)
+    shards = SequenceShards.contiguous(12 * world, world)
+    with pytest.raises(TypeError, match="invariant_block must be an int or None, got str"):
+        context_parallel(group, shards=shards, invariant_block="8").__enter__()
+    with pytest.raises(ValueError, match="hierarchy must be a pair of groups"):
+        context_parallel(group, shards=shards, strategy="ulysses_ring").__enter__()

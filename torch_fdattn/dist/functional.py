@@ -90,8 +90,10 @@ def decode(
     left, right = window_bounds(window)
     checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
     checks.expect_str(strategy=strategy)
-    expect_block(invariant_block)
     group_name = name_of(group)
+    if isinstance(q, Tensor):
+        with refusing_on_all_ranks(group_name, q):
+            expect_block(invariant_block)
     inner, outer = pair_of_names(hierarchy) or (None, None)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
@@ -182,10 +184,11 @@ def ring_attention(
             whole sequence from there on are padding, which no query sees. Queries keep their positions
             (`torch_fdattn.attention` with q_start = 0).
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
-            are all keys in order of positions. On every rank or on none. With a gradient, but not of "ulysses" and "star".
+            are all keys in order of positions. On every rank or on none. With a gradient, but not of "ulysses",
+            "ulysses_ring" and "star".
         dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
-            rank 0's generator draws it. Not with "ulysses".
+            rank 0's generator draws it. Not with "ulysses" and "ulysses_ring".
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
             (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
             over heads inside nodes, K and V round the nodes).

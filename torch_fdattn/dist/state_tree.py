@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from torch_fdattn.ops import library
+
 Node = tuple[int, int]  # (level, index)
 
 
@@ -42,18 +44,26 @@ class StateTree:
         self.nodes[level, index] = out, lse
 
     def root(self) -> tuple[Tensor, Tensor] | None:
-        """The merge of all nodes, where those that were not added are empty; None where there are none."""
+        """The merge of all nodes, where those that were not added are empty; None where there are none. Rows without keys: 0."""
         while len(self.nodes) > 1:
             level, index = min(self.nodes)
             state = self.nodes.pop((level, index))
             self.add((level + 1, index >> 1), *state)
-        return next(iter(self.nodes.values()), None)
+        for out, lse in self.nodes.values():
+            return out.masked_fill((lse == float("-inf"))[..., None], 0.0), lse
+        return None
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The state over the keys of both, whichever is named first; the same bits as one of them where the other one is empty.
+    """The state over the keys of both, whichever is named first; the same bits as one of them where the other one is empty, and
+    zeros where both are.
+    """
+    return torch.ops.fdattn.merge_pair(out, lse, other_out, other_lse)
 
-    By operations of torch that round once each: a kernel may contract a product and a sum, here in one launch and there not.
+
+def _merge_pair(out, lse, other_out, other_lse) -> tuple[Tensor, Tensor]:
+    """By operations of torch that round once each: a compiler may contract a product and a sum, here in one kernel and there
+    not, and so this is an op, into which none sees.
     """
     top = torch.maximum(lse, other_lse)
     weight, other_weight = torch.exp(lse - top), torch.exp(other_lse - top)
@@ -63,15 +73,35 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     found = torch.where(empty[..., None], other_out, sums / total[..., None])
     found = torch.where(other_empty[..., None], out, found)
     found_lse = torch.where(empty, other_lse, top + torch.log(total))
-    return found, torch.where(other_empty, lse, found_lse)
+    found_lse = torch.where(other_empty, lse, found_lse)
+    return found.masked_fill((empty & other_empty)[..., None], 0.0), found_lse
+
+
+def _merge_pair_fake(out, lse, other_out, other_lse) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+library.define_raw(
+    "merge_pair(Tensor out, Tensor lse, Tensor other_out, Tensor other_lse) -> (Tensor, Tensor)",
+    _merge_pair,
+    _merge_pair_fake,
+)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out (B, H, M, D) and lse (B, H, M) after each head's sink (H,), a key whose value is 0, joined: last, on any rank."""
+    """out (B, H, M, D) and lse (B, H, M) after each head's sink (H,), a key whose value is 0, joined: last, on any rank.
+
+    Not `ops.scores.add_sinks`: what CPUs make of logaddexp and sigmoid depends on where a number lies.
+    """
     if sinks is None:
         return out, lse
     sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-    return merged(out, lse, torch.zeros_like(out), sinks)
+    return merged(out, lse, torch.zeros_like(out), sinks.contiguous())
+
+
+def in_one_layout(x: Tensor) -> Tensor:
+    """What products are computed of: on CPUs a copy, for their bits may follow from strides and from where a tensor begins."""
+    return x.clone(memory_format=torch.contiguous_format) if x.is_cpu else x
 
 
 def roots(blocks: Iterable[int]) -> list[Node]:

@@ -17,7 +17,11 @@ import functools
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
+from torch_fdattn.dist.consensus import (
+    check_equal_on_all_ranks,
+    refusing_on_all_ranks,
+    wants_gradients,
+)
 from torch_fdattn.dist.decode import (
     all_gather,
     hierarchical,
@@ -106,9 +110,23 @@ def _attend_block(q, shard, mask, keys: slice, *, scale, extras) -> tuple[Tensor
     """Of a block, these keys of the shard: its bits follow from nothing else. Sinks join when all keys are seen."""
     scales = extras[:2]
     if shard.page_table is None:
-        scales = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in scales)
+        scales = (
+            x if x is None or x.dim() == 0 or x.shape[-1] == 1 else x[..., keys] for x in scales
+        )
     extras = ExtraOptions(*scales, *extras[2:])._replace(sinks=None, batch_invariant=True)
-    return _attend(q, shard, mask, scale, extras, _wide(q))
+    if runs_decode(q) or not q.is_cpu:
+        return _attend(q, shard, mask, scale, extras, _wide(q))
+    # What CPUs make of longer queries may follow from the batch.
+    states = []
+    for b in range(q.shape[0]):
+        one = slice(b, b + 1)
+        k, v, _ = shard
+        pointers = (x if x is None else x[one] for x in mask[:3])
+        own = CacheShard(k[one], v[one], None)
+        states.append(_attend(q[one], own, Mask(*pointers, *mask[3:]), scale, extras, _wide(q)))
+    if not states:
+        return _attend(q, shard, mask, scale, extras, _wide(q))
+    return tuple(torch.cat(x) for x in zip(*states, strict=True))
 
 
 def _heads_of(x: Tensor, group: MergeGroup) -> Tensor:
@@ -230,9 +248,9 @@ def _dist_decode(
     inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
     gradients = wants_gradients(*inputs)
     if invariant_block is not None:
-        rank_invariant.check(
-            invariant_block, shard, kv_block, mask, strategy, any(gradients.values())
-        )
+        trained = any(gradients.values())
+        with refusing_on_all_ranks(group_name, q):
+            rank_invariant.check(invariant_block, shard, kv_block, mask, strategy, trained)
     if world_size == 1:
         strategy = "none"
     elif invariant_block is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.inputs import CacheShard
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.state_tree import Node, StateTree, expect_block, roots
+from torch_fdattn.dist.state_tree import Node, StateTree, expect_block, in_one_layout, roots
 from torch_fdattn.ops.positions import FAR, Mask
 
 #: (q, part of the shard, its mask, its keys) → (out, lse) in the dtype of partial states.
@@ -67,10 +67,17 @@ def decode(
     ]
     out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
     tree, empty = StateTree(), (out, out.new_full(q.shape[:3], float("-inf")))
+    # As `local_mask`: lengths are trusted where the whole capacity is not known.
+    most = FAR if kv_block is not None else group.world_size * shard.capacity
+    lengths = mask.kv_lens.clamp(0, most).int()
+    q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
+    mask, q = mask._replace(q_start=q_start, kv_block=0, kv_stride=0), in_one_layout(q)
     for i, index in enumerate(held[group.rank]):
-        keys = slice(i * block, (i + 1) * block)
-        state = attend(q, _part_of(shard, keys), _mask_of(mask, q, index * block, keys), keys)
-        tree.add((0, index), *state)
+        keys, start = slice(i * block, (i + 1) * block), index * block
+        own = mask._replace(
+            kv_lens=(lengths - start).clamp(0, block), kv_start=torch.full_like(lengths, start)
+        )
+        tree.add((0, index), *attend(q, _part_of(shard, keys), own, keys))
     if group.world_size > 1:
         tree = _gathered(tree, [roots(blocks) for blocks in held], pack(*empty), group)
     return tree.root() or empty
@@ -78,25 +85,10 @@ def decode(
 
 def _part_of(shard: CacheShard, keys: slice) -> CacheShard:
     if shard.page_table is None:
-        k, v = (x[:, :, keys] for x in (shard.k, shard.v))
-        # Products of CPUs may depend on strides.
-        return CacheShard(*(x.contiguous() if x.is_cpu else x for x in (k, v)), None)
+        return CacheShard(*(in_one_layout(x[:, :, keys]) for x in shard[:2]), None)
     page = shard.k.shape[2]
     pages = slice(keys.start // page, keys.stop // page)
     return shard._replace(page_table=shard.page_table[:, pages].contiguous())
-
-
-def _mask_of(mask: Mask, q: Tensor, start: int, keys: slice) -> Mask:
-    """Of the block whose first key stands at `start`."""
-    lengths = mask.kv_lens.clamp(0, FAR).int()
-    q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
-    return mask._replace(
-        kv_lens=(lengths - start).clamp(0, keys.stop - keys.start),
-        q_start=q_start,
-        kv_start=torch.full_like(lengths, start),
-        kv_block=0,
-        kv_stride=0,
-    )
 
 
 def _gathered(

@@ -31,9 +31,10 @@ from torch_fdattn.dist.consensus import (
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
-from torch_fdattn.dist.ring_attention.op import STRATEGIES
+from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
+from torch_fdattn.dist.state_tree import expect_block
 
 
 def shard_batch(
@@ -216,6 +217,8 @@ class RingMode(TorchFunctionMode):
         super().__init__()
         self._rank = _rank(group_name, shards)
         check_strategy(strategy, "context_parallel")
+        expect_block(options.get("invariant_block"))
+        expect_hierarchy(strategy, options.get("hierarchy"))
         self._group_name, self._shards = group_name, shards
         self._options = dict(group=group_name, shards=shards, strategy=strategy, **options)
         self._documents: tuple[weakref.ref[Tensor], int, list[int]] | None = None

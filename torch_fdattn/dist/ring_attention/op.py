@@ -100,14 +100,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
         check_heads(q.shape[1], k.shape[1], ranks, strategy)
 
 
-def _check_hierarchy(strategy: str, mesh: MergeGroup) -> None:
+def expect_hierarchy(strategy: str, hierarchy: tuple | None) -> None:
     """Where it is needed, and nowhere else."""
-    given = mesh.inner_group, mesh.outer_group
-    if (None not in given) != (strategy == "ulysses_ring"):
+    given = hierarchy is not None and None not in hierarchy
+    if given != (strategy == "ulysses_ring"):
         expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
-        raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {given}")
-    if None not in given:
-        check_hierarchy(mesh)
+        raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy}")  # fmt: skip
 
 
 def _is_trained(x: Tensor | None) -> bool:
@@ -200,7 +198,9 @@ def _ring_attention(
             None if inner_group is None and outer_group is None else (inner_group, outer_group)
         )
         mesh = MergeGroup(group_name, rank, world_size, False, inner_group, outer_group)
-        _check_hierarchy(strategy, mesh)
+        expect_hierarchy(strategy, hierarchy)
+        if hierarchy is not None:
+            check_hierarchy(mesh)
         shards = partition(tuple(int(number) for number in shards))
         if shards.world_size != world_size:
             raise ValueError(

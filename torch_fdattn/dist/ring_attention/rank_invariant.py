@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.local import Problem, State, call_mask, state_dtype
 from torch_fdattn.dist.ring_attention.plan import BlockCall
-from torch_fdattn.dist.state_tree import StateTree, expect_block, with_sinks
+from torch_fdattn.dist.state_tree import StateTree, expect_block, in_one_layout, with_sinks
 
 
 def check_block(problem: Problem, strategy: str) -> None:
@@ -88,11 +88,11 @@ class InvariantState:
         tensors = q, k[:, :, keys], v[:, :, keys]
         parts = [(tensors, scores)]
         if q.is_cpu:
-            # There how products are computed may depend on strides, and on how many heads there are (`ulysses`, which has no
-            # dropout: its bits go by the call's heads).
+            # There how products are computed may depend on how many heads share keys, which are fewer where ranks share heads
+            # (`ulysses`, which has no dropout: its draws go by the call's heads).
             if problem.dropout.p == 0:
-                parts = _by_kv_head(*tensors, scores)
-            parts = [([x.contiguous() for x in of_part], own) for of_part, own in parts]
+                parts = _by_head(*tensors, scores)
+            parts = [(map(in_one_layout, of_part), own) for of_part, own in parts]
         states = [
             torch.ops.fdattn.attention_forward(
                 *of_part, *mask, problem.scale, state_dtype(q), *own, *problem.dropout
@@ -121,16 +121,16 @@ class InvariantState:
         return out, lse
 
 
-def _by_kv_head(q: Tensor, k: Tensor, v: Tensor, scores):
-    """The tensors and scores of each KV head's group of query heads."""
-    group = q.shape[1] // k.shape[1]
-    for head in range(k.shape[1]):
-        heads, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        mask = scores.attn_mask
+def _by_head(q: Tensor, k: Tensor, v: Tensor, scores):
+    """The tensors and scores of each query head."""
+    group, mask = q.shape[1] // k.shape[1], scores.attn_mask
+    for head in range(q.shape[1]):
+        own, keys = slice(head, head + 1), slice(head // group, head // group + 1)
+        slopes = scores.alibi_slopes
         yield (
-            (q[:, heads], k[:, own], v[:, own]),
+            (q[:, own], k[:, keys], v[:, keys]),
             scores._replace(
-                alibi_slopes=None if scores.alibi_slopes is None else scores.alibi_slopes[..., heads],
-                attn_mask=mask if mask is None or mask.shape[1] == 1 else mask[:, heads],
+                alibi_slopes=None if slopes is None else slopes[..., own],
+                attn_mask=mask if mask is None or mask.shape[1] == 1 else mask[:, own],
             ),
-        )  # fmt: skip
+        )
