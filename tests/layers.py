@@ -143,7 +143,7 @@ def layers(kind: str) -> list[Layer]:
                 "kv_cache",
                 "engine",
                 "ulysses_ring",
-                only=f"not ({COMPILED} or test_drawn or test_transformers_generate or (test_inference_form and first))",
+                only=f"not ({COMPILED} or test_drawn or test_context_parallel_and_compiled or test_transformers_generate or (test_inference_form and first))",
                 marked="not slow",
             ),
             one_sided(

@@ -22,7 +22,7 @@ from .test_ring_attention import STRATEGIES
 HALF = torch.float16 if INTERPRET else torch.bfloat16
 INVARIANT = [x for x in STRATEGIES if x != "star"]
 #: Draws of each test, those of `make test` first.
-SEEDS = [pytest.param(x, marks=() if x < 4 else pytest.mark.slow) for x in range(25)]
+SEEDS = [pytest.param(x, marks=() if x < 3 else pytest.mark.slow) for x in range(25)]
 
 
 @pytest.fixture(scope="module")
