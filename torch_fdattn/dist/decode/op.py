@@ -114,28 +114,23 @@ def _attend_block(q, shard, mask, keys: slice, *, scale, extras) -> tuple[Tensor
             x if x is None or x.dim() == 0 or x.shape[-1] == 1 else x[..., keys] for x in scales
         )
     extras = ExtraOptions(*scales, *extras[2:])._replace(sinks=None, batch_invariant=True)
-    if runs_decode(q) or not q.is_cpu:
+    if runs_decode(q) or not q.is_cpu or q.shape[0] <= 1:
         return _attend(q, shard, mask, scale, extras, _wide(q))
     # What CPUs make of longer queries may follow from the batch.
     states = []
     for b in range(q.shape[0]):
         one = slice(b, b + 1)
-        k, v, _ = shard
+        own = CacheShard(shard.k[one], shard.v[one], None)
         pointers = (x if x is None else x[one] for x in mask[:3])
-        own = CacheShard(k[one], v[one], None)
-        states.append(_attend(q[one], own, Mask(*pointers, *mask[3:]), scale, extras, _wide(q)))
-    if not states:
-        return _attend(q, shard, mask, scale, extras, _wide(q))
+        own_mask = Mask(*pointers, *mask[3:])
+        states.append(_attend(q[one], own, own_mask, scale, extras, _wide(q)))
     return tuple(torch.cat(x) for x in zip(*states, strict=True))
 
 
 def _heads_of(x: Tensor, group: MergeGroup) -> Tensor:
     """With head_sharded this rank's heads."""
-    return (
-        x.chunk(group.world_size, 1)[group.rank].contiguous()
-        if group.head_sharded
-        else x.contiguous()
-    )
+    own = x.chunk(group.world_size, 1)[group.rank] if group.head_sharded else x
+    return own.contiguous()
 
 
 def _runs_kernels(q: Tensor, shard: CacheShard, mask: Mask, extras: ExtraOptions) -> bool:

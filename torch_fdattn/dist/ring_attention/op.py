@@ -102,8 +102,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
 
 def expect_hierarchy(strategy: str, hierarchy: tuple | None) -> None:
     """Where it is needed, and nowhere else."""
-    given = hierarchy is not None and None not in hierarchy
-    if given != (strategy == "ulysses_ring"):
+    if (hierarchy is not None) != (strategy == "ulysses_ring"):
         expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
         raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy}")  # fmt: skip
 
