@@ -26,6 +26,7 @@ from torch_fdattn.ops.attention.forward import has_borders, launch_forward
 from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.launch import launch_decode
 from torch_fdattn.ops.merge_states.kernel import launch_merge, launch_merge_backward
+from torch_fdattn.ops.merge_states.tree_kernel import launch_pair, launch_tree
 from torch_fdattn.ops.options import AttentionOptions, DecodeOptions
 from torch_fdattn.ops.packed import Packed, by_heads, key_capacity
 from torch_fdattn.ops.positions import Mask
@@ -185,6 +186,9 @@ def _merge(case: Case) -> None:
     launch_merge_backward(
         out, lse, outs, lses, out, lse, torch.empty_like(outs), torch.empty_like(lses)
     )
+    for leaves in (1, 8):
+        launch_tree(outs, lses, outs[: 8 // leaves].clone(), lses[: 8 // leaves].clone(), leaves)
+    launch_pair(out, lse, out.clone(), lse.clone(), out.clone(), lse.clone())
 
 
 def _packed(case: Case) -> Packed | None:

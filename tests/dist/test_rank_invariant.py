@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, context_parallel, decode, ring_attention
-from torch_fdattn.dist.state_tree import StateTree, roots
+from torch_fdattn.dist.state_tree import StateTree
 from torch_fdattn.ops.library import INTERPRET
 
 from .test_decode import rank_map, sharded
@@ -20,6 +20,7 @@ from .test_ring_attention import STRATEGIES
 
 #: The interpreter has no bfloat16.
 HALF = torch.float16 if INTERPRET else torch.bfloat16
+RUNS_KERNELS = INTERPRET or torch.cuda.is_available()
 INVARIANT = [x for x in STRATEGIES if x != "star"]
 #: Draws of each test, those of `make test` first.
 SEEDS = [pytest.param(x, marks=() if x < 3 else pytest.mark.slow) for x in range(25)]
@@ -71,7 +72,9 @@ def test_decode(group, alone, rank_device, seed) -> None:
     torch.testing.assert_close(expected, exact, **({} if q.dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)))  # fmt: skip
 
     round_robin = [sharded(x, rank_map(kv_block)) for x in (k, v)]
-    expect_same_bits(decode(q, *round_robin, lens, group, kv_block=kv_block, **given), expected)
+    for strategy in ("auto", "all_gather", "symm_all_gather") if RUNS_KERNELS else ("auto",):
+        found = decode(q, *round_robin, lens, group, kv_block=kv_block, strategy=strategy, **given)
+        expect_same_bits(found, expected)
     own = slice(rank * length // world, (rank + 1) * length // world)
     if length // world % block == 0:
         contiguous = [x[:, :, own] for x in (k, v)]
@@ -223,13 +226,20 @@ def test_a_tree_asks_for_no_order() -> None:
             # What is empty may as well be absent.
             if index != 4 or seed % 2:
                 tree.add((0, index), *leaves[index])
-        if seed >= 2:
-            assert set(tree.nodes) == set(roots([i for i in order if i != 4 or seed % 2]))
+        if seed % 2:
+            assert set(tree.nodes) == {(3, 0), (1, 4), (0, 10)}
         results.append(tree.root())
     for result in results:
         expect_same_bits(result, results[0])
     assert not results[0][0][2].any()
     assert not torch.signbit(results[0][0][2]).any()
+    stacked = [torch.stack(x)[:, None, None] for x in zip(*leaves, strict=True)]
+    for together in (1, 2, 8, 64):  # the op's, in one pass or two
+        nodes = torch.ops.fdattn.merge_tree(*stacked, together)
+        root = torch.ops.fdattn.merge_tree(*nodes, 64)
+        if not INTERPRET:
+            expect_same_bits([x[0, 0, 0] for x in root], results[0])
+        torch.testing.assert_close([x[0, 0, 0] for x in root], list(results[0]))
     outs, lses = (torch.stack([y[:2] for y in x]) for x in zip(*(x for i, x in enumerate(leaves) if i != 4), strict=True))  # fmt: skip
     torch.testing.assert_close(results[0][1][:2], lses.logsumexp(0))
     torch.testing.assert_close(results[0][0][:2], (lses.softmax(0)[..., None] * outs).sum(0))
@@ -246,7 +256,7 @@ def test_refusals(group, rank_device) -> None:
         (dict(invariant_block=16, kv_block=8), ValueError, "kv_block must be a multiple of invariant_block=16, got 8"),
         (dict(invariant_block=16, kv_block=16), ValueError, "k_shard's capacity must be a multiple of invariant_block=16"),
         (dict(invariant_block=8, kv_start=lens), NotImplementedError, "kv_start must be None with invariant_block"),
-        (dict(invariant_block=8, strategy="star"), NotImplementedError, "strategy must be 'auto' or 'all_gather'"),
+        (dict(invariant_block=8, strategy="star"), NotImplementedError, "strategy must be one of .* others merge by ranks, got 'star'"),
         (dict(invariant_block=8.0), TypeError, "invariant_block must be an int or None, got float"),
     ):  # fmt: skip
         with pytest.raises(kind, match=match):

@@ -9,12 +9,8 @@ which blocks, and however long the cache is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
-
-from torch_fdattn.ops import library
 
 Node = tuple[int, int]  # (level, index)
 
@@ -61,33 +57,6 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     return torch.ops.fdattn.merge_pair(out, lse, other_out, other_lse)
 
 
-def _merge_pair(out, lse, other_out, other_lse) -> tuple[Tensor, Tensor]:
-    """By operations of torch that round once each: a compiler may contract a product and a sum, here in one kernel and there
-    not, and so this is an op, into which none sees.
-    """
-    top = torch.maximum(lse, other_lse)
-    weight, other_weight = torch.exp(lse - top), torch.exp(other_lse - top)
-    total = weight + other_weight
-    sums = out * weight[..., None] + other_out * other_weight[..., None]
-    empty, other_empty = lse == float("-inf"), other_lse == float("-inf")
-    found = torch.where(empty[..., None], other_out, sums / total[..., None])
-    found = torch.where(other_empty[..., None], out, found)
-    found_lse = torch.where(empty, other_lse, top + torch.log(total))
-    found_lse = torch.where(other_empty, lse, found_lse)
-    return found.masked_fill((empty & other_empty)[..., None], 0.0), found_lse
-
-
-def _merge_pair_fake(out, lse, other_out, other_lse) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out), torch.empty_like(lse)
-
-
-library.define_raw(
-    "merge_pair(Tensor out, Tensor lse, Tensor other_out, Tensor other_lse) -> (Tensor, Tensor)",
-    _merge_pair,
-    _merge_pair_fake,
-)
-
-
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, H, M, D) and lse (B, H, M) after each head's sink (H,), a key whose value is 0, joined: last, on any rank.
 
@@ -102,15 +71,3 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def in_one_layout(x: Tensor) -> Tensor:
     """What products are computed of: on CPUs a copy, for their bits may follow from strides and from where a tensor begins."""
     return x.clone(memory_format=torch.contiguous_format) if x.is_cpu else x
-
-
-def roots(blocks: Iterable[int]) -> list[Node]:
-    """The nodes that are left where these blocks are added, in order: the least with which another rank can go on."""
-    left: set[Node] = set()
-    for index in blocks:
-        level = 0
-        while (level, index ^ 1) in left:
-            left.remove((level, index ^ 1))
-            level, index = level + 1, index >> 1
-        left.add((level, index))
-    return sorted(left)

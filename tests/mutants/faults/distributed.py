@@ -54,8 +54,16 @@ FAULTS = (
         RANK_INVARIANT,
     ),
     Fault(
-        "empty halves that change bits", "torch_fdattn/dist/state_tree.py",
+        "empty halves that change bits", "torch_fdattn/ops/merge_states/tree.py",
         "found = torch.where(other_empty[..., None], out, found)", "found = found + 0 * out.isnan()", RANK_INVARIANT,
+    ),
+    Fault(
+        "blocks in the order of ranks", "torch_fdattn/dist/decode/rank_invariant.py",
+        "unflatten(1, (-1, each)).transpose(0, 1)", "unflatten(1, (-1, each))", RANK_INVARIANT,
+    ),
+    Fault(
+        "blocks merged that are no halves of one node", "torch_fdattn/dist/decode/rank_invariant.py",
+        "together &= -together", "together = 1 << (together.bit_length() - 1)", RANK_INVARIANT,
     ),
     Fault(
         "blocks cut where a rank's shard begins", f"{_RING}/plan.py",

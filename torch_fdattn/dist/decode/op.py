@@ -12,8 +12,6 @@ A strategy is a module with `merge(out, lse, dtype, group)`, or the name of a on
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -104,27 +102,6 @@ def _attend(q, shard, mask, scale, extras, dtype) -> tuple[Tensor, Tensor]:
     return torch.ops.fdattn.paged_decode_forward(
         q, shard.k, shard.v, shard.page_table, *mask, scale, dtype, *extras
     )
-
-
-def _attend_block(q, shard, mask, keys: slice, *, scale, extras) -> tuple[Tensor, Tensor]:
-    """Of a block, these keys of the shard: its bits follow from nothing else. Sinks join when all keys are seen."""
-    scales = extras[:2]
-    if shard.page_table is None:
-        scales = (
-            x if x is None or x.dim() == 0 or x.shape[-1] == 1 else x[..., keys] for x in scales
-        )
-    extras = ExtraOptions(*scales, *extras[2:])._replace(sinks=None, batch_invariant=True)
-    if runs_decode(q) or not q.is_cpu or q.shape[0] <= 1:
-        return _attend(q, shard, mask, scale, extras, _wide(q))
-    # What CPUs make of longer queries may follow from the batch.
-    states = []
-    for b in range(q.shape[0]):
-        one = slice(b, b + 1)
-        own = CacheShard(shard.k[one], shard.v[one], None)
-        pointers = (x if x is None else x[one] for x in mask[:3])
-        own_mask = Mask(*pointers, *mask[3:])
-        states.append(_attend(q[one], own, own_mask, scale, extras, _wide(q)))
-    return tuple(torch.cat(x) for x in zip(*states, strict=True))
 
 
 def _heads_of(x: Tensor, group: MergeGroup) -> Tensor:
@@ -248,13 +225,13 @@ def _dist_decode(
             rank_invariant.check(invariant_block, shard, kv_block, mask, strategy, trained)
     if world_size == 1:
         strategy = "none"
-    elif invariant_block is not None:
-        strategy = "all_gather"
     elif strategy == "auto":
         # Asked on every rank, even if some want gradients: a group's first answer is a collective.
         strategy = "all_gather" if is_traced(q) else choose_for(q, group, batch_invariant)
         if any(gradients.values()):
             strategy = "all_gather"
+        elif invariant_block is not None and strategy in ONE_SIDED:
+            strategy = "symm_all_gather"
     if world_size > 1:
         # By which positions follow, or which states each rank has.
         equal_capacity = (kv_block is None and kv_start is None) or invariant_block is not None
@@ -289,10 +266,14 @@ def _dist_decode(
             once=strategy in ONE_SIDED,
         )
     if invariant_block is not None:
-        attend = functools.partial(_attend_block, scale=scale, extras=extras)
+
+        def attend(q, shard, mask, extras):
+            return _attend(q, shard, mask, scale, extras, _wide(q))
+
         out, lse = rank_invariant.decode(
-            q, shard, mask, attend, group, kv_block, invariant_block, _wide(q)
-        )
+            q, shard, mask, attend, extras, group, kv_block, invariant_block,
+            one_sided=strategy == "symm_all_gather", dtype=q.dtype if sinks is None else _wide(q),
+        )  # fmt: skip
         out, lse = with_sinks(out, lse, sinks)
         return _heads_of(out.to(q.dtype), group), _heads_of(lse, group)
     if any(gradients.values()):

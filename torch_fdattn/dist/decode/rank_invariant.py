@@ -1,24 +1,30 @@
 """Decode over shards with the same bits on any number of ranks: states of aligned blocks, merged in one tree of positions.
 
 Each rank decodes the blocks that it holds (`batch_invariant`: their bits follow from nothing else), merges those that are
-halves of one node (`state_tree.py`), and sends what is left: one state where its shard is an aligned subtree. All ranks merge
-the rest, in the same order.
+halves of one node (`ops/merge_states/tree.py`), and sends the nodes that are left: one where its shard is an aligned subtree.
+All ranks merge the rest, in the order of positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.decode.inputs import CacheShard
-from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.state_tree import Node, StateTree, expect_block, in_one_layout, roots
+from torch_fdattn.dist.decode.inputs import CacheShard, ExtraOptions, runs_decode
+from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
+from torch_fdattn.dist.state_tree import expect_block, in_one_layout
+from torch_fdattn.ops import library
+from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.positions import FAR, Mask
 
-#: (q, part of the shard, its mask, its keys) → (out, lse) in the dtype of partial states.
-Attend = Callable[[Tensor, CacheShard, Mask, slice], tuple[Tensor, Tensor]]
+#: What `strategy` may be: how the nodes travel, which changes no bit.
+STRATEGIES = ("auto", "all_gather", "symm_all_gather")
+
+#: (q, shard, mask, extras) → (out, lse) in the dtype of partial states.
+Attend = Callable[[Tensor, CacheShard, Mask, ExtraOptions], tuple[Tensor, Tensor]]
 
 
 def check(
@@ -26,9 +32,9 @@ def check(
 ) -> None:
     """That no block of keys is on two ranks, and what else cannot be."""
     expect_block(block)
-    if strategy not in ("auto", "all_gather"):
+    if strategy not in STRATEGIES:
         raise NotImplementedError(
-            f"strategy must be 'auto' or 'all_gather' with invariant_block: others merge by ranks, got {strategy!r}"
+            f"strategy must be one of {STRATEGIES} with invariant_block: others merge by ranks, got {strategy!r}"
         )
     if trained:
         raise NotImplementedError(
@@ -47,63 +53,140 @@ def check(
         )
 
 
-def blocks_of(rank: int, world_size: int, capacity: int, kv_block: int | None, block: int) -> list[int]:  # fmt: skip
-    """Which blocks of the whole sequence a rank's shard holds, in its order."""
-    held = range(capacity // block)
-    if kv_block is None:
-        return [rank * len(held) + i for i in held]
-    each = kv_block // block
-    return [(i // each * world_size + rank) * each + i % each for i in held]
-
-
 def decode(
-    q: Tensor, shard: CacheShard, mask: Mask, attend: Attend, group: MergeGroup, kv_block: int | None, block: int,
-    dtype: torch.dtype,
+    q: Tensor, shard: CacheShard, mask: Mask, attend: Attend, extras: ExtraOptions, group: MergeGroup,
+    kv_block: int | None, block: int, *, one_sided: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of all heads, in the dtype of partial states, without sinks; mask: global."""
-    held = [
-        blocks_of(rank, group.world_size, shard.capacity, kv_block, block)
-        for rank in range(group.world_size)
-    ]
-    out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
-    tree, empty = StateTree(), (out, out.new_full(q.shape[:3], float("-inf")))
+    """(out in `dtype`, lse) of all heads, without sinks; mask: global; one_sided: by symmetric memory."""
+    count = shard.capacity // block
+    if not count:
+        out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
+        return out, q.new_full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q))
+    each = count if kv_block is None else kv_block // block
     # As `local_mask`: lengths are trusted where the whole capacity is not known.
     most = FAR if kv_block is not None else group.world_size * shard.capacity
     lengths = mask.kv_lens.clamp(0, most).int()
     q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
-    mask, q = mask._replace(q_start=q_start, kv_block=0, kv_stride=0), in_one_layout(q)
-    for i, index in enumerate(held[group.rank]):
-        keys, start = slice(i * block, (i + 1) * block), index * block
-        own = mask._replace(
-            kv_lens=(lengths - start).clamp(0, block), kv_start=torch.full_like(lengths, start)
-        )
-        tree.add((0, index), *attend(q, _part_of(shard, keys), own, keys))
-    if group.world_size > 1:
-        tree = _gathered(tree, [roots(blocks) for blocks in held], pack(*empty), group)
-    return tree.root() or empty
-
-
-def _part_of(shard: CacheShard, keys: slice) -> CacheShard:
+    mask = mask._replace(kv_lens=lengths, q_start=q_start, kv_block=0, kv_stride=0)
+    starts = _starts(count, each, block, group, q.device)
     if shard.page_table is None:
-        return CacheShard(*(in_one_layout(x[:, :, keys]) for x in shard[:2]), None)
+        shape = shard.k.shape[:3]
+        extras = _with_scales(extras, lambda scale: scale.expand(shape))
+    extras = extras._replace(sinks=None, batch_invariant=True)
+    in_one_call = runs_decode(q) and library.use_triton(q)
+    outs, lses = (_in_one_call if in_one_call else _one_by_one)(
+        q, shard, mask, attend, extras, starts
+    )
+    if group.world_size > 1:
+        outs, lses = _of_all_ranks(outs, lses, each, group, one_sided)
+    out, lse = torch.ops.fdattn.merge_tree(outs, lses, power_of_two(outs.shape[0]), dtype)
+    return out[0], lse[0]
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _starts(count: int, each: int, block: int, group: MergeGroup, device: torch.device) -> Tensor:
+    """(count,): the positions at which the blocks of this rank's shard begin; `each` in turn for each rank."""
+    if each == count:
+        first = group.rank * count * block
+        return torch.arange(first, first + count * block, block, dtype=torch.int32, device=device)
+    rounds = -(-count // each)
+    every = torch.arange(0, rounds * group.world_size * each * block, block, dtype=torch.int32, device=device)  # fmt: skip
+    return every.view(rounds, group.world_size, each)[:, group.rank].flatten()[:count]
+
+
+def _one_by_one(q, shard, mask, attend, extras, starts) -> tuple[Tensor, Tensor]:
+    """States (blocks, B, H, M, D), a call each. What CPUs make of a block may follow from the call's other sequences."""
+    states, block = [], shard.capacity // starts.shape[0]
+    # The decode kernel's may not; longer queries are computed together.
+    alone = q.is_cpu and not runs_decode(q)
+    q = in_one_layout(q)
+    for i, start in enumerate(starts.unbind()):
+        keys, start = slice(i * block, (i + 1) * block), start.expand(q.shape[0]).contiguous()
+        own = mask._replace(kv_lens=(mask.kv_lens - start).clamp(0, block), kv_start=start)
+        part, of_block = _part_of(shard, extras, keys)
+        if not alone:
+            states.append(attend(q, part, own, of_block))
+            continue
+        by_sequence = [
+            attend(q[b : b + 1], *_sequence(part, own, of_block, b)) for b in range(q.shape[0])
+        ]
+        states.append(tuple(map(torch.cat, zip(*by_sequence, strict=True))))
+    return tuple(torch.stack(x) for x in zip(*states, strict=True))
+
+
+def _part_of(
+    shard: CacheShard, extras: ExtraOptions, keys: slice
+) -> tuple[CacheShard, ExtraOptions]:
+    if shard.page_table is None:
+        shard = CacheShard(*(in_one_layout(x[:, :, keys]) for x in shard[:2]), None)
+        return shard, _with_scales(extras, lambda scale: scale[..., keys])
     page = shard.k.shape[2]
     pages = slice(keys.start // page, keys.stop // page)
-    return shard._replace(page_table=shard.page_table[:, pages].contiguous())
+    return shard._replace(page_table=shard.page_table[:, pages].contiguous()), extras
 
 
-def _gathered(
-    tree: StateTree, of_ranks: list[list[Node]], row: Tensor, group: MergeGroup
-) -> StateTree:
-    """The tree of all ranks' roots, by one all-gather of as many states, like `row`, as the rank with the most has."""
-    rows = row.new_zeros((max(map(len, of_ranks)), *row.shape))
-    for i, node in enumerate(of_ranks[group.rank]):
-        rows[i] = pack(*tree.nodes[node])
-    received = torch.ops._c10d_functional.all_gather_into_tensor(
-        rows, group.world_size, group.group_name
-    )
-    received = torch.ops._c10d_functional.wait_tensor(received).view(group.world_size, *rows.shape)
-    found = StateTree()
-    for states, nodes in zip(received, of_ranks, strict=True):
-        for state, node in zip(states, nodes, strict=False):
-            found.add(node, *unpack(state, state.dtype))
-    return found
+def _with_scales(extras: ExtraOptions, part: Callable[[Tensor], Tensor]) -> ExtraOptions:
+    return ExtraOptions(*(x if x is None else part(x) for x in extras[:2]), *extras[2:])
+
+
+def _sequence(shard: CacheShard, mask: Mask, extras: ExtraOptions, b: int):
+    """(shard, mask, extras) of one sequence."""
+    one = slice(b, b + 1)
+    if shard.page_table is None:
+        shard = CacheShard(shard.k[one], shard.v[one], None)
+        extras = _with_scales(extras, lambda scale: scale[one])
+    else:
+        shard = shard._replace(page_table=shard.page_table[one])
+    if extras.alibi_slopes is not None and extras.alibi_slopes.dim() == 2:
+        extras = extras._replace(alibi_slopes=extras.alibi_slopes[b])
+    return shard, Mask(*(x if x is None else x[one] for x in mask[:3]), *mask[3:]), extras
+
+
+def _in_one_call(q, shard, mask, attend, extras, starts) -> tuple[Tensor, Tensor]:
+    """As `_one_by_one`, all blocks of a sequence in one call, each a sequence of its own."""
+    count, states = starts.shape[0], []
+    for b in range(q.shape[0]):
+        one, own, of_one = _sequence(shard, mask, extras, b)
+        block = shard.capacity // count
+        if one.page_table is None:
+            one = CacheShard(*(_cut(x, count) for x in one[:2]), None)
+            of_one = _with_scales(of_one, lambda scale: _cut(scale, count))
+        else:
+            one = one._replace(page_table=one.page_table.view(count, -1))
+        own = own._replace(
+            kv_lens=(own.kv_lens - starts).clamp(0, block), kv_start=starts, q_start=own.q_start.expand(count)
+        )  # fmt: skip
+        states.append(attend(q[b : b + 1].expand(count, -1, -1, -1), one, own, of_one))
+    if len(states) == 1:
+        return tuple(x[:, None] for x in states[0])
+    return tuple(torch.stack(x, 1) for x in zip(*states, strict=True))
+
+
+def _cut(x: Tensor, count: int) -> Tensor:
+    """(1, H, N, …) as (blocks, H, N / blocks, …)."""
+    return x[0].unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _of_all_ranks(outs: Tensor, lses: Tensor, each: int, group: MergeGroup, one_sided: bool):
+    """Nodes of all ranks' blocks in the order of positions: each rank merges what is aligned wherever its runs begin."""
+    together = math.gcd(each, outs.shape[0])
+    together &= -together
+    if together > 1:
+        outs, lses = torch.ops.fdattn.merge_tree(outs, lses, together, outs.dtype)
+    rows, each = pack(outs, lses), each // together
+    missing = -rows.shape[0] % each
+    if missing:  # the last round is a part of one
+        rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), float("-inf"))])
+    if one_sided:
+        from torch_fdattn.dist.symm.one_sided_gather import all_gather
+
+        rows = all_gather(rows, group.group_name)
+    else:
+        gather = torch.ops._c10d_functional
+        gathered = gather.all_gather_into_tensor(rows, group.world_size, group.group_name)
+        rows = gather.wait_tensor(gathered).view(group.world_size, *rows.shape)
+    rows = rows.unflatten(1, (-1, each)).transpose(0, 1).flatten(0, 2)
+    return rows[..., :-1], rows[..., -1]

@@ -1,0 +1,113 @@
+"""Merging partial attention states in one binary tree in Triton: a program a row of a node.
+
+Both kernels merge by `merge_two`, whose operations round once each (`enable_fp_fusion=False`: no product is contracted with a
+sum), so that a node has the same bits however many leaves a launch has and wherever they lie.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fdattn.launch.launches import launch
+from torch_fdattn.ops.launch import cdiv, padded
+from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.online_softmax import finite_max
+
+#: Leaves that a program merges at once; of more, a launch makes nodes, and the next one merges those.
+MAX_LEAVES = 32
+#: Rows of a program that merges pairs.
+_ROWS = 4
+
+
+@triton.jit
+def merge_two(out, lse, other_out, other_lse):
+    """States (N, D), (N,) over the keys of both: those of one where the other one is empty, zeros where both are."""
+    top = finite_max(tl.maximum(lse, other_lse))
+    weight, other_weight = tl.exp(lse - top), tl.exp(other_lse - top)
+    total = weight + other_weight
+    empty, other_empty = lse == float("-inf"), other_lse == float("-inf")
+    sums = out * weight[:, None] + other_out * other_weight[:, None]
+    found = tl.where(empty[:, None], other_out, sums / total[:, None])
+    found = tl.where(other_empty[:, None], out, found)
+    found = tl.where((empty & other_empty)[:, None], 0.0, found)
+    found_lse = tl.where(empty, other_lse, top + tl.log(total))
+    return found, tl.where(other_empty, lse, found_lse)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _tree_kernel(
+    outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, parts, heads, length, rows,
+    head_dim: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D) contiguous; the grid is (rows, nodes)."""
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1).to(tl.int64)
+    s, h, b = row % length, row // length % heads, row // length // heads
+    part = node * LEAVES + tl.arange(0, LEAVES)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
+    lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
+    lse = tl.load(lses_ptr + part * lses_strides[0], mask=part < parts, other=float("-inf"))
+    out = tl.load(
+        outs_ptr + part[:, None] * outs_strides[0] + d[None, :] * outs_strides[4],
+        mask=(part[:, None] < parts) & (d[None, :] < head_dim), other=0.0,
+    )  # fmt: skip
+    for _ in tl.static_range(LEVELS):
+        outs = tl.reshape(out, [out.shape[0] // 2, 2, BLOCK_D])
+        out, other_out = tl.split(tl.permute(outs, [0, 2, 1]))
+        lse, other_lse = tl.split(tl.reshape(lse, [lse.shape[0] // 2, 2]))
+        out, lse = merge_two(out, lse, other_out, other_lse)
+    if LEVELS == 0:  # the same as if there were an empty one beside it
+        out = tl.where((lse == float("-inf"))[:, None], 0.0, out)
+    at = node * rows + row + tl.arange(0, 1)
+    tl.store(
+        out_ptr + at[:, None] * head_dim + d[None, :], out.to(out_ptr.dtype.element_ty),
+        mask=(d < head_dim)[None, :],
+    )  # fmt: skip
+    tl.store(lse_ptr + at, lse)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _pair_kernel(
+    out_ptr, lse_ptr, other_out_ptr, other_lse_ptr, merged_ptr, merged_lse_ptr, rows, head_dim: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """All contiguous: outs (rows, D), lses (rows,)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    at = row[:, None] * head_dim + d[None, :]
+    inside = (row < rows)[:, None] & (d < head_dim)[None, :]
+    lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0)
+    other_lse = tl.load(other_lse_ptr + row, mask=row < rows, other=0.0)
+    out = tl.load(out_ptr + at, mask=inside, other=0.0)
+    other_out = tl.load(other_out_ptr + at, mask=inside, other=0.0)
+    out, lse = merge_two(out, lse, other_out, other_lse)
+    tl.store(merged_ptr + at, out, mask=inside)
+    tl.store(merged_lse_ptr + row, lse, mask=row < rows)
+
+
+def launch_tree(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, leaves: int) -> None:
+    """Writes each node of so many leaves, at most MAX_LEAVES, into out (any float dtype) and lse (fp32), both contiguous."""
+    launches["merge_tree/triton"] += 1
+    parts, batch, heads, length, head_dim = outs.shape
+    rows = batch * heads * length
+    launch(
+        _tree_kernel, (rows, out.shape[0], 1),
+        outs, lses, out, lse, outs.stride(), lses.stride(), parts, heads, length, rows, head_dim,
+        LEAVES=leaves, LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_pair(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, merged: Tensor, merged_lse: Tensor
+) -> None:  # fmt: skip
+    """Writes the merge of two states; all contiguous, in fp32."""
+    launches["merge_pair/triton"] += 1
+    rows, head_dim = lse.numel(), out.shape[-1]
+    launch(
+        _pair_kernel, cdiv(rows, _ROWS),
+        out, lse, other_out, other_lse, merged, merged_lse, rows, head_dim,
+        ROWS=_ROWS, BLOCK_D=padded(head_dim), enable_fp_fusion=False,
+    )  # fmt: skip
