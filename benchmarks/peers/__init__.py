@@ -46,7 +46,8 @@ PEERS: dict[str, Implementation] = {
 
 #: Those that are asked for the features of attention (`features.py`).
 FEATURED: dict[str, Implementation] = {
-    peer.name: peer for peer in (PEERS["flex"], Sdpa("sdpa"), Sdpa("sdpa-mask", masks=True))
+    peer.name: peer
+    for peer in (PEERS["flex"], PEERS["fa3"], Sdpa("sdpa"), Sdpa("sdpa-mask", masks=True))
 }
 
 

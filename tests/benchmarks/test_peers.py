@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cases import DECODE_CASES, SWEEPS
+from benchmarks.cases import DECODE_CASES, FEATURE_CASES, SWEEPS
 from benchmarks.decode_inputs import Layouts
-from benchmarks.peers import PEERS, first
+from benchmarks.peers import OURS, PEERS, first
 from benchmarks.peers.flashinfer import page_lists
 from benchmarks.shapes import AttentionCase, DecodeCase
 
@@ -213,6 +213,35 @@ def test_flash_attention_4_is_called_in_its_own_memory(monkeypatch) -> None:
     q, k, v = torch.randn(3, 2, 3, 5, 8)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
     torch.testing.assert_close(peer.attention(case, CPU)(q, k, v), expected)
+
+
+@pytest.mark.parametrize("feature", ["softcap", "window16", "varlen"])
+def test_features_of_flash_attention_3(monkeypatch, feature: str) -> None:
+    import torch_fdattn
+
+    def turned(out):
+        return out[0].transpose(1, 2)
+
+    def flash_attn_func(q, k, v, causal=False, softcap=0.0, window_size=None):
+        options = dict(causal=causal, softcap=softcap, window=window_size)
+        return turned(torch_fdattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options))
+
+    def flash_attn_varlen_func(q, k, v, begins, key_begins, longest, longest_keys, causal=False):
+        assert begins is key_begins
+        assert longest == longest_keys == 80
+        return torch_fdattn.varlen_attention(q, k, v, begins, causal=causal)[0]
+
+    module = types.ModuleType("flash_attn_interface")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    case = next(x for x in FEATURE_CASES if x.label == f"tiny {feature}")
+    q, k, v = torch.randn(3, 1, 4, 80, 16)
+    k, v = k[:, :2], v[:, :2]
+    found, expected = (x.attention(case, CPU)(q, k, v) for x in (PEERS["fa3"], OURS))
+    torch.testing.assert_close(found, expected)
+    case = next(x for x in FEATURE_CASES if x.label == "tiny alibi")
+    with pytest.raises(NotImplementedError, match="no form for alibi"):
+        PEERS["fa3"].attention(case, CPU)
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4", "flashinfer"])
