@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.decode import block_bounds as _block_bounds  # noqa: F401
 from torch_fdattn.dist.decode.inputs import CacheShard, ExtraOptions, runs_decode
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
 from torch_fdattn.dist.state_tree import expect_block, in_one_layout
@@ -65,18 +66,16 @@ def decode(
     each = count if kv_block is None else kv_block // block
     # As `local_mask`: lengths are trusted where the whole capacity is not known.
     most = FAR if kv_block is not None else group.world_size * shard.capacity
-    lengths = mask.kv_lens.clamp(0, most).int()
-    q_start = lengths - q.shape[2] if mask.q_start is None else mask.q_start
-    mask = mask._replace(kv_lens=lengths, q_start=q_start, kv_block=0, kv_stride=0)
-    starts = _starts(count, each, block, group, q.device)
+    bounds = torch.ops.fdattn.block_bounds(
+        mask.kv_lens, mask.q_start, q.shape[2], block, count, each, group.rank, group.world_size, most
+    )  # fmt: skip
+    mask = _simplified(mask, q, extras)._replace(kv_block=0, kv_stride=0)
     if shard.page_table is None:
         shape = shard.k.shape[:3]
         extras = _with_scales(extras, lambda scale: scale.expand(shape))
     extras = extras._replace(sinks=None, batch_invariant=True)
-    in_one_call = runs_decode(q) and library.use_triton(q)
-    outs, lses = (_in_one_call if in_one_call else _one_by_one)(
-        q, shard, mask, attend, extras, starts
-    )
+    states = _in_one_call if runs_decode(q) and library.use_triton(q) else _one_by_one
+    outs, lses = states(q, shard, mask, attend, extras, bounds)
     if group.world_size > 1:
         outs, lses = _of_all_ranks(outs, lses, each, group, one_sided)
     out, lse = torch.ops.fdattn.merge_tree(outs, lses, power_of_two(outs.shape[0]), dtype)
@@ -87,32 +86,38 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _starts(count: int, each: int, block: int, group: MergeGroup, device: torch.device) -> Tensor:
-    """(count,): the positions at which the blocks of this rank's shard begin; `each` in turn for each rank."""
-    if each == count:
-        first = group.rank * count * block
-        return torch.arange(first, first + count * block, block, dtype=torch.int32, device=device)
-    rounds = -(-count // each)
-    every = torch.arange(0, rounds * group.world_size * each * block, block, dtype=torch.int32, device=device)  # fmt: skip
-    return every.view(rounds, group.world_size, each)[:, group.rank].flatten()[:count]
+def _simplified(mask: Mask, q: Tensor, extras: ExtraOptions) -> Mask:
+    """Without positions where one query, the last key, sees all keys wherever they stand."""
+    positions = mask.q_start is not None or mask.window_left >= 0 or extras.alibi_slopes is not None
+    return mask if positions or q.shape[2] > 1 else mask._replace(window_right=-1)
 
 
-def _one_by_one(q, shard, mask, attend, extras, starts) -> tuple[Tensor, Tensor]:
+def _of_bounds(mask: Mask, bounds: Tensor, extras: ExtraOptions) -> Mask:
+    """The mask of blocks as sequences; bounds (3, blocks)."""
+    filled, q_start, kv_start = bounds.unbind()
+    if mask.window_left < 0 and mask.window_right < 0 and extras.alibi_slopes is None:
+        q_start = kv_start = None
+    return mask._replace(kv_lens=filled, q_start=q_start, kv_start=kv_start)
+
+
+def _one_by_one(q, shard, mask, attend, extras, bounds) -> tuple[Tensor, Tensor]:
     """States (blocks, B, H, M, D), a call each. What CPUs make of a block may follow from the call's other sequences."""
-    states, block = [], shard.capacity // starts.shape[0]
+    count, states = bounds.shape[2], []
+    block = shard.capacity // count
     # The decode kernel's may not; longer queries are computed together.
     alone = q.is_cpu and not runs_decode(q)
     q = in_one_layout(q)
-    for i, start in enumerate(starts.unbind()):
-        keys, start = slice(i * block, (i + 1) * block), start.expand(q.shape[0]).contiguous()
-        own = mask._replace(kv_lens=(mask.kv_lens - start).clamp(0, block), kv_start=start)
-        part, of_block = _part_of(shard, extras, keys)
+    for i in range(count):
+        part, of_block = _part_of(shard, extras, slice(i * block, (i + 1) * block))
         if not alone:
+            own = _of_bounds(mask, bounds[:, :, i].contiguous(), extras)
             states.append(attend(q, part, own, of_block))
             continue
-        by_sequence = [
-            attend(q[b : b + 1], *_sequence(part, own, of_block, b)) for b in range(q.shape[0])
-        ]
+        by_sequence = []
+        for b in range(q.shape[0]):
+            of_one = _sequence(part, of_block, b)
+            own = _of_bounds(mask, bounds[:, b : b + 1, i].contiguous(), extras)
+            by_sequence.append(attend(q[b : b + 1], of_one[0], own, of_one[1]))
         states.append(tuple(map(torch.cat, zip(*by_sequence, strict=True))))
     return tuple(torch.stack(x) for x in zip(*states, strict=True))
 
@@ -132,8 +137,8 @@ def _with_scales(extras: ExtraOptions, part: Callable[[Tensor], Tensor]) -> Extr
     return ExtraOptions(*(x if x is None else part(x) for x in extras[:2]), *extras[2:])
 
 
-def _sequence(shard: CacheShard, mask: Mask, extras: ExtraOptions, b: int):
-    """(shard, mask, extras) of one sequence."""
+def _sequence(shard: CacheShard, extras: ExtraOptions, b: int) -> tuple[CacheShard, ExtraOptions]:
+    """Those of one sequence."""
     one = slice(b, b + 1)
     if shard.page_table is None:
         shard = CacheShard(shard.k[one], shard.v[one], None)
@@ -142,24 +147,21 @@ def _sequence(shard: CacheShard, mask: Mask, extras: ExtraOptions, b: int):
         shard = shard._replace(page_table=shard.page_table[one])
     if extras.alibi_slopes is not None and extras.alibi_slopes.dim() == 2:
         extras = extras._replace(alibi_slopes=extras.alibi_slopes[b])
-    return shard, Mask(*(x if x is None else x[one] for x in mask[:3]), *mask[3:]), extras
+    return shard, extras
 
 
-def _in_one_call(q, shard, mask, attend, extras, starts) -> tuple[Tensor, Tensor]:
+def _in_one_call(q, shard, mask, attend, extras, bounds) -> tuple[Tensor, Tensor]:
     """As `_one_by_one`, all blocks of a sequence in one call, each a sequence of its own."""
-    count, states = starts.shape[0], []
+    count, states = bounds.shape[2], []
     for b in range(q.shape[0]):
-        one, own, of_one = _sequence(shard, mask, extras, b)
-        block = shard.capacity // count
+        one, of_one = _sequence(shard, extras, b)
         if one.page_table is None:
             one = CacheShard(*(_cut(x, count) for x in one[:2]), None)
             of_one = _with_scales(of_one, lambda scale: _cut(scale, count))
         else:
-            one = one._replace(page_table=one.page_table.view(count, -1))
-        own = own._replace(
-            kv_lens=(own.kv_lens - starts).clamp(0, block), kv_start=starts, q_start=own.q_start.expand(count)
-        )  # fmt: skip
-        states.append(attend(q[b : b + 1].expand(count, -1, -1, -1), one, own, of_one))
+            one = one._replace(page_table=one.page_table.reshape(count, -1))
+        queries = q[b : b + 1].expand(count, -1, -1, -1)
+        states.append(attend(queries, one, _of_bounds(mask, bounds[:, b], of_one), of_one))
     if len(states) == 1:
         return tuple(x[:, None] for x in states[0])
     return tuple(torch.stack(x, 1) for x in zip(*states, strict=True))

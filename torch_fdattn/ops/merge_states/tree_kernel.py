@@ -1,4 +1,4 @@
-"""Merging partial attention states in one binary tree in Triton: a program a row of a node.
+"""Merging partial attention states in one binary tree in Triton: a program, one warp, a row of a node.
 
 Both kernels merge by `merge_two`, whose operations round once each (`enable_fp_fusion=False`: no product is contracted with a
 sum), so that a node has the same bits however many leaves a launch has and wherever they lie.
@@ -15,7 +15,7 @@ from torch_fdattn.ops.launch import cdiv, padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import finite_max
 
-#: Leaves that a program merges at once; of more, a launch makes nodes, and the next one merges those.
+#: Leaves that a program merges, all loaded at once; of more, a launch makes nodes, and the next one merges those.
 MAX_LEAVES = 32
 #: Rows of a program that merges pairs.
 _ROWS = 4
@@ -36,36 +36,45 @@ def merge_two(out, lse, other_out, other_lse):
     return found, tl.where(other_empty, lse, found_lse)
 
 
+@triton.jit
+def _node(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexpr):
+    """State (1, D), (1,) of a row's 2^LEVEL leaves from `first` on; row: (outs_ptr, its strides, lses_ptr, its stride)."""
+    if LEVEL == 0:
+        outs_ptr, part_stride, dim_stride, lses_ptr, lse_stride = row
+        d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
+        part = first + tl.arange(0, 1)
+        lse = tl.load(lses_ptr + part * lse_stride, mask=part < parts, other=float("-inf"))
+        out = tl.load(
+            outs_ptr + part[:, None] * part_stride + d * dim_stride,
+            mask=(part[:, None] < parts) & (d < head_dim), other=0.0,
+        )  # fmt: skip
+        return out, lse
+    else:
+        half: tl.constexpr = 1 << (LEVEL - 1)
+        out, lse = _node(row, first, parts, head_dim, LEVEL - 1, BLOCK_D)
+        other_out, other_lse = _node(row, first + half, parts, head_dim, LEVEL - 1, BLOCK_D)
+        return merge_two(out, lse, other_out, other_lse)
+
+
 @triton.jit(do_not_specialize=["parts", "length"])
 def _tree_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, parts, heads, length, rows,
-    head_dim: tl.constexpr, LEAVES: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D) contiguous; the grid is (rows, nodes)."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1).to(tl.int64)
     s, h, b = row % length, row // length % heads, row // length // heads
-    part = node * LEAVES + tl.arange(0, LEAVES)
-    d = tl.arange(0, BLOCK_D).to(tl.int64)
     outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
     lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
-    lse = tl.load(lses_ptr + part * lses_strides[0], mask=part < parts, other=float("-inf"))
-    out = tl.load(
-        outs_ptr + part[:, None] * outs_strides[0] + d[None, :] * outs_strides[4],
-        mask=(part[:, None] < parts) & (d[None, :] < head_dim), other=0.0,
-    )  # fmt: skip
-    for _ in tl.static_range(LEVELS):
-        outs = tl.reshape(out, [out.shape[0] // 2, 2, BLOCK_D])
-        out, other_out = tl.split(tl.permute(outs, [0, 2, 1]))
-        lse, other_lse = tl.split(tl.reshape(lse, [lse.shape[0] // 2, 2]))
-        out, lse = merge_two(out, lse, other_out, other_lse)
+    of_row = outs_ptr, outs_strides[0], outs_strides[4], lses_ptr, lses_strides[0]
+    out, lse = _node(of_row, node << LEVELS, parts, head_dim, LEVELS, BLOCK_D)
     if LEVELS == 0:  # the same as if there were an empty one beside it
         out = tl.where((lse == float("-inf"))[:, None], 0.0, out)
     at = node * rows + row + tl.arange(0, 1)
-    tl.store(
-        out_ptr + at[:, None] * head_dim + d[None, :], out.to(out_ptr.dtype.element_ty),
-        mask=(d < head_dim)[None, :],
-    )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] * head_dim + d, out, mask=d < head_dim)
     tl.store(lse_ptr + at, lse)
 
 
@@ -96,7 +105,7 @@ def launch_tree(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, leaves: in
     launch(
         _tree_kernel, (rows, out.shape[0], 1),
         outs, lses, out, lse, outs.stride(), lses.stride(), parts, heads, length, rows, head_dim,
-        LEAVES=leaves, LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), enable_fp_fusion=False,
+        LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
