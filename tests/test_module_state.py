@@ -70,7 +70,7 @@ ALLOWED = {
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
     "dist/symm/symmetric_memory.py": {"_workspaces": "symmetric memory, which only a collective makes"},
     "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes", "of": "of a device"},
-    "dist/tensor_parallel/copies.py": {"_lanes": "streams and events of a device"},
+    "dist/symm/copies.py": {"_lanes": "streams and events of a device"},
     "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},
     "dropins/flash_impl.py": {"fallbacks": "a count for users"},
     "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},

@@ -27,7 +27,7 @@ from torch_fdattn.dist import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from torch_fdattn.dist.tensor_parallel.copies import Copies
+from torch_fdattn.dist.symm.copies import Copies
 from torch_fdattn.ops.library import launches
 
 

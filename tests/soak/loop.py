@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.epochs import start_at
 from torch_fdattn.dist import check
 from torch_fdattn.dist.symm.channel import _channels
-from torch_fdattn.dist.tensor_parallel.copies import using
+from torch_fdattn.dist.symm.copies import using
 
 HANG_S = 300
 ROUND = 40  # calls between two settings of the epochs

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.dist.groups import rank_and_size
+from torch_fdattn.dist.symm.copies import Copies, finish, using
 from torch_fdattn.dist.symm.faults import timeout_ns
 from torch_fdattn.dist.symm.signals import TICKETS, as_int64, await_flag, read_epoch
-from torch_fdattn.dist.tensor_parallel.copies import Copies, finish, using
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.gemm import persistent_swiglu_gemm
