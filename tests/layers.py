@@ -163,6 +163,7 @@ def layers(kind: str) -> list[Layer]:
                 "gathered_swiglu",
                 "float8_weights",
                 "compiled_matmuls",
+                "ring_one_sided",
                 # Whole layers over two ranks are run without the interpreter, their launches in it.
                 only="not compiled_once and (not test_tp_inference or TestLaunches)",
                 marked="not slow",
@@ -195,7 +196,8 @@ def layers(kind: str) -> list[Layer]:
                 INTERPRET,
             ),
             distributed(2, marked="slow"),
-            one_sided(2, "compiled_matmuls", marked="slow"),
+            one_sided(2, "compiled_matmuls", "ring_one_sided", "rank_invariant", marked="slow"),
+            one_sided(3, "ring_one_sided"),
             distributed(3, "compiled_matmuls"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),

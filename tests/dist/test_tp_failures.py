@@ -21,7 +21,8 @@ from torch_fdattn.dist import (
     matmul_reduce_scatter,
     set_timeout,
 )
-from torch_fdattn.dist.tensor_parallel import copy_engine, fused_gather, gemm_all_reduce
+from torch_fdattn.dist.symm import received_sums
+from torch_fdattn.dist.tensor_parallel import fused_gather, gemm_all_reduce
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, SCATTER
 from torch_fdattn.models.transformer import MLP
 from torch_fdattn.ops.library import launches
@@ -68,7 +69,7 @@ def test_a_reduce_scatter_that_fails_half_way(group, rank_device, monkeypatch) -
         x = draw(3 * world, 16, device=rank_device) + i
         if i == 1:
             with monkeypatch.context() as patch:
-                patch.setattr(copy_engine, "cdiv", fails)
+                patch.setattr(received_sums, "cdiv", fails)
                 with pytest.raises(Failure):
                     matmul_reduce_scatter(x, weight, group, strategy="copy_engine")
             continue

@@ -189,8 +189,8 @@ def ring_attention(
         dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
             rank 0's generator draws it. Not with "ulysses" and "ulysses_ring".
-        strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "ulysses"
-            (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
+        strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
+            through symmetric memory; GPUs of one host, not under torch.compile), "ulysses" (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
             over heads inside nodes, K and V round the nodes).
         invariant_block: out and lse have the same bits on any number of ranks and with any shards that begin and end at
             multiples of it, by any strategy but "star": states of aligned blocks of so many keys are merged in one tree of

@@ -12,6 +12,7 @@ from tests.mutants.faults.runs import (
     ONE_SIDED,
     RANK_INVARIANT,
     RING_MASKS,
+    RING_ONE_SIDED,
     SURVIVORS,
     SWIGLU,
     TP_INFERENCE,
@@ -47,6 +48,14 @@ FAULTS = (
         "nodes in the order of their ranks' places", f"{_RING}/ulysses_ring.py",
         "problem.shards.ranks[begin : begin + size]", "problem.shards.ranks[begin // size :: problem.world_size // size]",
         ULYSSES_RING,
+    ),
+    Fault(
+        "a run copied to where the shard has it", f"{_RING}/one_sided.py",
+        "(first + run.start) * row", "(first + begin) * row", RING_ONE_SIDED,
+    ),
+    Fault(
+        "gradients of other ranks' keys left out", f"{_RING}/one_sided.py",
+        "copies.send(parts[owner], owner,", "copies.send(torch.zeros_like(parts[owner]), owner,", RING_ONE_SIDED,
     ),
     Fault(
         "a node of the tree that begins anywhere", "torch_fdattn/dist/state_tree.py",

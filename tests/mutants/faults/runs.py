@@ -71,6 +71,9 @@ RING_MASKS = Tests(
 RANK_INVARIANT = Tests(
     "same bits on any number of ranks", ("tests/dist/test_rank_invariant.py",), ranks=2
 )
+RING_ONE_SIDED = Tests(
+    "ring attention by copies", ("tests/dist/test_ring_one_sided.py",), interpret=True, ranks=2
+)
 ULYSSES_RING = Tests("heads and rings over ranks", ("tests/dist/test_ulysses_ring.py",), ranks=4)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",

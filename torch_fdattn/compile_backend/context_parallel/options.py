@@ -88,6 +88,10 @@ def parse(option: object) -> ContextParallel | None:
             f"{OPTION}'s strategy must not be 'ulysses_ring', whose hierarchy the backend does not know: call "
             "torch_fdattn.dist.ring_attention in the model"
         )
+    if strategy == "one_sided":
+        raise NotImplementedError(
+            f"{OPTION}'s strategy must not be 'one_sided', whose copies no graph has: use 'ring' or 'all_gather'"
+        )
     cache = given.get("cache")
     if cache is not None and cache != "contiguous" and (type(cache) is not int or cache < 1):
         raise ValueError(

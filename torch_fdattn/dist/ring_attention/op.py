@@ -24,6 +24,7 @@ from torch_fdattn.dist.groups import given_rank_and_size, is_traced
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention import (
     all_gather,
+    one_sided,
     query_split,
     ring,
     star,
@@ -34,6 +35,7 @@ from torch_fdattn.dist.ring_attention.heads import check_heads
 from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
 from torch_fdattn.dist.ring_attention.rank_invariant import check_block
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
+from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.op import default_scale, options_to_mask, seeded_dropout
@@ -42,6 +44,7 @@ from torch_fdattn.ops.scores import Scores, sink_gradient
 STRATEGIES = {
     "ring": ring,
     "all_gather": all_gather,
+    "one_sided": one_sided,
     "ulysses": ulysses,
     "query_split": query_split,
     "star": star,
@@ -90,6 +93,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
             f"k must have {keys} tokens on rank {problem.rank} with strategy={strategy!r}, "
             f"got {k.shape[2]}"
         )
+    if strategy == "one_sided":
+        if is_traced(q):
+            raise NotImplementedError(
+                "strategy must not be 'one_sided' under torch.compile, which does not see its copies: use 'ring' or 'all_gather'"
+            )
+        if q.dtype == torch.float64:
+            raise TypeError(
+                "q must not be float64 with strategy='one_sided', which sums in float32: use 'all_gather'"
+            )
     if strategy in BY_HEADS and problem.dropout.p > 0 and problem.world_size > 1:
         raise NotImplementedError(
             f"dropout_p must be 0 with strategy={strategy!r}, whose ranks count heads from their own first one: use another "
@@ -255,6 +267,8 @@ def _ring_attention(
         },
     )
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
+    if strategy == "one_sided" and world_size > 1:
+        expect_mapped("strategy 'one_sided'", group_name, q.device)
     if dropout_p > 0 and dropout_seed is None:
         # Ranks' generators may have come to different places.
         seed = all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]

@@ -1,9 +1,11 @@
 """Attention of this rank's queries over K and V of the whole sequence, in the order of positions.
 
-What the strategies share that bring all keys to the queries (`all_gather`, `ulysses`, `query_split`).
+What the strategies share that bring all keys to the queries (`all_gather`, `one_sided`, `ulysses`, `query_split`).
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch_fdattn.dist.ring_attention.local import (
     Saved,
     add_gradients,
     call_mask,
+    state_dtype,
     zero_gradients,
 )
 from torch_fdattn.dist.ring_attention.plan import BlockCall
@@ -28,17 +31,37 @@ def _calls(problem: Problem) -> list[BlockCall]:
 def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
     calls = _calls(problem)
-    alone = len(calls) == 1 and calls[0][:2] == (0, q.shape[2])
-    if alone and problem.invariant_block is None:  # nothing to merge: no fp32 state
-        call = calls[0]
-        keys = slice(call.kv_begin, call.kv_end)
-        return torch.ops.fdattn.attention_forward(
-            q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
-            *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
-        )  # fmt: skip
-    state = state_of(q, problem)
-    state.add(k, v, calls)
-    return state.finish()
+    if problem.invariant_block is not None or not _apart(calls):
+        state = state_of(q, problem)
+        state.add(k, v, calls)
+        return state.finish()
+    states = [_attend(q, k, v, call, problem) for call in calls]  # nothing to merge: no fp32 state
+    if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):
+        return states[0]
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=state_dtype(q))
+    row = 0
+    for call, state in zip(calls, states, strict=True):
+        for x, part, nothing in ((out, state[0], 0.0), (lse, state[1], float("-inf"))):
+            x[:, :, row : call.q_begin] = nothing  # rows that see no key
+            x[:, :, call.q_begin : call.q_end] = part
+        row = call.q_end
+    out[:, :, row:], lse[:, :, row:] = 0.0, float("-inf")
+    return out, lse
+
+
+def _apart(calls: list[BlockCall]) -> bool:
+    """Whether each row is of one call at most, in the order of rows."""
+    return all(a.q_end <= b.q_begin for a, b in itertools.pairwise(calls))
+
+
+def _attend(q, k, v, call: BlockCall, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Of a call that sees all that its rows see: with the sinks."""
+    rows, keys = slice(call.q_begin, call.q_end), slice(call.kv_begin, call.kv_end)
+    q = q[:, :, rows]
+    return torch.ops.fdattn.attention_forward(
+        q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
+        *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
+    )  # fmt: skip
 
 
 def unsharded_gradients(

@@ -235,26 +235,32 @@ class Copies:
 
     def send(self, chunk: Tensor, peer: int, at: int) -> None:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
+        self.send_all([(chunk, at)], peer)
+
+    def send_all(self, chunks: Sequence[tuple[Tensor, int]], peer: int) -> None:
+        """`send` of several chunks, all contiguous, which arrive together."""
         driver = loaded() if self._device.type == "cuda" else None
         if driver is not None:
-            self._send_by(driver, self.streams[0].cuda_stream, chunk, peer, at)
+            self._send_by(driver, self.streams[0].cuda_stream, chunks, peer)
             return
         with using(self.streams[0]):
-            if chunk.numel():
-                self.data(peer, chunk.dtype, *chunk.shape, at=at).copy_(chunk, non_blocking=True)
+            for chunk, at in chunks:
+                if chunk.numel():
+                    there = self.data(peer, chunk.dtype, *chunk.shape, at=at)
+                    there.copy_(chunk, non_blocking=True)
             self._flag(peer, self.rank).copy_(
                 self._flag(self.rank, 2 * self.world), non_blocking=True
             )
 
-    def _send_by(self, driver, stream: int, chunk: Tensor, peer: int, at: int) -> None:
+    def _send_by(self, driver, stream: int, chunks, peer: int) -> None:
         """By the driver's own copies: views, streams made current and PyTorch's copies take the host 30 µs a chunk."""
         here, there = (self._channel.memory.peers[r].data_ptr() for r in (self.rank, peer))
         where = stream, self._device.index
-        if chunk.numel():
-            target = there + _DATA + at * chunk.element_size()
-            copy_async(
-                driver, target, chunk.data_ptr(), chunk.numel() * chunk.element_size(), *where
-            )
+        for chunk, at in chunks:
+            if chunk.numel():
+                size = chunk.element_size()
+                target = there + _DATA + at * size
+                copy_async(driver, target, chunk.data_ptr(), chunk.numel() * size, *where)
         copy_async(driver, there + 8 * self.rank, here + 16 * self.world, 8, *where)
 
     def await_(self, peer: int) -> None:

@@ -1,0 +1,162 @@
+"""Ring attention's strategy `one_sided`: against `all_gather`, in graphs, after one another, refusals, lost copies."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_fdattn.dist import (
+    PeerTimeout,
+    SequenceShards,
+    check,
+    context_parallel,
+    ring_attention,
+    set_timeout,
+)
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
+from torch_fdattn.ops.library import INTERPRET, launches
+
+from .test_ring_attention import drawn_shards
+
+RUNS = INTERPRET or torch.cuda.is_available()
+needs_kernels = pytest.mark.skipif(
+    not RUNS, reason="tests a kernel: needs a CUDA device or TRITON_INTERPRET=1"
+)
+HALF = torch.float16 if INTERPRET else torch.bfloat16
+SEEDS = [pytest.param(x, marks=() if x < 6 or not INTERPRET else pytest.mark.slow) for x in range(30)]  # fmt: skip
+
+
+def results(group, whole, shards, strategy, douts, **given) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) of this rank's shard."""
+    rank = dist.get_rank()
+    own = [shards.shard(x, rank, 2).clone().requires_grad_() for x in whole]
+    out, lse = ring_attention(*own, group, shards=shards, strategy=strategy, **given)
+    dout, dlse = (shards.shard(x, rank, 2) for x in douts)
+    return out, lse, *torch.autograd.grad((out, lse), own, (dout, dlse.masked_fill(lse.isinf(), 0)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn(group, rank_device, seed) -> None:
+    rng, world = random.Random(seed), dist.get_world_size()
+    torch.manual_seed(seed)
+    total, kv_heads = rng.choice([world, 24, 37, 64]), rng.choice([1, 2])
+    heads, batch = kv_heads * rng.choice([1, 2]), rng.choice([1, 2])
+    dtype = rng.choice([torch.float32, HALF])
+    shape = dict(device=rank_device, dtype=dtype)
+    q, dout = torch.randn(2, batch, heads, total, 32, **shape)
+    k, v = torch.randn(2, batch, kv_heads, total, 32, **shape)
+    if rng.random() < 0.5:  # as models have them, heads behind tokens in memory
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    dlse = torch.randn(batch, heads, total, device=rank_device)
+    given = dict(causal=rng.random() < 0.7)
+    if given["causal"] and rng.random() < 0.4:
+        given["window"] = rng.randint(0, 30), 0
+    if rng.random() < 0.3:
+        given["cu_seqlens"] = sorted({0, rng.randint(1, total), total})
+    if rng.random() < 0.3:
+        given["kv_lens"] = torch.randint(0, total + 1, (batch,), dtype=torch.int32).to(rank_device)
+    if rng.random() < 0.3:
+        given["sinks"] = torch.randn(heads, device=rank_device)
+    if rng.random() < 0.3:
+        given |= dict(dropout_p=0.3, dropout_seed=torch.tensor([seed, 1], device=rank_device))
+    shards = drawn_shards(rng, total, world)
+    expected = results(group, (q, k, v), shards, "all_gather", (dout, dlse), **given)
+    before = Counter(launches)
+    found = results(group, (q, k, v), shards, "one_sided", (dout, dlse), **given)
+    if world > 1:
+        made = Counter(launches) - before
+        assert made["ring_attention/one_sided_gather"] == 2
+        assert made["ring_attention/one_sided_sum"] == 1
+    bounds = {} if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)  # the same calls
+    torch.testing.assert_close(found[3:], expected[3:], **bounds)
+
+
+@needs_kernels
+def test_calls_after_one_another(group, rank_device) -> None:
+    """Their copies go to the same memory; larger ones to more of it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected, found = [], []
+    for i, length in enumerate((16, 16, 40, 16)):
+        shards = SequenceShards.zigzag(length * world, world)
+        torch.manual_seed(i)
+        own = [
+            shards.shard(torch.randn(1, 2, length * world, 32), rank, 2).to(rank_device)
+            for _ in range(3)
+        ]
+        for into, strategy in ((expected, "all_gather"), (found, "one_sided")):
+            with context_parallel(group, shards=shards, strategy=strategy):
+                into.append(torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_in_a_graph(group, rank_device) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = SequenceShards.zigzag(64 * world, world)
+    own = [torch.randn(1, 2, 64, 64, device=rank_device, dtype=HALF) for _ in range(3)]
+
+    def call(strategy: str) -> Tensor:
+        return ring_attention(*own, group, shards=shards, causal=True, strategy=strategy)[0]
+
+    with torch.no_grad():
+        call("one_sided")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call("one_sided")
+        for i in range(5):
+            torch.manual_seed(10 * i + rank)
+            for x in own:
+                x.normal_()
+            graph.replay()
+            torch.testing.assert_close(found, call("all_gather"), rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_rank_that_does_not_come(group, rank_device) -> None:
+    """NaN and an exception on the others."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    new = dist.new_group()
+    shards = SequenceShards.contiguous(16 * world, world)
+    x = torch.randn(1, 1, 16, 32, device=rank_device)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            given = dict(shards=shards, strategy="one_sided")
+            return ring_attention(x, x, x, new.group_name, **given)[0]
+
+    assert call().isfinite().all()
+    dist.barrier()
+    set_timeout(1)
+    if rank:
+        with assume_equal_on_all_ranks():
+            assert call().isnan().all()
+        with pytest.raises(PeerTimeout, match="waited for rank 0 "):
+            check(new.group_name)
+    dist.barrier()
+    set_timeout(10)
+    dist.destroy_process_group(new)
+
+
+def test_refusals(group, rank_device) -> None:
+    world = dist.get_world_size()
+    x = torch.randn(1, 2, 8, 32, device=rank_device)
+    if world > 1 and not RUNS:
+        with pytest.raises(NotImplementedError, match="'one_sided' needs ranks that share symmetric memory"):  # fmt: skip
+            ring_attention(x, x, x, group, strategy="one_sided")
+    if rank_device.type == "cpu":
+        with pytest.raises(TypeError, match="q must not be float64 with strategy='one_sided'"):
+            ring_attention(x.double(), x.double(), x.double(), group, strategy="one_sided")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"must not be 'one_sided' under torch\.compile"):
+        torch.compile(
+            lambda x: ring_attention(x, x, x, group, strategy="one_sided")[0], backend="aot_eager", fullgraph=True
+        )(x)  # fmt: skip

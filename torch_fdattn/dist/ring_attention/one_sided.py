@@ -1,0 +1,112 @@
+"""Strategy `one_sided`: copy engines bring K and V of all ranks into place, and each run of queries is one kernel call.
+
+As `all_gather`, without its collective: through symmetric memory each rank writes its runs to where they belong in the
+others' memory, in the order of positions, so that nothing is joined afterwards and no SM takes part. The gradients of other
+ranks' keys go back the same way, and are summed in the order of ranks. No states between steps, hence no merges: what it
+costs is the time in which the copies arrive, a part of 1 / length of the whole.
+
+Memory: K and V of the whole sequence on every rank, in the backward their fp32 gradients, and as much symmetric memory,
+which stays (`dist/symm/channel.py`). Ranks of one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
+from torch_fdattn.ops.library import launches
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
+    results: list[Tensor] = []
+    with _all_keys(k, v, problem, results) as keys:
+        results += attend_unsharded(q, *keys, problem)
+    out, lse = results
+    return out, lse, Saved(q, k, v, out, lse)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    results: list[Tensor] = []
+    with _all_keys(saved.k, saved.v, problem, results) as (k, v):
+        results += unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
+    dq, dkv = results
+    dk, dv = _own_sum(dkv, problem).unbind()
+    return dq, dk, dv
+
+
+@contextlib.contextmanager
+def _all_keys(
+    k: Tensor, v: Tensor, problem: Problem, results: list[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V (B, K, total, D) in the order of positions, until the end of the block.
+
+    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten.
+    """
+    if problem.world_size == 1:
+        yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2)
+        return
+    from torch_fdattn.dist.symm.copies import Copies, using
+
+    launches["ring_attention/one_sided_gather"] += 1
+    # A run of positions is one piece of memory on either side.
+    chunks = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
+    shape = (2, problem.shards.total, *chunks[0].shape[1:])
+    nbytes = torch.Size(shape).numel() * k.element_size()
+    copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
+    there = copies.data(copies.rank, k.dtype, *shape)
+    copies.mark()
+    copies.fork()
+    with using(copies.streams[0]):
+        copies.start()
+    copies.after_start()
+    with copies.until_finished(results):
+        pieces, row = [], there[0, 0].numel()
+        for x, first, there_x in zip(chunks, (0, problem.shards.total), there, strict=True):
+            begin = 0
+            for run in problem.shards.ranks[copies.rank]:
+                piece = x[begin : begin + run.length]
+                pieces.append((piece, (first + run.start) * row))
+                there_x[run.start : run.end] = piece
+                begin += run.length
+        for i in range(1, copies.world):
+            copies.send_all(pieces, (copies.rank - i) % copies.world)
+        for i in range(1, copies.world):
+            copies.await_((copies.rank + i) % copies.world)
+        yield tuple(x.permute(1, 2, 0, 3) for x in there)
+
+
+def _own_sum(x: Tensor, problem: Problem) -> Tensor:
+    """This rank's shard of the sum over all ranks of x (…, total, D), all positions, in fp32."""
+    parts = [
+        problem.shards.shard(x, rank, dim=-2).contiguous() for rank in range(problem.world_size)
+    ]
+    if problem.world_size == 1:
+        return parts[0]
+    from torch_fdattn.dist.symm.copies import Copies, using
+    from torch_fdattn.dist.symm.received_sums import sum_received
+
+    launches["ring_attention/one_sided_sum"] += 1
+    largest = max(part.numel() for part in parts)
+    nbytes = problem.world_size * largest * x.element_size()
+    copies = Copies(problem.group_name, "ring_attention/sum", nbytes, x.device)
+    own = parts[copies.rank]
+    out = torch.empty_like(own)
+    copies.mark()
+    copies.fork()
+    with using(copies.streams[0]):
+        copies.start()
+    copies.after_start()
+    with copies.until_finished([out]):
+        for i in range(1, copies.world):
+            owner = (copies.rank + i) % copies.world
+            copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
+        if out.numel():
+            sum_received(copies, own, out)
+    return out
