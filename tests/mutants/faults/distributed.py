@@ -80,7 +80,7 @@ FAULTS = (
         RANK_INVARIANT,
     ),
     Fault(
-        "each rank's sinks", "torch_fdattn/dist/decode/op.py",
+        "each rank's sinks", "torch_fdattn/dist/decode/rank_invariant.py",
         "._replace(sinks=None, batch_invariant=True)", "._replace(batch_invariant=True)", RANK_INVARIANT,
     ),
     Fault(

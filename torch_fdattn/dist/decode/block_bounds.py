@@ -1,10 +1,10 @@
 """Where the blocks of a rank's shard lie: the op `fdattn::block_bounds`, one launch in place of ten.
 
-block_bounds(kv_lens, q_start, q_len, block, count, each, rank, world_size, most)  -> (3, B, count) int32
+block_bounds(kv_lens, q_start, q_len, block, count, each, rank, world_size, length_limit)  -> (3, B, count) int32
 
 Row 0 says how many keys of each block are filled, row 1 where the queries start, row 2 where the block starts. The sequence's
 blocks are dealt out `each` in turn to the ranks, of which `rank` has `count`; kv_lens (B,) int32 or int64 are global, at most
-`most` of which count. q_start: None if the last query is the last key.
+`length_limit` of which count. q_start: None if the last query is the last key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from torch_fdattn.ops import library
 from torch_fdattn.ops.positions import FAR
 
 
-def _block_bounds(kv_lens, q_start, q_len, block, count, each, rank, world_size, most) -> Tensor:
+def _block_bounds(
+    kv_lens, q_start, q_len, block, count, each, rank, world_size, length_limit
+) -> Tensor:
     if library.use_triton(kv_lens):
-        bounds = _fake(kv_lens, q_start, q_len, block, count, each, rank, world_size, most)
+        bounds = _fake(kv_lens, q_start, q_len, block, count, each, rank, world_size, length_limit)
         if bounds.numel():
             from torch_fdattn.dist.decode.block_bounds_kernel import launch_bounds
 
-            launch_bounds(kv_lens, q_start, bounds, q_len, block, each, rank, world_size, most)
+            launch_bounds(
+                kv_lens, q_start, bounds, q_len, block, each, rank, world_size, length_limit
+            )
         return bounds
-    lengths = kv_lens.clamp(0, most).int()
+    lengths = kv_lens.clamp(0, length_limit).int()
     q_start = lengths - q_len if q_start is None else q_start.clamp(-FAR, FAR).int()
     i = torch.arange(count, dtype=torch.int32, device=kv_lens.device)
     start = ((i // each * world_size + rank) * each + i % each) * block
@@ -32,13 +36,13 @@ def _block_bounds(kv_lens, q_start, q_len, block, count, each, rank, world_size,
     return torch.stack([filled, *(x.expand_as(filled) for x in (q_start[:, None], start))])
 
 
-def _fake(kv_lens, q_start, q_len, block, count, each, rank, world_size, most) -> Tensor:
+def _fake(kv_lens, q_start, q_len, block, count, each, rank, world_size, length_limit) -> Tensor:
     return kv_lens.new_empty((3, kv_lens.shape[0], count), dtype=torch.int32)
 
 
 library.define_raw(
     "block_bounds(Tensor kv_lens, Tensor? q_start, int q_len, int block, int count, int each, int rank, int world_size, "
-    "int most) -> Tensor",
+    "int length_limit) -> Tensor",
     _block_bounds,
     _fake,
 )

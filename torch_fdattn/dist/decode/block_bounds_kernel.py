@@ -13,13 +13,15 @@ from torch_fdattn.ops.positions import FAR as _FAR
 FAR = tl.constexpr(_FAR)
 
 
-@triton.jit(do_not_specialize=["q_len", "count", "each", "rank", "world_size", "most", "batch"])
+@triton.jit(
+    do_not_specialize=["q_len", "count", "each", "rank", "world_size", "length_limit", "batch"]
+)
 def _bounds_kernel(
-    kv_lens_ptr, q_start_ptr, bounds_ptr, q_len, block, count, each, rank, world_size, most, batch, BLOCK: tl.constexpr
+    kv_lens_ptr, q_start_ptr, bounds_ptr, q_len, block, count, each, rank, world_size, length_limit, batch, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), most).to(tl.int32)
+    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), length_limit).to(tl.int32)
     q_start = length - q_len
     if q_start_ptr is not None:
         q_start = tl.minimum(tl.maximum(tl.load(q_start_ptr + b), -FAR), FAR).to(tl.int32)
@@ -35,12 +37,12 @@ def _bounds_kernel(
 
 def launch_bounds(
     kv_lens: Tensor, q_start: Tensor | None, bounds: Tensor, q_len: int, block: int, each: int, rank: int,
-    world_size: int, most: int,
+    world_size: int, length_limit: int,
 ) -> None:  # fmt: skip
     """Writes bounds (3, B, blocks) int32."""
     batch, count = bounds.shape[1:]
     q_start = None if q_start is None else q_start.contiguous()
     launch(
-        _bounds_kernel, batch, kv_lens.contiguous(), q_start, bounds, q_len, block, count, each, rank, world_size, most,
+        _bounds_kernel, batch, kv_lens.contiguous(), q_start, bounds, q_len, block, count, each, rank, world_size, length_limit,
         batch, BLOCK=power_of_two(count), num_warps=1,
     )  # fmt: skip

@@ -65,9 +65,9 @@ def decode(
         return out, q.new_full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q))
     each = count if kv_block is None else kv_block // block
     # As `local_mask`: lengths are trusted where the whole capacity is not known.
-    most = FAR if kv_block is not None else group.world_size * shard.capacity
+    length_limit = FAR if kv_block is not None else group.world_size * shard.capacity
     bounds = torch.ops.fdattn.block_bounds(
-        mask.kv_lens, mask.q_start, q.shape[2], block, count, each, group.rank, group.world_size, most
+        mask.kv_lens, mask.q_start, q.shape[2], block, count, each, group.rank, group.world_size, length_limit
     )  # fmt: skip
     mask = _simplified(mask, q, extras)._replace(kv_block=0, kv_stride=0)
     if shard.page_table is None:

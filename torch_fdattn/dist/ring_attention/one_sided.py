@@ -3,7 +3,7 @@
 As `all_gather`, without its collective: through symmetric memory each rank writes its runs to where they belong in the
 others' memory, in the order of positions, so that nothing is joined afterwards and no SM takes part. The gradients of other
 ranks' keys go back the same way, and are summed in the order of ranks. No states between steps, hence no merges: what it
-costs is the time in which the copies arrive, a part of 1 / length of the whole.
+costs is the time in which the copies arrive, a part of it that falls as 1 / length.
 
 Memory: K and V of the whole sequence on every rank, in the backward their fp32 gradients, and as much symmetric memory,
 which stays (`dist/symm/channel.py`). Ranks of one host.
@@ -55,7 +55,7 @@ def _all_keys(
     from torch_fdattn.dist.symm.copies import Copies, using
 
     launches["ring_attention/one_sided_gather"] += 1
-    # A run of positions is one piece of memory on either side.
+    # A run of positions lies in one block of memory on either side.
     chunks = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
     shape = (2, problem.shards.total, *chunks[0].shape[1:])
     nbytes = torch.Size(shape).numel() * k.element_size()
@@ -67,16 +67,16 @@ def _all_keys(
         copies.start()
     copies.after_start()
     with copies.until_finished(results):
-        pieces, row = [], there[0, 0].numel()
+        copied, row = [], there[0, 0].numel()
         for x, first, there_x in zip(chunks, (0, problem.shards.total), there, strict=True):
             begin = 0
             for run in problem.shards.ranks[copies.rank]:
-                piece = x[begin : begin + run.length]
-                pieces.append((piece, (first + run.start) * row))
-                there_x[run.start : run.end] = piece
+                part = x[begin : begin + run.length]
+                copied.append((part, (first + run.start) * row))
+                there_x[run.start : run.end] = part
                 begin += run.length
         for i in range(1, copies.world):
-            copies.send_all(pieces, (copies.rank - i) % copies.world)
+            copies.send_all(copied, (copies.rank - i) % copies.world)
         for i in range(1, copies.world):
             copies.await_((copies.rank + i) % copies.world)
         yield tuple(x.permute(1, 2, 0, 3) for x in there)
