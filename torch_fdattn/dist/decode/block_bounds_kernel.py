@@ -14,10 +14,20 @@ FAR = tl.constexpr(_FAR)
 
 
 @triton.jit(
-    do_not_specialize=["q_len", "count", "each", "rank", "world_size", "length_limit", "batch"]
+    do_not_specialize=[
+        "q_len",
+        "count",
+        "each",
+        "rank",
+        "world_size",
+        "length_limit",
+        "pages_apart",
+        "batch",
+    ]
 )
 def _bounds_kernel(
-    kv_lens_ptr, q_start_ptr, bounds_ptr, q_len, block, count, each, rank, world_size, length_limit, batch, BLOCK: tl.constexpr
+    kv_lens_ptr, q_start_ptr, bounds_ptr, q_len, block, count, each, rank, world_size, length_limit, pages_apart, batch,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -33,16 +43,17 @@ def _bounds_kernel(
     tl.store(bounds_ptr, filled, mask=inside)
     tl.store(bounds_ptr + of_row, tl.zeros_like(i) + q_start, mask=inside)
     tl.store(bounds_ptr + 2 * of_row, start, mask=inside)
+    tl.store(bounds_ptr + 3 * of_row, b * pages_apart + i, mask=inside)
 
 
 def launch_bounds(
     kv_lens: Tensor, q_start: Tensor | None, bounds: Tensor, q_len: int, block: int, each: int, rank: int,
-    world_size: int, length_limit: int,
+    world_size: int, length_limit: int, pages_apart: int,
 ) -> None:  # fmt: skip
-    """Writes bounds (3, B, blocks) int32."""
+    """Writes bounds (4, B, blocks) int32."""
     batch, count = bounds.shape[1:]
     q_start = None if q_start is None else q_start.contiguous()
     launch(
         _bounds_kernel, batch, kv_lens.contiguous(), q_start, bounds, q_len, block, count, each, rank, world_size, length_limit,
-        batch, BLOCK=power_of_two(count), num_warps=1,
+        pages_apart, batch, BLOCK=power_of_two(count), num_warps=1,
     )  # fmt: skip

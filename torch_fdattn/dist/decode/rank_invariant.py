@@ -67,7 +67,8 @@ def decode(
     # As `local_mask`: lengths are trusted where the whole capacity is not known.
     length_limit = FAR if kv_block is not None else group.world_size * shard.capacity
     bounds = torch.ops.fdattn.block_bounds(
-        mask.kv_lens, mask.q_start, q.shape[2], block, count, each, group.rank, group.world_size, length_limit
+        mask.kv_lens, mask.q_start, q.shape[2], block, count, each, group.rank, group.world_size, length_limit,
+        _pages_apart(shard, block),
     )  # fmt: skip
     mask = _simplified(mask, q, extras)._replace(kv_block=0, kv_stride=0)
     if shard.page_table is None:
@@ -93,8 +94,8 @@ def _simplified(mask: Mask, q: Tensor, extras: ExtraOptions) -> Mask:
 
 
 def _of_bounds(mask: Mask, bounds: Tensor, extras: ExtraOptions) -> Mask:
-    """The mask of blocks as sequences; bounds (3, blocks)."""
-    filled, q_start, kv_start = bounds.unbind()
+    """The mask of blocks as sequences; bounds (4, blocks)."""
+    filled, q_start, kv_start, _ = bounds.unbind()
     if mask.window_left < 0 and mask.window_right < 0 and extras.alibi_slopes is None:
         q_start = kv_start = None
     return mask._replace(kv_lens=filled, q_start=q_start, kv_start=kv_start)
@@ -151,20 +152,57 @@ def _sequence(shard: CacheShard, extras: ExtraOptions, b: int) -> tuple[CacheSha
 
 
 def _in_one_call(q, shard, mask, attend, extras, bounds) -> tuple[Tensor, Tensor]:
-    """As `_one_by_one`, all blocks of a sequence in one call, each a sequence of its own."""
-    count, states = bounds.shape[2], []
-    for b in range(q.shape[0]):
-        one, of_one = _sequence(shard, extras, b)
-        if one.page_table is None:
-            one = CacheShard(*(_cut(x, count) for x in one[:2]), None)
-            of_one = _with_scales(of_one, lambda scale: _cut(scale, count))
-        else:
-            one = one._replace(page_table=one.page_table.reshape(count, -1))
-        queries = q[b : b + 1].expand(count, -1, -1, -1)
-        states.append(attend(queries, one, _of_bounds(mask, bounds[:, b], of_one), of_one))
-    if len(states) == 1:
-        return tuple(x[:, None] for x in states[0])
-    return tuple(torch.stack(x, 1) for x in zip(*states, strict=True))
+    """As `_one_by_one`, all blocks in one call, each a sequence of its own."""
+    batch, count = bounds.shape[1:]
+    blocks = _blocks(shard, extras, bounds)
+    if blocks is None:  # as their memory lies, of one sequence only
+        states = []
+        for b in range(batch):
+            one, bound = slice(b, b + 1), bounds[:, b : b + 1]
+            own, of_own = _sequence(shard, extras, b)
+            states.append(_in_one_call(q[one], own, mask, attend, of_own, bound))
+        return tuple(torch.cat(x, 1) for x in zip(*states, strict=True))
+    queries = q[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1)
+    states = attend(queries, blocks[0], _of_bounds(mask, bounds.flatten(1), extras), blocks[1])
+    return tuple(x.unflatten(0, (batch, count)).transpose(0, 1) for x in states)
+
+
+def _blocks(
+    shard: CacheShard, extras: ExtraOptions, bounds: Tensor
+) -> tuple[CacheShard, ExtraOptions] | None:
+    """Each block of each sequence as a sequence; None where they do not lie at equal distances."""
+    batch, count = bounds.shape[1:]
+    if extras.alibi_slopes is not None and extras.alibi_slopes.dim() == 2:
+        slopes = extras.alibi_slopes.repeat_interleave(count, 0)
+        extras = extras._replace(alibi_slopes=slopes)
+    if shard.page_table is not None:
+        return shard._replace(page_table=shard.page_table.reshape(batch * count, -1)), extras
+    if batch == 1:
+        cut = CacheShard(*(_cut(x, count) for x in shard[:2]), None)
+        return cut, _with_scales(extras, lambda scale: _cut(scale, count))
+    of_heads = all(x is None or x.stride(0) == x.stride(2) == 0 for x in extras[:2])
+    if not of_heads or not _pages_apart(shard, shard.capacity // count):
+        return None
+    pages = (_pages(x, shard.capacity // count) for x in shard[:2])
+    return CacheShard(*pages, bounds[3].reshape(-1, 1)), _with_scales(
+        extras, lambda x: x[:1, :, :1]
+    )
+
+
+def _pages_apart(shard: CacheShard, block: int) -> int:
+    """How many blocks, as pages, from one sequence to the next in memory; 0: they are no pages."""
+    apart = {divmod(x.stride(0), block * x.stride(2)) for x in shard[:2] if x.stride(2)}
+    count, rest = apart.pop() if len(apart) == 1 else (0, 0)
+    return 0 if rest or shard.page_table is not None or count < 0 else count
+
+
+def _pages(x: Tensor, block: int) -> Tensor:
+    """(pages, H, block, D) of x (B, H, N, D): pages of two sequences overlap where these lie in one another, head by head."""
+    batch, heads, length, dim = x.shape
+    between, head, row, column = x.stride()
+    pages = (batch - 1) * (between // (block * row)) + length // block
+    shape, strides = (pages, heads, block, dim), (block * row, head, row, column)
+    return x.as_strided(shape, strides, x.storage_offset())
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
@@ -177,8 +215,10 @@ def _of_all_ranks(outs: Tensor, lses: Tensor, each: int, group: MergeGroup, one_
     together = math.gcd(each, outs.shape[0])
     together &= -together
     if together > 1:
-        outs, lses = torch.ops.fdattn.merge_tree(outs, lses, together, outs.dtype)
-    rows, each = pack(outs, lses), each // together
+        rows = torch.ops.fdattn.merge_tree_rows(outs, lses, together)
+    else:
+        rows = pack(outs, lses)
+    each //= together
     missing = -rows.shape[0] % each
     if missing:  # the last round is a part of one
         rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), float("-inf"))])

@@ -1,6 +1,7 @@
 """Partial attention states merged in one binary tree: results that follow from the states and their places alone.
 
 merge_tree(outs, lses, leaves, dtype=None)        -> (out, lse) of each node of so many states, a power of two
+merge_tree_rows(outs, lses, leaves)               -> rows (…, D + 1) of the same: out, and then lse, in one row
 merge_pair(out, lse, other_out, other_lse)        -> (out, lse) of two
 
 A node is the merge of its two halves. What is missing at the end is empty, and an empty state changes no bit of the other:
@@ -53,23 +54,39 @@ def _merged(out, lse, other_out, other_lse) -> tuple[Tensor, Tensor]:
 def _tree(outs, lses, leaves, dtype=None) -> tuple[Tensor, Tensor]:
     if not library.use_triton(outs):
         return _tree_reference(outs, lses, leaves, dtype)
+    return _merge_into(*_tree_fake(outs, lses, leaves, dtype), outs, lses, leaves)
+
+
+def _rows(outs, lses, leaves) -> Tensor:
+    if not library.use_triton(outs):
+        out, lse = _tree_reference(outs, lses, leaves, None)
+        return torch.cat([out, lse[..., None]], -1)
+    rows = _rows_fake(outs, lses, leaves)
+    _merge_into(rows[..., :-1], rows[..., -1], outs, lses, leaves)
+    return rows
+
+
+def _merge_into(out, lse, outs, lses, leaves) -> tuple[Tensor, Tensor]:
+    """By launches of MAX_LEAVES, of which the last one writes into out and lse."""
     from torch_fdattn.ops.merge_states.tree_kernel import MAX_LEAVES, launch_tree
 
-    while True:
-        here = min(leaves, MAX_LEAVES)
-        leaves //= here
-        out, lse = _tree_fake(outs, lses, here, None if leaves > 1 else dtype)
-        if lse.numel():
-            launch_tree(outs, lses, out, lse, here)
-        if leaves == 1:
-            return out, lse
-        outs, lses = out, lse
+    if lse.numel():
+        while leaves > MAX_LEAVES:
+            nodes = _tree_fake(outs, lses, MAX_LEAVES)
+            launch_tree(outs, lses, *nodes, MAX_LEAVES)
+            outs, lses, leaves = *nodes, leaves // MAX_LEAVES
+        launch_tree(outs, lses, out, lse, leaves)
+    return out, lse
 
 
 def _tree_fake(outs, lses, leaves, dtype=None) -> tuple[Tensor, Tensor]:
     nodes = cdiv(outs.shape[0], leaves)
     out = outs.new_empty((nodes, *outs.shape[1:]), dtype=dtype or outs.dtype)
     return out, lses.new_empty((nodes, *lses.shape[1:]))
+
+
+def _rows_fake(outs, lses, leaves) -> Tensor:
+    return outs.new_empty((cdiv(outs.shape[0], leaves), *outs.shape[1:-1], outs.shape[-1] + 1))
 
 
 def _tree_reference(outs, lses, leaves, dtype) -> tuple[Tensor, Tensor]:
@@ -93,4 +110,7 @@ library.define_raw(
     "merge_tree(Tensor outs, Tensor lses, int leaves, ScalarType? dtype=None) -> (Tensor, Tensor)",
     _tree,
     _tree_fake,
+)
+library.define_raw(
+    "merge_tree_rows(Tensor outs, Tensor lses, int leaves) -> Tensor", _rows, _rows_fake
 )

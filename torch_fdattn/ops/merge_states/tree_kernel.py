@@ -58,10 +58,10 @@ def _node(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexp
 
 @triton.jit(do_not_specialize=["parts", "length"])
 def _tree_kernel(
-    outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, parts, heads, length, rows,
+    outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, out_stride, lse_stride, parts, heads, length, rows,
     head_dim: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D) contiguous; the grid is (rows, nodes)."""
+    """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D), whose rows are out_stride apart; the grid is (rows, nodes)."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1).to(tl.int64)
     s, h, b = row % length, row // length % heads, row // length // heads
@@ -74,8 +74,8 @@ def _tree_kernel(
     at = node * rows + row + tl.arange(0, 1)
     d = tl.arange(0, BLOCK_D)[None, :]
     out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] * head_dim + d, out, mask=d < head_dim)
-    tl.store(lse_ptr + at, lse)
+    tl.store(out_ptr + at[:, None] * out_stride + d, out, mask=d < head_dim)
+    tl.store(lse_ptr + at * lse_stride, lse)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,13 +98,16 @@ def _pair_kernel(
 
 
 def launch_tree(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, leaves: int) -> None:
-    """Writes each node of so many leaves, at most MAX_LEAVES, into out (any float dtype) and lse (fp32), both contiguous."""
+    """Writes each node of so many leaves, at most MAX_LEAVES, into out (any float dtype) and lse (fp32).
+
+    Both are contiguous, or parts of contiguous rows.
+    """
     launches["merge_tree/triton"] += 1
     parts, batch, heads, length, head_dim = outs.shape
     rows = batch * heads * length
     launch(
         _tree_kernel, (rows, out.shape[0], 1),
-        outs, lses, out, lse, outs.stride(), lses.stride(), parts, heads, length, rows, head_dim,
+        outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(-2), lse.stride(-1), parts, heads, length, rows, head_dim,
         LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
