@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from tests.dist.one_sided_matmuls import draw
 from tests.tables.records import FUSED, LINEAR, read_from, record, save
+from torch_fdattn import tables, tune
 from torch_fdattn.dist import chosen_strategy, matmul_all_reduce
 from torch_fdattn.dist.decode import auto
+from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, LAYER, SCATTER
 from torch_fdattn.dist.tuned import entries_on_all_ranks
 from torch_fdattn.ops.library import INTERPRET, launches
 
@@ -96,3 +98,21 @@ def test_a_broken_file_is_named_on_its_rank(rank_device, ranks, tmp_path) -> Non
                 entries_on_all_ranks("dist_decode", name, like)
         else:
             assert entries_on_all_ranks("dist_decode", name, like) == ()
+
+
+def test_ranks_measure_one_table(ranks, rank_device, tmp_path) -> None:
+    """The quick sections over ranks: the same entries on all of them, which `auto` of these ranks then takes."""
+    notes: list[str] = []
+    session = tune.Session(rank_device, dist.group.WORLD, quick=True, note=notes.append)
+    own = tune.tune(session, list(tune.OVER_RANKS), seconds=60)
+    assert not [text for text in notes if "time is up" in text]
+    gathered: list = [None] * ranks
+    dist.all_gather_object(gathered, {name: own[name] for name in tune.OVER_RANKS})
+    assert all(theirs == gathered[0] for theirs in gathered)
+    assert [x["ranks"] for x in own["dist_decode"]] == [ranks]
+    assert {x["op"] for x in own["tensor_parallel"]} == {GATHER, SCATTER, ALL_REDUCE, LAYER}
+    path = tmp_path / "tables.json"
+    tables.write(path, own)
+    with read_from(path):
+        found = entries_on_all_ranks("tensor_parallel", new_group(), draw(1, device=rank_device))
+        assert list(found) == own["tensor_parallel"]

@@ -33,5 +33,8 @@ def entries_on_all_ranks(section: str, group_name: str, like: Tensor) -> tuple[d
         raise
     common = consensus(group_name, like, question, None, digest)
     if common != digest and own:
-        _log.info("%s: ranks have different entries, the shipped table is used", question)
+        _log.info(
+            "%s: not the same on all ranks, or not compared before a capture: the shipped table is used",
+            question,
+        )
     return own if common == digest else ()

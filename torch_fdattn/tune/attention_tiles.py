@@ -91,19 +91,22 @@ class TileSearch:
                 self._dout, None, q, k, v, out, lse, options, *grads, config=config
             )
 
-        run_forward(shipped)  # the backward takes its results
         both = backward_config(*like, short_window=short)
-        for direction, config, run, outputs in (
-            ("forward", shipped, run_forward, (out, lse)),
-            ("backward", both, run_backward, grads),
-        ):
-            kernel = dispatch.choose(direction, q, k, v, options)
-            if kernel == "triton":
-                yield direction, config, run, outputs
-            else:
+        searches = {
+            "forward": (shipped, run_forward, (out, lse)),
+            "backward": (both, run_backward, grads),
+        }
+        kernels = {name: dispatch.choose(name, q, k, v, options) for name in searches}
+        for name, kernel in kernels.items():
+            if kernel != "triton":
                 self._session.note(
-                    f"{SECTION}: {self._name(direction)} runs the kernel {kernel}, whose tiles are fixed"
+                    f"{SECTION}: {self._name(name)} runs the kernel {kernel}, whose tiles are fixed"
                 )
+        if kernels["backward"] == "triton":
+            run_forward(shipped)  # whose results the backward takes
+        for name, search in searches.items():
+            if kernels[name] == "triton":
+                yield name, *search
 
     def entries(
         self, direction: str, shipped: Any, run: Callable[[Any], None], outputs: tuple[Tensor, ...]

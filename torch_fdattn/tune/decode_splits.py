@@ -84,8 +84,12 @@ def _entry(session: Session, case: DecodeCase) -> dict:
     for share in QUICK_SHARES if session.quick else SHARES:
         runs = [_run(call, max(1, round(share * sms))) for call in made]
         results = session.clock.together(runs[0])
-        if results is not None and trials.difference(results, expected) is None:
-            calls.setdefault(str(share), runs)
+        if results is None or trials.difference(results, expected) is not None:
+            session.note(
+                f"{SECTION}: {case}: {share} splits an SM are left out: it raised, or its result differs"
+            )
+            continue
+        calls.setdefault(str(share), runs)
     chosen = session.choose(SECTION, str(case), str(shipped), session.clock.compare(calls))
     return dict(
         head_dim=padded(case.head_dim), dtype=name_of(session.half), paged=case.paged, work_tiles=case.work_tiles,

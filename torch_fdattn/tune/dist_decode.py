@@ -55,9 +55,7 @@ def _times(session: Session, rows: int) -> dict[str, float]:
     q, k, v = new((batch, heads, 1, dim)), *(new((batch, heads, KEYS, dim)) for _ in range(2))
     lens = torch.full((batch,), KEYS * session.ranks, dtype=torch.int32, device=session.device)
     group = session.group.group_name
-    calls = {
-        name: [partial(decode, q, k, v, lens, group, strategy=name)] for name in STRATEGIES
-    }
+    calls = {name: [partial(decode, q, k, v, lens, group, strategy=name)] for name in STRATEGIES}
     return session.clock.compare(calls)
 
 
