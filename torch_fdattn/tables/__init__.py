@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from torch_fdattn.tables.device import Device
-from torch_fdattn.tables.file import default_path, read, write
+from torch_fdattn.tables.file import default_path, is_expected, read, write
 from torch_fdattn.tables.lookup import digest, entries, forget, index, shipped_tables_only
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "entries",
     "forget",
     "index",
+    "is_expected",
     "read",
     "shipped_tables_only",
     "write",

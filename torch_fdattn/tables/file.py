@@ -36,6 +36,21 @@ def default_path() -> Path | None:
     return Path(cache) / "torch_fdattn" / "tables.json"
 
 
+def is_expected(path: Path) -> bool:
+    """Whether there is such a file; that of the cache folder may be missing, one that the variable names must not.
+
+    Raises:
+        ValueError: TORCH_FDATTN_TABLES names no file.
+    """
+    if path.exists():
+        return True
+    if os.environ.get(VARIABLE):
+        raise ValueError(
+            f"{VARIABLE} must name a file that `fdattn tune` wrote, or be empty for none, got {path}: no such file"
+        )
+    return False
+
+
 def read(path: Path) -> list[dict]:
     """The records of a file, one a machine, checked; none where there is no file.
 

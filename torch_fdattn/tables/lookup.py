@@ -12,12 +12,11 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from torch_fdattn.tables.device import Device
-from torch_fdattn.tables.file import VARIABLE, default_path, is_of_machine, read
+from torch_fdattn.tables.file import default_path, is_expected, is_of_machine, read
 from torch_fdattn.tables.sections import SECTIONS
 from torch_fdattn.version import __version__
 
@@ -73,13 +72,7 @@ def forget() -> None:
 def _record(device: Device) -> dict[str, dict[tuple, dict[str, Any]]]:
     """The sections of the file's record of this machine, empty where it has none."""
     path = default_path()
-    if path is None:
-        return {}
-    if not path.exists():
-        if os.environ.get(VARIABLE):
-            raise ValueError(
-                f"{VARIABLE} must name a file that `fdattn tune` wrote, or be empty for none, got {path}: no such file"
-            )
+    if path is None or not is_expected(path):
         return {}
     machine = {**device._asdict(), "triton": triton_version(), "torch_fdattn": __version__}
     records = read(path)
