@@ -22,8 +22,6 @@ from torch_fdattn.ops import determinism
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
-#: No table that was tuned on this machine decides what tests launch.
-os.environ.setdefault("TORCH_FDATTN_TABLES", "")
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: A graph of an earlier test that is garbage is collected before a capture, in which destroying it is an error.
 torch.compiler.config.force_cudagraph_gc = True

@@ -17,7 +17,7 @@ from tests.tables.records import read_from, record, save
 from torch_fdattn import tables, tune
 from torch_fdattn.dist.decode.auto import FUSED_ROWS
 from torch_fdattn.ops.decode.op import decode
-from torch_fdattn.tune import attention_tiles, dist_decode
+from torch_fdattn.tune import attention_tiles, decode_splits, dist_decode
 from torch_fdattn.tune.linears import LinearChoices, Shape, fastest, variants
 from torch_fdattn.tune.timing import Clock
 
@@ -54,6 +54,13 @@ def test_a_cpu_without_the_interpreter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreter
+def test_the_interpreter_runs_the_quick_form_alone() -> None:
+    done = invoke("tune", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "both TRITON_INTERPRET=1 and --quick" in done.stderr
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -61,6 +68,8 @@ def test_a_cpu_without_the_interpreter_is_refused(tmp_path: Path) -> None:
         (["--section", ","], "--section must be of"),
         (["--section", "tensor_parallel"], "tensor_parallel is measured over ranks: start it with torchrun"),
         ([], "--out must name a file, as TORCH_FDATTN_TABLES is empty"),
+        (["--out", "{folder}"], r"cannot be read \(.*directory"),
+        (["--out", "{folder}/other.json/t.json"], "--out .*other.json/t.json"),
         (["--out", "{folder}/other.json"], r"other\.json must be an object with schema and machines"),
     ],
 )  # fmt: skip
@@ -101,6 +110,16 @@ def test_a_choice_must_win_by_more_than_the_clocks_noise() -> None:
     assert session.choose("s", "c", "a", {"a": 100.0, "b": 90.0}) == "b"
     assert session.choose("s", "c", "a", {"b": 90.0}) == "b"  # what is shipped raised
     assert told[1] == ("s", "c", "a", "b", 100.0, 90.0)
+
+
+@pytest.mark.interpreter
+def test_what_cannot_be_timed_is_said(kernel_device, monkeypatch) -> None:
+    notes: list[str] = []
+    session = tune.Session(torch.device(kernel_device), quick=True, note=notes.append)
+    monkeypatch.setattr(session.clock, "compare", lambda calls: {})
+    assert decode_splits.measure(session) == []
+    assert len(notes) == 2
+    assert notes[0].endswith("is left out: nothing could be timed")
 
 
 def test_what_raises_is_not_compared() -> None:

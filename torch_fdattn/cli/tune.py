@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ _HEAD = ("section", "case", "shipped", "tuned", "shipped µs", "tuned µs")
 
 def run(world: World, out: Path | None, sections: str | None, minutes: float, quick: bool) -> None:
     """Everything behind the options; all ranks call it."""
-    if world.device.type == "cpu" and not INTERPRET:
+    if world.device.type == "cpu" and not (INTERPRET and quick):
         raise UsageError(
-            "nothing is to be tuned on a CPU, which runs no kernel: use a machine with a GPU, or set TRITON_INTERPRET=1 "
+            "nothing is to be tuned on a CPU, which runs no kernel: use a machine with a GPU, or both TRITON_INTERPRET=1 "
             "and --quick to see it run"
         )
     names, path = _sections(sections, world), _path(out)
@@ -67,14 +68,17 @@ def _sections(given: str | None, world: World) -> Sequence[str]:
 
 
 def _path(out: Path | None) -> Path:
-    """Where to write; what is there must be a tuned table, which is known before anything is measured."""
+    """Where to write, which is found out before anything is measured: what is there must be a tuned table."""
     path = out or tables.default_path()
     if path is None:
         raise UsageError("--out must name a file, as TORCH_FDATTN_TABLES is empty")
     try:
         tables.read(path)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--out {path}: {error}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--out {path}: nothing can be written in {path.parent}")
     return path
 
 

@@ -56,7 +56,7 @@ def measure(session: Session) -> list[dict]:
         if session.expired():
             session.note(f"{SECTION}: time is up after {number} of {len(cases)} cases")
             break
-        entries.append(_entry(session, case))
+        entries += _entries(session, case)
     return entries
 
 
@@ -65,16 +65,19 @@ def _cases(session: Session) -> Iterable[DecodeCase]:
         yield DecodeCase(16, False, 1, 256, heads=2, kv_heads=1)
         yield DecodeCase(16, True, 2, 128, heads=2, kv_heads=1)
         return
+    free, _ = torch.cuda.mem_get_info(session.device) if session.clock.on_gpu else (0, 0)
+    limit = min(MAX_BYTES, free // 4)
     for head_dim in (128, 64):
         for paged in (False, True):
             for kv_len in (4096, 32768):
                 for batch in (1, 4, 16, 64):
                     case = DecodeCase(head_dim, paged, batch, kv_len)
-                    if case.cache_bytes(session.half.itemsize) <= MAX_BYTES:
+                    if case.cache_bytes(session.half.itemsize) <= limit:
                         yield case
 
 
-def _entry(session: Session, case: DecodeCase) -> dict:
+def _entries(session: Session, case: DecodeCase) -> list[dict]:
+    """The entry of a case; none where nothing could be timed."""
     sms = num_sms(session.device)
     shipped = schedule.target_splits(case.work_tiles, sms) / sms
     copies = session.clock.copies(case.cache_bytes(session.half.itemsize))
@@ -90,11 +93,14 @@ def _entry(session: Session, case: DecodeCase) -> dict:
             )
             continue
         calls.setdefault(str(share), runs)
-    chosen = session.choose(SECTION, str(case), str(shipped), session.clock.compare(calls))
-    return dict(
-        head_dim=padded(case.head_dim), dtype=name_of(session.half), paged=case.paged, work_tiles=case.work_tiles,
-        kv_len=case.kv_len, splits_per_sm=float(chosen),
-    )  # fmt: skip
+    times = session.clock.compare(calls)
+    if not times:
+        session.note(f"{SECTION}: {case} is left out: nothing could be timed")
+        return []
+    about = dict(head_dim=padded(case.head_dim), dtype=name_of(session.half), paged=case.paged)
+    sizes = dict(work_tiles=case.work_tiles, kv_len=case.kv_len)
+    chosen = session.choose(SECTION, str(case), str(shipped), times)
+    return [about | sizes | dict(splits_per_sm=float(chosen))]
 
 
 def _drawn(session: Session, case: DecodeCase, seed: int) -> DecodeCall:
