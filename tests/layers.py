@@ -157,6 +157,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_all_reduce",
                 "tp_epochs",
                 "tp_choices",
+                "tables",
                 "tp_failures",
                 "row_norm",
                 "tp_inference",

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
 # Each package may import itself and what stands to its right.
 ORDER = (
-    "cli", "engine", "models", "compile_backend", "dropins", "dist", "decode_plan", "functional", "ops", "launch", "checks",
-    "environment",
+    "cli", "tune", "engine", "models", "compile_backend", "dropins", "dist", "decode_plan", "functional", "ops", "launch",
+    "tables", "checks", "environment",
 )  # fmt: skip
 
 

@@ -69,8 +69,8 @@ ALLOWED = {
     },
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
     "dist/symm/symmetric_memory.py": {"_workspaces": "symmetric memory, which only a collective makes"},
-    "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes", "of": "of a device"},
     "dist/symm/copies.py": {"_lanes": "streams and events of a device"},
+    "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
     "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},
     "dropins/flash_impl.py": {"fallbacks": "a count for users"},
     "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},
@@ -88,6 +88,8 @@ ALLOWED = {
     "ops/determinism.py": {"_generators": "of seeds, which `set_deterministic` makes"},
     "ops/layout.py": {"_warn_once": "said once"},
     "ops/library.py": {"launches": "a count for tests", "register_dtensor_rules": "done once"},
+    "tables/device.py": {"of": "of a device"},
+    "tables/lookup.py": {"_record": "a file that is read once"},
     "sources.py": {"hash_of": "of files that do not change"},
 }  # fmt: skip
 

@@ -136,7 +136,9 @@ class TestChoice:
 
         measured = Measured(2, "bf16", Recorder(Results({"gpu": "H"}), None), Device("H", "sm_90"))
         graph, eager = (dict(zip(("fdattn/nccl", "fdattn/low_latency"), us, strict=True)) for us in ((20, 10), (50, 90)))  # fmt: skip
-        measured.add(ALL_REDUCE, Shape("o", 8, 16, ()), 4, {"graph_us": graph, "eager_us": eager})
+        measured.add_sample(
+            ALL_REDUCE, Shape("o", 8, 16, ()), 4, {"graph_us": graph, "eager_us": eager}
+        )
         (entry,) = measured.entries()
         assert entry["choices"] == [(4, "low_latency")]
         assert (entry["gpu"], entry["architecture"]) == ("H", "sm_90")
@@ -152,7 +154,7 @@ class TestChoice:
             for shape in shapes(config, 2):
                 for op in shape.ops:
                     way, us = ours[op]
-                    measured.add(
+                    measured.add_sample(
                         op, shape, 8, {"graph_us": {f"fdattn/{way}": us, "gemm_alone": 20}}
                     )
             measured.layer(config, [8])

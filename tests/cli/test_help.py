@@ -28,7 +28,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "doctor"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "tune", "doctor"])
 def test_h_is_help(command):
     words = command.split()
     short, long = invoke(*words, "-h"), invoke(*words, "--help")

@@ -14,9 +14,10 @@ from tests.doctor.machines import (
     gpu_machine,
     one,
 )
+from tests.tables.records import read_from, record, save
 from torch_fdattn import doctor
 from torch_fdattn.doctor import software
-from torch_fdattn.doctor.machine import Gpu
+from torch_fdattn.doctor.machine import Gpu, inspect
 from torch_fdattn.doctor.remedies import remedy_for
 from torch_fdattn.environment import interpreting
 
@@ -200,3 +201,26 @@ def test_a_failed_device_does_not_hide_the_others():
 )
 def test_remedies(error, part):
     assert part in remedy_for(error, "as given")
+
+
+class TestTunedTable:
+    GPU = "NVIDIA H100 80GB HBM3"
+
+    def test_none_is_nothing_to_say(self):
+        assert software.check_table(gpu_machine()) == []
+
+    def test_it_speaks_for_the_gpus_here_or_not(self):
+        one(software.check_table(gpu_machine(table="t.json", tuned=[self.GPU])), "ok", f"t.json: {self.GPU}")  # fmt: skip
+        found = one(software.check_table(gpu_machine(table="t.json", tuned=["another"])), "note", f"t.json has no record of {self.GPU} with triton 3.7.1")  # fmt: skip
+        assert found.remedy == "fdattn tune"
+        one(software.check_table(cpu_machine(table="t.json")), "ok", "no GPU here asks it")
+
+    def test_it_is_read(self, tmp_path):
+        path = save(tmp_path / "tables.json", record(gpu="A"), record(gpu="B", triton="1.0"))
+        with read_from(path):
+            machine = inspect()
+            assert (machine.table, machine.tuned) == (str(path), ["A"])
+            path.write_text("{")
+            assert "is no JSON" in inspect().unread["the tuned table"]
+        with read_from(tmp_path / "none.json"):
+            assert "no such file" in inspect().unread["the tuned table"]

@@ -1,4 +1,4 @@
-"""The command line: `fdattn generate`, `fdattn chat`, `fdattn explain` and `fdattn doctor`.
+"""The command line: `fdattn generate`, `chat`, `explain`, `tune` and `doctor`.
 
 `generate` and `chat` run on one process, or on every rank of torchrun: with the KV cache sharded over
 them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -247,6 +248,32 @@ def explain(
         stdout.write(table(report) + "\n")
     if require_all and report.left:
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; default TORCH_FDATTN_TABLES, else one in the cache folder."),
+    ] = None,
+    section: Annotated[
+        str | None,
+        typer.Option(
+            help="Of attention_tiles and decode_splits on one device; under torchrun of dist_decode and "
+            "tensor_parallel. Separated by commas; default all."
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="What it may take in all.")] = 5.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny shapes and few candidates: to see that it runs.")
+    ] = False,
+    device: Device = None,
+) -> None:
+    """Measure what is the fastest on this machine, for "auto" and the kernels' tiles to take."""
+    from torch_fdattn.cli.tune import run
+
+    with one_line_errors(), join(device) as world:
+        run(world, out, section, minutes, quick)
 
 
 @app.command()

@@ -74,6 +74,7 @@ def judge(
         lambda: software.check_unread(machine),
         lambda: software.check_extras(machine),
         lambda: software.check_kernels(machine, env),
+        lambda: software.check_table(machine),
     ]
     findings = []
     for check in checks:

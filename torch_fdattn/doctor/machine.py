@@ -53,6 +53,8 @@ class Machine:
     smi_error: str = ""
     shm: tuple[int, int] | None = None  # bytes: size, free
     container: str = ""
+    table: str = ""  # the path of the tuned table, where there is a file
+    tuned: list[str] = field(default_factory=list)  # GPUs that it has a record of, for our triton
     missing: dict[str, list[str]] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
@@ -81,6 +83,7 @@ def inspect() -> Machine:
     read("nvidia-smi", lambda: _read_smi(machine), None)
     machine.shm = read("/dev/shm", _shm_size, None)
     machine.container = read("container", lambda: container_sign(_read_file), "")
+    read("the tuned table", lambda: _read_table(machine), None)
     machine.missing = read("extras", _missing_extras, {})
     return machine
 
@@ -193,6 +196,18 @@ def _read_smi(machine: Machine) -> None:
         return
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
     machine.smi = [(name.strip(), driver.strip()) for name, driver in rows]
+
+
+def _read_table(machine: Machine) -> None:
+    from torch_fdattn import tables
+    from torch_fdattn.version import __version__
+
+    path = tables.default_path()
+    if path is None or not tables.is_expected(path):
+        return
+    machine.table = str(path)
+    versions = {"triton": machine.triton, "torch_fdattn": __version__}
+    machine.tuned = [x["gpu"] for x in tables.read(path) if versions.items() <= x.items()]
 
 
 def _shm_size() -> tuple[int, int] | None:

@@ -64,6 +64,17 @@ def check_extras(machine: Machine) -> list[Finding]:
     return found
 
 
+def check_table(machine: Machine) -> list[Finding]:
+    """Whether the tuned table, where there is one, speaks for the GPUs here."""
+    if not machine.table or "the tuned table" in machine.unread:
+        return []
+    gpus = list(dict.fromkeys(gpu.name for gpu in machine.gpus))
+    if without := [name for name in gpus if name not in machine.tuned]:
+        text = f"{machine.table} has no record of {', '.join(without)} with triton {machine.triton}: the shipped tables are used"
+        return [Finding("note", "tuned", text, "fdattn tune")]
+    return [Finding("ok", "tuned", f"{machine.table}: {', '.join(gpus) or 'no GPU here asks it'}")]
+
+
 def check_unread(machine: Machine) -> list[Finding]:
     """What could not be read about the machine, and why. A torch that does not import is a failure,
     of which `check_versions` speaks."""

@@ -44,6 +44,10 @@ FRAMEWORK = Tests(
         f"{_OPS}/test_flops.py",
     ),
 )
+TUNED = Tests("the tuned table", ("tests/tables",))
+TUNED_RANKS = Tests(
+    "the tuned table over ranks", ("tests/dist/test_tables.py",), interpret=True, ranks=2
+)
 ONE_SIDED = Tests(
     "one-sided exchanges",
     ("tests/dist/test_signals.py", "tests/dist/test_one_sided.py"),

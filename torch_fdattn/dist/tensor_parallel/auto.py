@@ -5,6 +5,10 @@ and a layer's local sizes (N, K) which strategy or method was the fastest in CUD
 own collective among them, and the run that says so. Eager calls take the same choice: what their host time costs beside
 that is for the caller to weigh, who may name a strategy.
 
+What `fdattn tune` has measured on this machine stands before it, where all ranks of the group have the same
+(`dist/tuned.py`); it replaces the entries of the same op, GPU, ranks and dtype. Compiled graphs are chosen for by the
+shipped table alone.
+
 The table that is asked is the nearest one: of GPUs of the same architecture, those measured with the nearest number of
 ranks (by ratio; the larger of two as near), and among these this very GPU's before another's. In it the nearest sizes
 speak, by the sum of squared logarithms of M, N and K. An architecture, or a dtype of another size, that was never
@@ -23,13 +27,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fdattn import tables
 from torch_fdattn.dist.consensus import consensus
 from torch_fdattn.dist.groups import is_traced
 from torch_fdattn.dist.symm.availability import available
+from torch_fdattn.dist.tuned import entries_on_all_ranks
+from torch_fdattn.tables import Device
 
 GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 #: Not an op but a model's layers: "ag_rs" or "all_reduce"; their sizes are those of the MLP's second matmul.
 LAYER = "layer"
+#: Of the tuned table.
+SECTION = "tensor_parallel"
 #: What runs everywhere.
 STOCK = {GATHER: "collective", SCATTER: "collective", ALL_REDUCE: "nccl"}
 #: What ranks with unequal shards do not have in common.
@@ -53,21 +62,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-class Device(NamedTuple):
-    """What was measured on, or is asked for: a GPU's name and its architecture, "sm_90"; both "cpu" on a CPU."""
-
-    gpu: str
-    architecture: str
-
-    @classmethod
-    @functools.cache
-    def of(cls, device: torch.device) -> Device:
-        if device.type != "cuda":
-            return cls(device.type, device.type)
-        major, minor = torch.cuda.get_device_capability(device)
-        return cls(torch.cuda.get_device_name(device), f"sm_{major}{minor}")
 
 
 @functools.cache
@@ -116,8 +110,24 @@ def _octaves(measured: int, given: int) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_lookup(op: str, device: Device, dtype: str, sizes: LinearSizes) -> str | None:
-    return lookup(table(), op, device, dtype, sizes)
+def _cached_lookup(
+    op: str, device: Device, dtype: str, sizes: LinearSizes, tuned: bool
+) -> str | None:
+    entries = with_tuned_entries(table(), device) if tuned else table()
+    return lookup(entries, op, device, dtype, sizes)
+
+
+def with_tuned_entries(shipped: Sequence[dict], device: Device) -> tuple[dict, ...]:
+    """This machine's entries of the tuned table, and of those that are shipped what they do not replace: those of the same
+    op, GPU, ranks and dtype.
+    """
+
+    def key(entry: dict) -> tuple:
+        return entry["op"], entry["gpu"], entry["ranks"], entry["dtype"]
+
+    own = [entry | device._asdict() for entry in tables.entries(SECTION, device)]
+    replaced = {key(entry) for entry in own}
+    return (*own, *(entry for entry in shipped if key(entry) not in replaced))
 
 
 def choose(
@@ -136,8 +146,11 @@ def choose(
     if is_traced(x):
         return otherwise
     dtype = str(compute_dtype(x)).removeprefix("torch.")
-    found = _cached_lookup(op, Device.of(x.device), dtype, sizes)
-    if found is None:  # on all ranks: it depends on the op, the architecture and the dtype alone
+    tuned = bool(entries_on_all_ranks(SECTION, group_name, x))
+    found = _cached_lookup(op, Device.of(x.device), dtype, sizes, tuned)
+    if (
+        found is None
+    ):  # on all ranks: it depends on the op, the architecture, the dtype and the tables alone
         return otherwise
     if not equal_sizes:
         about = op, dtype, sizes._replace(**{_OF_RANK[op]: 0})

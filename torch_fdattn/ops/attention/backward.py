@@ -43,6 +43,7 @@ from torch_fdattn.ops.attention.configs import (
     is_short_window,
     mask_gradient_config,
 )
+from torch_fdattn.ops.attention.tuned_tiles import with_tuned_tiles
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -90,6 +91,7 @@ def backward_launches(
             max(head_dim, v_dim), q.dtype, device_capability(q.device), scores, dropout,
             is_short_window(mask, kv_capacity),
         )  # fmt: skip
+        config = with_tuned_tiles("backward", config, q, v, options, kv_capacity, packed is not None)  # fmt: skip
         if tuning.state.active:
             case = tuning.TuningCase(q, k, v, options, packed)
             trial = partial(

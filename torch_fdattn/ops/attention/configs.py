@@ -191,6 +191,11 @@ def _fp32_tile(head_dim: int) -> TileConfig:
     return TileConfig(32, 32 if head_dim <= 64 else 16, 8, 1)
 
 
+def has_borders(mask: Mask, kv_len: int) -> bool:
+    """Whether some tile needs a mask: the mask hides something, or the keys end within a tile."""
+    return not mask.hides_nothing or kv_len % TILE_MULTIPLE != 0
+
+
 def is_short_window(mask: Mask, kv_capacity: int) -> bool:
     """Whether a program has so few tiles, by a window that hides something, that its beginning and end count.
 

@@ -23,14 +23,15 @@ from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.ops.attend import attend_range, block_ptrs, load_tile
 from torch_fdattn.ops.attention import tuning
 from torch_fdattn.ops.attention.configs import (
-    TILE_MULTIPLE,
     TileConfig,
     device_capability,
     dot_precision,
     forward_config,
+    has_borders,
     heads_per_swizzle,
     is_short_window,
 )
+from torch_fdattn.ops.attention.tuned_tiles import with_tuned_tiles
 from torch_fdattn.ops.launch import (
     broadcast_mask,
     cdiv,
@@ -46,7 +47,6 @@ from torch_fdattn.ops.online_softmax import LOG2E, softmax_finish
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, kernel_arguments, key_capacity
 from torch_fdattn.ops.packed_tiles import listed, packed_block
-from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.row_ranges_kernel import ranges_launch
 from torch_fdattn.ops.score_tiles import add_sinks, head_options
 from torch_fdattn.ops.tiles import (
@@ -173,11 +173,6 @@ def _attention_forward_kernel(
     tl.store(lse_ptr + (batch64 * heads + head) * q_len + rows, lse, mask=rows < q_len)
 
 
-def has_borders(mask: Mask, kv_len: int) -> bool:
-    """Whether some tile needs a mask: the mask hides something, or the keys end within a tile."""
-    return not mask.hides_nothing or kv_len % TILE_MULTIPLE != 0
-
-
 def launch_forward(*args, **kwargs) -> None:
     """Makes `forward_launches`."""
     run(forward_launches(*args, **kwargs))
@@ -205,6 +200,7 @@ def forward_launches(
             max(head_dim, v_dim), q.dtype, device_capability(q.device), borders, scores, dropout,
             is_short_window(mask, kv_capacity),
         )  # fmt: skip
+        config = with_tuned_tiles("forward", config, q, v, options, kv_capacity, packed is not None)  # fmt: skip
         if tuning.state.active:
             case = tuning.TuningCase(q, k, v, options, packed)
             trial = partial(launch_forward, q, k, v, options, out, lse, packed=packed, ranges=ranges)  # fmt: skip

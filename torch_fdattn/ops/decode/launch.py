@@ -31,6 +31,7 @@ from torch_fdattn.ops.decode.configs import (
 from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
 from torch_fdattn.ops.decode.kernel import _decode_kernel
 from torch_fdattn.ops.decode.merge import _merge_kernel
+from torch_fdattn.ops.decode.tuned_splits import tuned_target_splits
 from torch_fdattn.ops.launch import (
     cdiv,
     contiguous_mask,
@@ -109,6 +110,10 @@ class DecodeLaunchPlan:
         if config.block_m >= WARP_GROUP_ROWS:
             block_d, block_dv = tile_dims(k, v)
         work_tiles = kv_heads * cdiv(rows, config.block_m)
+        if target_splits is None and not batch_invariant:
+            target_splits = tuned_target_splits(
+                q, k, v, paged, batch * work_tiles, cache.capacity, sms
+            )
         splits = schedule.choose_splits(
             batch, work_tiles, cache.capacity, sms, load=load, block_n=config.block_n,
             equal_lengths=batch == 1 or all(x is None for x in options.mask[:3]),
