@@ -84,6 +84,18 @@ def merges() -> Iterator[Call]:
     yield Call(
         "merge_states/backward/bf16", op, dict(dout=new(2, 8, 64, D)) | parts(4, torch.bfloat16)
     )
+    tree, given = torch.ops.fdattn.merge_tree, parts(40, torch.float32)
+    yield Call("merge_tree/64", tree, given | dict(leaves=64, dtype=torch.bfloat16))
+    yield Call(
+        "merge_tree_rows/8", torch.ops.fdattn.merge_tree_rows, given | dict(leaves=8), ("rows",)
+    )
+    one = dict(out=fp32(2, 8, 64, D), lse=fp32(2, 8, 64))
+    yield Call(
+        "merge_pair", torch.ops.fdattn.merge_pair, one | {f"other_{n}": x for n, x in one.items()}
+    )
+    where = dict(q_len=1, block=1024, count=6, each=2, rank=1, world_size=4, length_limit=1 << 29)
+    bounds = dict(kv_lens=torch.full((3,), 9000, dtype=torch.int32), q_start=None, pages_apart=48)
+    yield Call("block_bounds", torch.ops.fdattn.block_bounds, bounds | where, ("bounds",))
 
 
 def layers() -> Iterator[Call]:
