@@ -48,7 +48,12 @@ def index(section: str, device: Device) -> dict[tuple, dict[str, Any]]:
 
 
 def digest(section: str, device: Device) -> str:
-    """64 bits of the entries, the same in every process that has the same ones."""
+    """64 bits of the entries, the same in every process that has the same ones; empty where there are none."""
+    return _digest(section, device) if index(section, device) else ""
+
+
+@functools.cache
+def _digest(section: str, device: Device) -> str:
     text = json.dumps(sorted(json.dumps(x, sort_keys=True) for x in entries(section, device)))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -66,6 +71,7 @@ def shipped_tables_only() -> Iterator[None]:
 def forget() -> None:
     """Makes the next question read the file anew; prepared launches keep what they were made with."""
     _record.cache_clear()
+    _digest.cache_clear()
 
 
 @functools.cache
