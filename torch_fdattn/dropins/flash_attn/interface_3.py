@@ -1,0 +1,246 @@
+"""`flash_attn_interface`: FlashAttention-3's functions, on the same ops.
+
+What changes no result is taken and has no effect: num_splits, pack_gqa, sm_margin, scheduler_metadata. What ours cannot
+do is refused by name: float8 and its descales, qv, attention_chunk, new keys that are packed. The lse of a query that
+sees no key is -inf, as theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_fdattn import checks
+from torch_fdattn.dropins.flash_attn.arguments import (
+    check_qkv,
+    expect_int32,
+    expect_rank,
+    raises_runtime_errors,
+    refuse,
+    score_options,
+)
+from torch_fdattn.dropins.flash_attn.cache import CacheCall, checked_cache, run_over_cache
+from torch_fdattn.dropins.flash_attn.functions import attend_dense, check_dense, unpacked
+from torch_fdattn.dropins.flash_attn.rotation import Rotation
+from torch_fdattn.dropins.flash_attn.varlen import attend_varlen, check_begins, check_varlen
+from torch_fdattn.functional import merge_states
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+_FLOAT8 = "our float8 form is torch_fdattn.attention_fp8, with scales of its own"
+
+
+def _refuse_of_all(where, qv, q_descale, k_descale, v_descale, attention_chunk) -> None:
+    refuse(
+        where,
+        qv=(qv, None, "ours have no second part of queries and keys"),
+        q_descale=(q_descale, None, _FLOAT8),
+        k_descale=(k_descale, None, _FLOAT8),
+        v_descale=(v_descale, None, _FLOAT8),
+        attention_chunk=(attention_chunk, 0, "ours have no chunks; window_size has windows"),
+    )
+
+
+@raises_runtime_errors
+def flash_attn_func(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False, sinks=None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention-3's `flash_attn_func`: out, or (out, lse) with return_attn_probs.
+
+    sinks: (H,), a logit that joins each row's softmax. The other arguments and the errors are those of
+    FlashAttention-2's (`functions.py`); qv, descales and attention_chunk are refused.
+
+    Source: hopper/flash_attn_interface.py of FlashAttention, and vLLM's forks of it for sinks.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import flash_attn_func
+        >>> q, k, v = torch.randn(3, 2, 10, 8, 64)
+        >>> out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 10, 8, 64]), torch.Size([2, 8, 10]))
+    """
+    _refuse_of_all("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
+    options = check_dense(q, k, v, softmax_scale, causal, window_size, softcap, None)
+    out, lse = attend_dense(q, k, v, options, deterministic, sinks=sinks)
+    return (out, lse) if return_attn_probs else out
+
+
+@raises_runtime_errors
+def flash_attn_qkvpacked_func(
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`flash_attn_func` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 · H_k, D); the gradient is one tensor.
+
+    Source: hopper/flash_attn_interface.py of FlashAttention.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import flash_attn_qkvpacked_func
+        >>> flash_attn_qkvpacked_func(torch.randn(2, 10, 12, 64), num_heads_q=8).shape
+        torch.Size([2, 10, 8, 64])
+    """
+    if num_heads_q is None:
+        q, k, v = unpacked("qkv", qkv, 3, 5)
+    else:
+        expect_rank("qkv", qkv, 4)
+        checks.expect_int64(num_heads_q=num_heads_q)
+        kv_heads, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+        if odd or kv_heads < 1:
+            raise ValueError(
+                "num_heads_q must leave as many heads of k as of v in qkv (batch, sequence, heads, head_dim), got "
+                f"{num_heads_q} of {qkv.shape[2]} heads"
+            )
+        q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+@raises_runtime_errors
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+    causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, sinks=None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention-3's `flash_attn_varlen_func`: out, or (out, lse) with return_attn_probs.
+
+    seqused_q, seqused_k: int32 (B,), how many of each sequence's first tokens are used. Rows of unused queries are 0
+    here, unwritten there. The other arguments are those of FlashAttention-2's (`varlen.py`) and of `flash_attn_func`.
+
+    Source: hopper/flash_attn_interface.py of FlashAttention.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import flash_attn_varlen_func
+        >>> begins = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> q, k, v = torch.randn(3, 10, 8, 64)
+        >>> flash_attn_varlen_func(q, k, v, begins, begins, 7, 7, causal=True).shape
+        torch.Size([10, 8, 64])
+    """
+    _refuse_of_all("flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk)
+    scores = softmax_scale, causal, window_size, softcap, None
+    options = check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, None, "page_table", *scores)
+    batch = cu_seqlens_q.shape[0] - 1
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None:
+            expect_int32(name, used, (batch,), "the sequences of cu_seqlens_q", q)
+    more = {"sinks": sinks, "kv_lens": seqused_k}
+    if seqused_q is not None:  # the last used query is the last of the keys
+        more["q_start"] = (cu_seqlens_k.diff() if seqused_k is None else seqused_k) - seqused_q
+    out, lse = attend_varlen(q, k, v, (cu_seqlens_q, cu_seqlens_k), options, deterministic, **more)
+    if seqused_q is not None:
+        unused = _unused_rows(cu_seqlens_q, seqused_q, q.shape[0])
+        out, lse = (
+            out.masked_fill(unused[:, None, None], 0.0),
+            lse.masked_fill(unused, float("-inf")),
+        )
+    return (out, lse) if return_attn_probs else out
+
+
+def _unused_rows(cu_seqlens: Tensor, used: Tensor, tokens: int) -> Tensor:
+    """(tokens,): True where a token is behind the used ones of its sequence, or of none."""
+    row = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
+    inside = sequence < len(used)
+    sequence = sequence.clamp(max=len(used) - 1)
+    return ~inside | (row - cu_seqlens[sequence] >= used[sequence])
+
+
+@raises_runtime_errors
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, sinks=None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention-3's `flash_attn_with_kvcache`: out, or (out, lse) with return_softmax_lse.
+
+    page_table: FlashAttention-2's block_table (`kvcache.py`). cu_seqlens_q: int32 (B + 1,), then q is packed, (T, H, D),
+    and takes no rotation. k and v are (B, S_new, H_k, D): cu_seqlens_k_new and rotary_seqlens are refused.
+
+    Source: hopper/flash_attn_interface.py of FlashAttention.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import flash_attn_with_kvcache
+        >>> k_pages, v_pages = torch.randn(2, 8, 16, 2, 64)
+        >>> table = torch.tensor([[3, 1], [0, 7]], dtype=torch.int32)
+        >>> lens = torch.tensor([20, 9], dtype=torch.int32)
+        >>> flash_attn_with_kvcache(torch.randn(2, 1, 8, 64), k_pages, v_pages, cache_seqlens=lens, page_table=table).shape
+        torch.Size([2, 1, 8, 64])
+    """
+    where = "flash_attn_with_kvcache"
+    _refuse_of_all(where, qv, q_descale, k_descale, v_descale, attention_chunk)
+    refuse(
+        where,
+        cu_seqlens_k_new=(cu_seqlens_k_new, None, "k and v are (batch, sequence, heads, head_dim)"),
+        rotary_seqlens=(rotary_seqlens, None, "rotary positions are those in the cache"),
+    )
+    batch = q.shape[0] if isinstance(q, Tensor) and q.dim() else 0
+    if cu_seqlens_q is None:
+        expect_rank("q", q, 4)
+    else:
+        expect_rank("q", q, 3, "(tokens, heads, head_dim) with cu_seqlens_q")
+        check_begins("cu_seqlens_q", cu_seqlens_q, q)
+        batch = cu_seqlens_q.shape[0] - 1
+        told = "q is packed (cu_seqlens_q)"
+        refuse(where, rotary_cos=(rotary_cos, None, told), rotary_sin=(rotary_sin, None, told))
+    check_qkv(q, k_cache, v_cache, 4, ("q", "k_cache", "v_cache"))
+    at = cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table"
+    cache = checked_cache(q, batch, k_cache, v_cache, *at)
+    options = score_options(q, batch, softmax_scale, causal, window_size, softcap, None)
+    rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved)
+    out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, cu_seqlens_q))
+    return (out, lse) if return_softmax_lse else out
+
+
+@raises_runtime_errors
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention-3's `flash_attn_combine`: attention over a union of keys from the results of its parts.
+
+    Args:
+        out_partial: (parts, B, S, H, D).
+        lse_partial: float32 (parts, B, S, H), -inf where a part saw no key.
+        out: (B, S, H, D), to write into.
+        out_dtype: of the result; default out_partial's.
+
+    Returns:
+        out (B, S, H, D) and lse float32 (B, S, H).
+
+    Source: hopper/flash_attn_interface.py of FlashAttention; arXiv:2501.01005, section 2.2.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import flash_attn_combine
+        >>> out, lse = flash_attn_combine(torch.randn(3, 2, 10, 8, 64), torch.randn(3, 2, 10, 8))
+        >>> out.shape, lse.shape
+        (torch.Size([2, 10, 8, 64]), torch.Size([2, 10, 8]))
+    """
+    expect_rank("out_partial", out_partial, 5, "(parts, batch, sequence, heads, head_dim)")
+    checks.expect_tensor("lse_partial", lse_partial)
+    checks.expect_shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]), "out_partial")
+    dtype = out.dtype if out is not None and out_dtype is None else out_dtype
+    merged, lse = merge_states(out_partial, lse_partial.transpose(2, 3), dtype=dtype, layout="bshd")
+    if out is not None:
+        checks.expect_shape("out", out, tuple(merged.shape), "out_partial")
+        checks.expect_dtype("out", out, merged.dtype, "out_dtype")
+        merged = out.copy_(merged)
+    return merged, lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(*arguments, **options) -> None:
+    """FlashAttention-3's `get_scheduler_metadata`: None, for our launches follow from shapes.
+
+    Examples:
+        >>> from torch_fdattn.dropins.flash_attn.interface_3 import get_scheduler_metadata
+        >>> get_scheduler_metadata(1, 1, 64, 8, 2, 64, torch.tensor([64]))
+    """
