@@ -75,9 +75,14 @@ def is_ordered() -> bool:
     return _ordered.get()
 
 
+def is_set() -> bool:
+    """Whether every backward must give the same bits on every run; as torch's own ops, with `warn_only` too."""
+    return _setting[0] or asked_of_torch()
+
+
 def is_deterministic() -> bool:
-    """Whether a backward must give the same bits on every run; as torch's own ops, with `warn_only` too."""
-    return _setting[0] or _ordered.get() or asked_of_torch()
+    """Whether a backward that runs here must."""
+    return is_set() or _ordered.get()
 
 
 def seed_generator(device: torch.device) -> torch.Generator | None:

@@ -45,11 +45,17 @@ def test_residual_has_both_gradients() -> None:
     assert torch.equal(x.grad, torch.tensor([3.0, 1.0, 3.0, 1.0])[:, None].expand(4, 3))
 
 
+def test_indices_may_be_int32() -> None:
+    """transformers' steps of one token give such."""
+    rows = torch.randn(2, 3)
+    assert torch.equal(bp.pad_input(rows, torch.arange(2, dtype=torch.int32), 2, 1)[:, 0], rows)
+
+
 def test_errors_name_the_argument() -> None:
     x = torch.randn(2, 3, 4)
     with pytest.raises(RuntimeError, match=r"attention_mask must have shape \(2, 3\)"):
         bp.unpad_input(x, torch.ones(2, 4, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match="attention_mask must be boolean or of ints, got torch.float32"):  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"attention_mask must be boolean or of ints, got torch\.float32"):  # fmt: skip
         bp.unpad_input(x, torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="indices must have shape"):
         bp.pad_input(x[0], torch.tensor([0]), 2, 3)

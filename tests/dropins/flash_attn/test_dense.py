@@ -67,7 +67,7 @@ def test_dropout_and_its_probabilities(window: tuple[int, int]) -> None:
     """The signs say which weights were dropped: with them the formula gives the same result and gradients."""
     q, k, v = (made(2, n, h, 16).requires_grad_() for n, h in ((20, 4), (23, 2), (23, 2)))
     p, slopes = 0.25, torch.rand(4)
-    out, lse, probs = flash_attn_func(
+    out, _, probs = flash_attn_func(
         q, k, v, p, causal=True, window_size=window, alibi_slopes=slopes, return_attn_probs=True
     )
     assert probs.shape == (2, 4, 128, 128)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.ops.determinism import is_deterministic, ordered
+from torch_fdattn.ops.determinism import is_set, ordered
 
 
 class ArgumentValueError(ValueError, RuntimeError):
@@ -187,7 +187,7 @@ def padded_dim(x: Tensor) -> int:
 def backward_order(deterministic: bool) -> AbstractContextManager[None]:
     """Where a forward runs whose backward is to have one order of sums, if asked for."""
     checks.expect_bool(deterministic=deterministic)
-    if not deterministic or is_deterministic():
+    if not deterministic or is_set():
         return nullcontext()
     if torch.compiler.is_compiling():
         raise NotImplementedError(

@@ -9,6 +9,15 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.dropins.flash_attn.arguments import raises_runtime_errors
 
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows of input (N, …) at these indices; gradients of a row taken twice add up.
@@ -41,7 +50,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         >>> index_put_first_axis(torch.ones(1, 2), torch.tensor([1]), 2).tolist()
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 @raises_runtime_errors

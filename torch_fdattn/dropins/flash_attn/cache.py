@@ -105,8 +105,13 @@ def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def _check_new(call: CacheCall) -> None:
-    """What is appended, and where."""
-    q, cache, k, v, rotation = call[:5]
+    """What is appended, and where; all that could still be refused after it was written."""
+    q, cache, k, v, rotation, _, sinks, _ = call
+    if sinks is not None:
+        checks.expect_tensor("sinks", sinks)
+        checks.expect_shape("sinks", sinks, (q.shape[-2],), "q's heads")
+        checks.expect_float("sinks", sinks)
+        checks.expect_device("sinks", sinks, q.device, "q")
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"k and v must be given together, got {given} and no {missing}")

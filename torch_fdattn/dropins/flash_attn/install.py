@@ -19,14 +19,10 @@ from torch_fdattn.dropins.flash_attn import bert_padding, interface_2, interface
 
 #: The versions whose interfaces these are.
 VERSION_2, VERSION_3 = "2.8.3", "3.0.0"
-_PADDING = (
-    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
-    "unpad_input_for_concatenated_sequences",
-)  # fmt: skip
 #: By name: where a module's names come from, which they are, and its version.
 _MODULES = {
     "flash_attn": (interface_2, interface_2.FUNCTIONS, VERSION_2),
-    "flash_attn.bert_padding": (bert_padding, _PADDING, VERSION_2),
+    "flash_attn.bert_padding": (bert_padding, bert_padding.__all__, VERSION_2),
     "flash_attn.flash_attn_interface": (interface_2, interface_2.__all__, VERSION_2),
     "flash_attn_interface": (interface_3, interface_3.__all__, VERSION_3),
 }
