@@ -149,22 +149,46 @@ def test_inputs_may_require_gradients_and_a_backward_raises() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_packed_queries(paged: bool) -> None:
-    """FlashAttention-3's cu_seqlens_q: chunks of several lengths over one cache."""
-    of_q, lens = [3, 1, 7], [5, 9, 12]
-    q, rows = made(11, 4, 16), made(3, CAPACITY, 2, 16)
-    cache, where = scattered(rows, "pages" if paged else "rows")
-    begins = torch.tensor([0, 3, 4, 11], dtype=torch.int32)
+@pytest.mark.parametrize("kind", ["rows", "batch_idx", "pages"])
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves", "moved"])
+@pytest.mark.parametrize("packed_q", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_tokens(kind: str, rotary: str | None, packed_q: bool, causal: bool) -> None:
+    """FlashAttention-3's cu_seqlens_q and cu_seqlens_k_new: chunks of several lengths into and over one cache."""
+    of_q, new, lens = [3, 1, 7] if packed_q else [2, 2, 2], [2, 0, 5], [5, 9, 12]
+    moved = [lens[b] + 4 * (rotary == "moved") for b in range(3)]
+    q, rows, kv = made(sum(of_q), 4, 16), made(3, CAPACITY, 2, 16), made(8, 2, 16)
+    cache, where = scattered(rows, kind)
+    angles = torch.rand(CAPACITY, 4, dtype=q.dtype) * 6
+    cos, sin, interleaved = angles.cos(), angles.sin(), rotary == "interleaved"
+    given = {
+        "page_table": where.get("block_table"),
+        "cache_batch_idx": where.get("cache_batch_idx"),
+    }
+    if rotary is not None:
+        given |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    if rotary == "moved":
+        given["rotary_seqlens"] = torch.tensor(moved, dtype=torch.int32)
+    begins = [torch.tensor([0, *x]).cumsum(0).int() for x in (of_q, new)]
+    if packed_q:
+        given |= {"cu_seqlens_q": begins[0], "max_seqlen_q": 7}
+    extra = made(1, 2, 16)  # of no sequence: not stored
+    tokens = torch.cat((kv[:7], extra))
     out = interface_3.flash_attn_with_kvcache(
-        q, cache, cache, cache_seqlens=torch.tensor(lens, dtype=torch.int32), cu_seqlens_q=begins, max_seqlen_q=7,
-        causal=True, page_table=where.get("block_table"),
+        q if packed_q else q.unflatten(0, (3, 2)), cache, cache.clone(), tokens, tokens,
+        cache_seqlens=torch.tensor(lens, dtype=torch.int32), cu_seqlens_k_new=begins[1], causal=causal, **given,
     )  # fmt: skip
-    parts = [
-        attend(x, row[:n], row[:n], causal=True)[0]
-        for x, row, n in zip(q.split(of_q), rows, lens, strict=True)
-    ]
-    torch.testing.assert_close(out, torch.cat(parts), **CLOSE)
+    expected, values = [], rows.clone()
+    for b, (own_q, own_kv) in enumerate(zip(q.split(of_q), kv[:7].split(new), strict=True)):
+        for t, x in enumerate(own_kv):
+            key = x if rotary is None else turned(x, moved[b] + t, cos, sin, interleaved)
+            rows[b, lens[b] + t], values[b, lens[b] + t] = key, x
+        if rotary is not None:
+            own_q = torch.stack([turned(x, moved[b] + i * causal, cos, sin, interleaved) for i, x in enumerate(own_q)])  # fmt: skip
+        end = lens[b] + new[b]
+        expected.append(attend(own_q, rows[b, :end], values[b, :end], causal=causal)[0])
+    torch.testing.assert_close(out if packed_q else out.flatten(0, 1), torch.cat(expected), **CLOSE)
+    torch.testing.assert_close(gathered(cache, where, 3), rows, **CLOSE)
 
 
 def test_captured_lengths_are_read_at_each_call() -> None:

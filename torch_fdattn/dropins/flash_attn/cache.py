@@ -52,12 +52,15 @@ class CacheCall(NamedTuple):
 
     q: Tensor  # (B, S, H, D), or (T, H, D) where cu_seqlens_q says whose its tokens are
     cache: Cache
-    k: Tensor | None  # (B, S_new, H_k, D), to be appended
+    k: (
+        Tensor | None
+    )  # (B, S_new, H_k, D), to be appended, or (T_new, H_k, D) where cu_seqlens_k says whose they are
     v: Tensor | None
     rotation: Rotation
     options: ScoreOptions
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 def checked_cache(
@@ -106,7 +109,7 @@ def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 def _check_new(call: CacheCall) -> None:
     """What is appended, and where; all that could still be refused after it was written."""
-    q, cache, k, v, rotation, _, sinks, _ = call
+    q, cache, k, v, rotation, _, sinks, _, cu_seqlens_k = call
     if sinks is not None:
         checks.expect_tensor("sinks", sinks)
         checks.expect_shape("sinks", sinks, (q.shape[-2],), "q's heads")
@@ -115,15 +118,18 @@ def _check_new(call: CacheCall) -> None:
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"k and v must be given together, got {given} and no {missing}")
+    if k is None and cu_seqlens_k is not None:
+        raise ValueError("k and v must be given where cu_seqlens_k_new is, got None")
     check_rotation(rotation, q, cache.capacity, appends=k is not None)
     new = 0
     if k is not None:
         if cache.lens is None:
             raise ValueError("cache_seqlens must be given where k and v are, got None")
-        batch = cache.lens.shape[0]
+        expect_rank("k", k, 4 if cu_seqlens_k is None else 3)
+        tokens = k.shape[:-2] if cu_seqlens_k is not None else (len(cache.lens), k.shape[1])
         for name, x, like in (("k", k, cache.k), ("v", v, cache.v)):
-            expect_rank(name, x, 4)
-            checks.expect_shape(name, x, (batch, k.shape[1], *like.shape[2:]), f"q and {name}_cache")  # fmt: skip
+            expect_rank(name, x, k.dim())
+            checks.expect_shape(name, x, (*tokens, *like.shape[2:]), f"q and {name}_cache")
             checks.expect_dtype(name, x, q.dtype, "q")
             checks.expect_device(name, x, q.device, "q")
         for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
@@ -132,28 +138,36 @@ def _check_new(call: CacheCall) -> None:
                     f"{name}'s head_dim must be at most {checks.MAX_HEAD_DIM} where k and v are appended, "
                     f"got {x.shape[-1]}"
                 )
-        new = k.shape[1]
+        new = k.shape[1] if cu_seqlens_k is None else cu_seqlens_k.diff()
     lens = cache.lens
     # Elsewhere lengths are clamped and tokens dropped: a look at them would wait for the device.
     on_host = type(lens) is Tensor and lens.is_cpu and not torch.compiler.is_compiling()
     if lens is not None and (on_host or checks.readable(lens)):
-        low, high = (int(x) for x in torch.aminmax(lens)) if lens.numel() else (0, 0)
-        if low < 0 or high + new > cache.capacity:
-            raise ValueError(
-                f"cache_seqlens must lie in [0, {cache.capacity - new}] for {new} new tokens in a cache of "
-                f"{cache.capacity} positions (those of block_table where it has pages), got values from {low} to {high}"
-            )
+        _check_capacity(lens, new, cache.capacity)
+
+
+def _check_capacity(lens: Tensor, new: int | Tensor, capacity: int) -> None:
+    ends = lens + new
+    if lens.numel() and (int(lens.min()) < 0 or int(ends.max()) > capacity):
+        raise ValueError(
+            f"cache_seqlens must lie in [0, {capacity}] with the new tokens, in a cache of {capacity} positions "
+            f"(those of block_table where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
+        )
 
 
 def _append_and_attend(call: CacheCall) -> tuple[Tensor, Tensor]:
-    q, cache, k, v, rotation, options, sinks, cu_seqlens_q = call
+    q, cache, k, v, rotation, options, sinks, cu_seqlens_q, cu_seqlens_k = call
     if rotation.cos is not None:
-        q, k = _rotated(q, k, cache, rotation, options)
+        first = cache.lens if rotation.first is None else rotation.first
+        # Queries that see keys by their positions turn by these, and else all by that of the first new key.
+        hides = options["causal"] or any(0 <= x < cache.capacity for x in options["window"])
+        q = rotate_at(q, rotation, _positions(first, q, cu_seqlens_q, advancing=hides))
+        k = rotate_at(k, rotation, _positions(first, k, cu_seqlens_k))
     v_dim = cache.v.shape[-1]
     q, k_cache, v_cache = pad_heads(q, cache.k, cache.v)
     padded = cache._replace(k=k_cache, v=v_cache)
     if k is not None:
-        padded = _append(padded, *pad_heads(k, v))
+        padded = _append(padded, *pad_heads(k, v), cu_seqlens_k)
         for own, copy in ((cache.k, k_cache), (cache.v, v_cache)):
             if own is not copy:
                 own.copy_(copy[..., : own.shape[-1]])
@@ -161,50 +175,71 @@ def _append_and_attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     return out[..., :v_dim], lse
 
 
-def _rotated(
-    q: Tensor, k: Tensor, cache: Cache, rotation: Rotation, options: ScoreOptions
-) -> tuple[Tensor, Tensor]:
-    """Queries that see keys by their positions turn by these, and else all by that of the first new key."""
-    lens = cache.lens[:, None]
-    hides = options["causal"] or any(0 <= x < cache.capacity for x in options["window"])
-    steps = torch.arange(q.shape[1], device=q.device) if hides else torch.zeros_like(lens)
-    positions = (lens + steps).expand(-1, q.shape[1])
-    q = rotate_at(q, rotation, positions)
-    return q, rotate_at(k, rotation, lens + torch.arange(k.shape[1], device=k.device))
+def _positions(
+    first: Tensor, x: Tensor, cu_seqlens: Tensor | None, advancing: bool = True
+) -> Tensor:
+    """Of tokens (B, S, …) or packed ones (T, …), whose sequences begin at first (B,); all there if not advancing."""
+    if cu_seqlens is None:
+        steps = torch.arange(x.shape[1], device=x.device) * advancing
+        return first[:, None] + steps
+    sequence, step, _ = places(cu_seqlens, len(x))
+    return first[sequence] + step * advancing
 
 
-def _append(cache: Cache, k: Tensor, v: Tensor) -> Cache:
+def places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of packed tokens: their sequences, their numbers in them, and whether they are of any."""
+    row = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
+    inside = sequence < len(cu_seqlens) - 1
+    sequence = sequence.clamp(max=len(cu_seqlens) - 2)
+    return sequence, row - cu_seqlens[sequence], inside
+
+
+def _append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Cache:
     """The cache with the new tokens in it, and its lengths with theirs."""
+    lens = cache.lens
+    if cu_seqlens is not None:
+        # Each token as a sequence of its own, behind the pages of its sequence; position -1 is dropped.
+        sequence, step, inside = places(cu_seqlens, len(k))
+        at = torch.where(inside, lens[sequence] + step, -1).int()
+        table = _table_of(cache)[sequence]
+        paged_append_kv(cache.k, cache.v, table, k[:, None], v[:, None], at, layout="bshd")
+        return cache._replace(lens=lens + cu_seqlens.diff())
     if cache.table is None:
-        append_kv(cache.k, cache.v, k, v, cache.lens, layout="bshd")
+        append_kv(cache.k, cache.v, k, v, lens, layout="bshd")
     else:
-        paged_append_kv(cache.k, cache.v, cache.table, k, v, cache.lens, layout="bshd")
-    return cache._replace(lens=cache.lens + k.shape[1])
+        paged_append_kv(cache.k, cache.v, cache.table, k, v, lens, layout="bshd")
+    return cache._replace(lens=lens + k.shape[1])
+
+
+def _table_of(cache: Cache) -> Tensor:
+    """The page table, or that of rows as pages."""
+    if cache.table is not None:
+        return cache.table
+    return torch.arange(len(cache.k), dtype=torch.int32, device=cache.k.device)[:, None]
 
 
 def _attend(
     q: Tensor, cache: Cache, options: dict, cu_seqlens_q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    hidden = None
+    shown = None
     if cache.leftpad is not None:
         positions = torch.arange(cache.capacity, device=q.device)
-        hidden = (positions >= cache.leftpad[:, None])[:, None, None]
+        shown = (positions >= cache.leftpad[:, None])[:, None, None]
     options = {**options, "layout": "bshd"}
     if cu_seqlens_q is None and q.shape[1] <= MAX_QUERY_TOKENS:
         if cache.table is None:
-            return decode(q, cache.k, cache.v, cache.lens, attn_mask=hidden, **options)
-        if hidden is None:
+            return decode(q, cache.k, cache.v, cache.lens, attn_mask=shown, **options)
+        if shown is None:
             return paged_decode(q, cache.k, cache.v, cache.table, cache.lens, **options)
     if cu_seqlens_q is None and cache.table is None:
-        return attention(q, cache.k, cache.v, cache.lens, attn_mask=hidden, **options)
-    batch, table, begins, rows = len(q), cache.table, cu_seqlens_q, q
+        return attention(q, cache.k, cache.v, cache.lens, attn_mask=shown, **options)
+    batch, begins, rows = len(q), cu_seqlens_q, q
     if begins is None:
         rows = q.flatten(0, 1)
         begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
-    if table is None:
-        table = torch.arange(len(cache.k), dtype=torch.int32, device=q.device)[:, None]
     out, lse = varlen_attention(
-        rows, cache.k, cache.v, begins, page_table=table, kv_lens=cache.lens, attn_mask=hidden, **options
+        rows, cache.k, cache.v, begins, page_table=_table_of(cache), kv_lens=cache.lens, attn_mask=shown, **options
     )  # fmt: skip
     if cu_seqlens_q is not None:
         return out, lse

@@ -1,8 +1,7 @@
 """`flash_attn_interface`: FlashAttention-3's functions, on the same ops.
 
 What changes no result is taken and has no effect: num_splits, pack_gqa, sm_margin, scheduler_metadata. What ours cannot
-do is refused by name: float8 and its descales, qv, attention_chunk, new keys that are packed. The lse of a query that
-sees no key is -inf, as theirs.
+do is refused by name: float8 and its descales, qv, attention_chunk. The lse of a query that sees no key is -inf, as theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     refuse,
     score_options,
 )
-from torch_fdattn.dropins.flash_attn.cache import CacheCall, checked_cache, run_over_cache
+from torch_fdattn.dropins.flash_attn.cache import CacheCall, checked_cache, places, run_over_cache
 from torch_fdattn.dropins.flash_attn.functions import attend_dense, check_dense, unpacked
 from torch_fdattn.dropins.flash_attn.rotation import Rotation
 from torch_fdattn.dropins.flash_attn.varlen import attend_varlen, check_begins, check_varlen
@@ -137,21 +136,13 @@ def flash_attn_varlen_func(
         more["q_start"] = (cu_seqlens_k.diff() if seqused_k is None else seqused_k) - seqused_q
     out, lse = attend_varlen(q, k, v, (cu_seqlens_q, cu_seqlens_k), options, deterministic, **more)
     if seqused_q is not None:
-        unused = _unused_rows(cu_seqlens_q, seqused_q, q.shape[0])
+        sequence, step, inside = places(cu_seqlens_q, len(q))
+        unused = ~inside | (step >= seqused_q[sequence])
         out, lse = (
             out.masked_fill(unused[:, None, None], 0.0),
             lse.masked_fill(unused, float("-inf")),
         )
     return (out, lse) if return_attn_probs else out
-
-
-def _unused_rows(cu_seqlens: Tensor, used: Tensor, tokens: int) -> Tensor:
-    """(tokens,): True where a token is behind the used ones of its sequence, or of none."""
-    row = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
-    inside = sequence < len(used)
-    sequence = sequence.clamp(max=len(used) - 1)
-    return ~inside | (row - cu_seqlens[sequence] >= used[sequence])
 
 
 @raises_runtime_errors
@@ -164,8 +155,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention-3's `flash_attn_with_kvcache`: out, or (out, lse) with return_softmax_lse.
 
-    page_table: FlashAttention-2's block_table (`kvcache.py`). cu_seqlens_q: int32 (B + 1,), then q is packed, (T, H, D),
-    and takes no rotation. k and v are (B, S_new, H_k, D): cu_seqlens_k_new and rotary_seqlens are refused.
+    page_table: FlashAttention-2's block_table (`kvcache.py`), with cache_leftpad too. cu_seqlens_q, cu_seqlens_k_new:
+    int32 (B + 1,), then q is packed, (T, H, D), or k and v are, (T_new, H_k, D). rotary_seqlens: int32 (B,), positions of
+    the first new tokens, in place of cache_seqlens.
 
     Source: hopper/flash_attn_interface.py of FlashAttention.
 
@@ -177,13 +169,7 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(torch.randn(2, 1, 8, 64), k_pages, v_pages, cache_seqlens=lens, page_table=table).shape
         torch.Size([2, 1, 8, 64])
     """
-    where = "flash_attn_with_kvcache"
-    _refuse_of_all(where, qv, q_descale, k_descale, v_descale, attention_chunk)
-    refuse(
-        where,
-        cu_seqlens_k_new=(cu_seqlens_k_new, None, "k and v are (batch, sequence, heads, head_dim)"),
-        rotary_seqlens=(rotary_seqlens, None, "rotary positions are those in the cache"),
-    )
+    _refuse_of_all("flash_attn_with_kvcache", qv, q_descale, k_descale, v_descale, attention_chunk)
     batch = q.shape[0] if isinstance(q, Tensor) and q.dim() else 0
     if cu_seqlens_q is None:
         expect_rank("q", q, 4)
@@ -191,14 +177,18 @@ def flash_attn_with_kvcache(
         expect_rank("q", q, 3, "(tokens, heads, head_dim) with cu_seqlens_q")
         check_begins("cu_seqlens_q", cu_seqlens_q, q)
         batch = cu_seqlens_q.shape[0] - 1
-        told = "q is packed (cu_seqlens_q)"
-        refuse(where, rotary_cos=(rotary_cos, None, told), rotary_sin=(rotary_sin, None, told))
     check_qkv(q, k_cache, v_cache, 4, ("q", "k_cache", "v_cache"))
     at = cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table"
     cache = checked_cache(q, batch, k_cache, v_cache, *at)
     options = score_options(q, batch, softmax_scale, causal, window_size, softcap, None)
-    rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved)
-    out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, cu_seqlens_q))
+    for name, given in (("cu_seqlens_k_new", cu_seqlens_k_new), ("rotary_seqlens", rotary_seqlens)):
+        if given is not None:
+            expect_int32(
+                name, given, (batch + (name == "cu_seqlens_k_new"),), "the sequences of q", q
+            )
+    rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    packed = cu_seqlens_q, cu_seqlens_k_new
+    out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, *packed))
     return (out, lse) if return_softmax_lse else out
 
 

@@ -17,11 +17,16 @@ class Rotation(NamedTuple):
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
+    first: Tensor | None = (
+        None  # int32 (B,), positions of the first new tokens; None: the cache's lengths
+    )
 
 
 def check_rotation(rotation: Rotation, q: Tensor, capacity: int, appends: bool) -> None:
-    cos, sin, interleaved = rotation
+    cos, sin, interleaved, first = rotation
     if cos is None and sin is None:
+        if first is not None:
+            raise ValueError("rotary_cos must be given where rotary_seqlens is, got None")
         return
     for name, table, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):  # fmt: skip
         if table is None:
@@ -45,9 +50,9 @@ def check_rotation(rotation: Rotation, q: Tensor, capacity: int, appends: bool) 
 
 
 def rotate_at(x: Tensor, rotation: Rotation, positions: Tensor) -> Tensor:
-    """x (B, T, H, D) turned by the angles of positions (B, T), in fp32 (fp64 for fp64), and rounded to x's dtype."""
+    """x (…, H, D) turned by the angles of positions (…), in fp32 (fp64 for fp64), and rounded to x's dtype."""
     rows = positions.long().clamp(0, rotation.cos.shape[0] - 1)
-    cos, sin = (accumulated(table[rows])[:, :, None] for table in rotation[:2])
+    cos, sin = (accumulated(table[rows])[..., None, :] for table in rotation[:2])
     dims = 2 * cos.shape[-1]
     turning = accumulated(x[..., :dims])
     if rotation.interleaved:
