@@ -64,7 +64,7 @@ KVCACHE = [
     (dict(cache_seqlens=8), ValueError, "cache_seqlens must lie in [0, 7] with the new tokens, in a cache of 7 positions"),
     (dict(k=Q[:, :5, :2], v=Q[:, :5, :2]), ValueError, "(those of block_table where it has pages), got [2, 3], and [7, 8] with them"),
     (dict(cache_batch_idx=LENS[:1]), ValueError, "cache_batch_idx must have shape (2,) like the sequences of q, got (1,)"),
-    (dict(cache_batch_idx=LENS, block_table=TABLE), ValueError, "cache_batch_idx must be None with block_table, got a tensor"),
+    (dict(cache_batch_idx=LENS, block_table=TABLE), NotImplementedError, "cache_batch_idx must be None with block_table, got a tensor"),
     (dict(cache_leftpad=LENS, block_table=TABLE), NotImplementedError, "cache_leftpad must be None with block_table, got a tensor"),
     (dict(cache_leftpad=LENS.long()), TypeError, "cache_leftpad must be int32, got torch.int64"),
     (dict(rotary_cos=ANGLES), ValueError, "rotary_sin must be given where rotary_cos is, got None"),

@@ -191,6 +191,19 @@ def test_packed_tokens(kind: str, rotary: str | None, packed_q: bool, causal: bo
     torch.testing.assert_close(gathered(cache, where, 3), rows, **CLOSE)
 
 
+def test_rows_of_a_page_table() -> None:
+    """FlashAttention-3's cache_batch_idx beside a page_table: the rows of the table."""
+    q, rows, lens = made(2, 3, 4, 16), made(4, CAPACITY, 2, 16), [5, 20]
+    pages, where = scattered(rows, "pages")
+    chosen = torch.tensor([3, 1], dtype=torch.int32)
+    out = interface_3.flash_attn_with_kvcache(
+        q, pages, pages, cache_seqlens=torch.tensor(lens, dtype=torch.int32), cache_batch_idx=chosen,
+        page_table=where["block_table"],
+    )  # fmt: skip
+    for own, own_q, row, n in zip(out, q, (3, 1), lens, strict=True):
+        torch.testing.assert_close(own, attend(own_q, rows[row, :n], rows[row, :n])[0], **CLOSE)
+
+
 def test_captured_lengths_are_read_at_each_call() -> None:
     """Lengths are the device's: the same tensors with other contents give other results."""
     q, cache, lens = made(1, 1, 2, 16), made(1, 8, 2, 16), torch.tensor([3], dtype=torch.int32)

@@ -161,14 +161,16 @@ def expect_int32(name: str, x: object, shape: tuple[int, ...], like: str, q: Ten
     checks.expect_device(name, x, q.device, "q")
 
 
-def expect_pages(name: str, table: object, batch: int, k: Tensor, q: Tensor) -> None:
-    """A page table int32 (batch, pages a sequence) over k (pages, page, heads, head_dim)."""
+def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tensor) -> None:
+    """A page table int32 (batch, pages a sequence) over k (pages, page, heads, head_dim); None: of any batch."""
     checks.expect_tensor(name, table)
     if table.dim() != 2:
+        rows = "batch" if batch is None else batch
         raise ValueError(
-            f"{name} must have shape ({batch}, pages a sequence), got {tuple(table.shape)}"
+            f"{name} must have shape ({rows}, pages a sequence), got {tuple(table.shape)}"
         )
-    expect_int32(name, table, (batch, table.shape[1]), "the sequences of q", q)
+    rows = table.shape[0] if batch is None else batch
+    expect_int32(name, table, (rows, table.shape[1]), "the sequences of q", q)
     if k.shape[1] < 1:
         raise ValueError(
             f"the pages behind {name} must hold at least one token (dimension 1 of k), got 0"

@@ -79,13 +79,14 @@ def checked_cache(
         expect_int32("cache_seqlens", lens, (batch,), like, q)
     if leftpad is not None:
         expect_int32("cache_leftpad", leftpad, (batch,), like, q)
-    if table is not None:
-        expect_pages(table_name, table, batch, k_cache, q)
-        if batch_idx is not None:
-            raise ValueError(f"cache_batch_idx must be None with {table_name}, got a tensor")
-    elif batch_idx is not None:
+    if batch_idx is not None:
         expect_int32("cache_batch_idx", batch_idx, (batch,), like, q)
-        table = batch_idx[:, None]
+        if table is None:
+            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad)
+        expect_pages(table_name, table, None, k_cache, q)
+        table = table[batch_idx]
+    elif table is not None:
+        expect_pages(table_name, table, batch, k_cache, q)
     elif k_cache.shape[0] < batch:
         raise ValueError(
             f"k_cache must have a row for each of q's {batch} sequences, got shape {tuple(k_cache.shape)}"

@@ -155,7 +155,8 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention-3's `flash_attn_with_kvcache`: out, or (out, lse) with return_softmax_lse.
 
-    page_table: FlashAttention-2's block_table (`kvcache.py`), with cache_leftpad too. cu_seqlens_q, cu_seqlens_k_new:
+    page_table: FlashAttention-2's block_table (`kvcache.py`), with cache_leftpad too, and with cache_batch_idx, which then
+    chooses its rows. cu_seqlens_q, cu_seqlens_k_new:
     int32 (B + 1,), then q is packed, (T, H, D), or k and v are, (T_new, H_k, D). rotary_seqlens: int32 (B,), positions of
     the first new tokens, in place of cache_seqlens.
 

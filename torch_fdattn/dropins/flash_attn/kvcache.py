@@ -63,10 +63,11 @@ def flash_attn_with_kvcache(
     checks.expect_int64(num_splits=num_splits)
     expect_rank("q", q, 4)
     check_qkv(q, k_cache, v_cache, names=("q", "k_cache", "v_cache"))
+    for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if block_table is not None and given is not None:  # as FlashAttention-2 refuses them
+            raise NotImplementedError(f"{name} must be None with block_table, got a tensor")
     where = cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
     cache = checked_cache(q, q.shape[0], k_cache, v_cache, *where)
-    if block_table is not None and cache_leftpad is not None:
-        raise NotImplementedError("cache_leftpad must be None with block_table, got a tensor")
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes
     options = score_options(q, q.shape[0], *scores)
     rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved)

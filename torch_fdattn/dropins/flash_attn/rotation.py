@@ -23,10 +23,8 @@ class Rotation(NamedTuple):
 
 
 def check_rotation(rotation: Rotation, q: Tensor, capacity: int, appends: bool) -> None:
-    cos, sin, interleaved, first = rotation
+    cos, sin, interleaved, _ = rotation
     if cos is None and sin is None:
-        if first is not None:
-            raise ValueError("rotary_cos must be given where rotary_seqlens is, got None")
         return
     for name, table, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):  # fmt: skip
         if table is None:
