@@ -133,6 +133,12 @@ def test_a_full_cache_without_lengths() -> None:
     torch.testing.assert_close(out, expected, **CLOSE)
 
 
+def test_no_queries() -> None:
+    q, kv, cache = made(2, 0, 4, 16), made(2, 1, 2, 16), made(2, 9, 2, 16)
+    assert flash_attn_with_kvcache(q, cache, cache, kv, kv, cache_seqlens=3).shape == q.shape
+    assert torch.equal(cache[:, 3], kv[:, 0])
+
+
 def test_the_queries_stay_as_they_are() -> None:
     q, kv, cache = made(2, 1, 4, 16), made(2, 1, 2, 16), made(2, 9, 2, 16)
     before, angles = q.clone(), torch.rand(9, 8, dtype=q.dtype)

@@ -41,6 +41,7 @@ class Cache(NamedTuple):
     table: Tensor | None  # int32 (B, pages a sequence)
     lens: Tensor | None  # int32 (B,), of keys that are there; None: all
     leftpad: Tensor | None  # int32 (B,), of the first keys, which are hidden
+    length: int | None = None  # of every sequence, where the caller gave one number
 
     @property
     def capacity(self) -> int:
@@ -68,9 +69,9 @@ def checked_cache(
     leftpad: Tensor | None, table: Tensor | None, table_name: str,
 ) -> Cache:  # fmt: skip
     """The cache of a call of `batch` sequences; a table of pages is given by this name."""
-    like = "the sequences of q"
+    like, length = "the sequences of q", None
     if type(lens) is int:
-        lens = torch.full((batch,), lens, dtype=torch.int32, device=q.device)
+        length, lens = lens, torch.full((batch,), lens, dtype=torch.int32, device=q.device)
     if lens is not None:
         if not isinstance(lens, Tensor):
             raise TypeError(
@@ -82,7 +83,7 @@ def checked_cache(
     if batch_idx is not None:
         expect_int32("cache_batch_idx", batch_idx, (batch,), like, q)
         if table is None:
-            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad)
+            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length)
         expect_pages(table_name, table, None, k_cache, q)
         table = table[batch_idx]
     elif table is not None:
@@ -93,7 +94,7 @@ def checked_cache(
         )
     else:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    return Cache(k_cache, v_cache, table, lens, leftpad)
+    return Cache(k_cache, v_cache, table, lens, leftpad, length)
 
 
 def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -140,19 +141,23 @@ def _check_new(call: CacheCall) -> None:
                     f"got {x.shape[-1]}"
                 )
         new = k.shape[1] if cu_seqlens_k is None else cu_seqlens_k.diff()
+    _check_capacity(cache, new)
+
+
+def _check_capacity(cache: Cache, new: int | Tensor) -> None:
+    """Lengths that lie on the host. Elsewhere they are clamped, and tokens dropped: a look would wait for the device."""
     lens = cache.lens
-    # Elsewhere lengths are clamped and tokens dropped: a look at them would wait for the device.
-    on_host = type(lens) is Tensor and lens.is_cpu and not torch.compiler.is_compiling()
-    if lens is not None and (on_host or checks.readable(lens)):
-        _check_capacity(lens, new, cache.capacity)
-
-
-def _check_capacity(lens: Tensor, new: int | Tensor, capacity: int) -> None:
+    if cache.length is not None:
+        lens, new = torch.tensor([cache.length]), new if type(new) is int else 0
+    if type(lens) is not Tensor or torch.compiler.is_compiling() or not lens.numel():
+        return
+    if not lens.is_cpu and not checks.readable(lens):
+        return
     ends = lens + new
-    if lens.numel() and (int(lens.min()) < 0 or int(ends.max()) > capacity):
+    if int(lens.min()) < 0 or int(ends.max()) > cache.capacity:
         raise ValueError(
-            f"cache_seqlens must lie in [0, {capacity}] with the new tokens, in a cache of {capacity} positions "
-            f"(those of block_table where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
+            f"cache_seqlens must lie in [0, {cache.capacity}] with the new tokens, in a cache of {cache.capacity} "
+            f"positions (those of block_table where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
         )
 
 
@@ -228,7 +233,7 @@ def _attend(
         positions = torch.arange(cache.capacity, device=q.device)
         shown = (positions >= cache.leftpad[:, None])[:, None, None]
     options = {**options, "layout": "bshd"}
-    if cu_seqlens_q is None and q.shape[1] <= MAX_QUERY_TOKENS:
+    if cu_seqlens_q is None and 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
         if cache.table is None:
             return decode(q, cache.k, cache.v, cache.lens, attn_mask=shown, **options)
         if shown is None:

@@ -47,7 +47,8 @@ def flash_attn_func(
 
     Returns:
         out (B, S, H, D_v), 0 where a query sees no key. With return_attn_probs (out, lse, probs): lse float32 (B, H, S),
-        +inf for such queries as theirs; probs empty without dropout, else (B, H, S, S_k) in q's dtype, S and S_k
+        +inf for such queries as theirs, and of the scores above (theirs leaves slope · (i + S_k - S) out where causal
+        and ALiBi meet, which changes no other result); probs empty without dropout, else (B, H, S, S_k) in q's dtype, S and S_k
         rounded up to multiples of 128: exp(score - the row's largest), negative where dropped. For tests alone: it
         takes the memory of all scores. out is differentiable; lse too, where theirs has no gradient.
 
