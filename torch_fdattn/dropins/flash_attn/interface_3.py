@@ -6,6 +6,8 @@ do is refused by name: float8 and its descales, qv, attention_chunk. The lse of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ __all__ = [
 _FLOAT8 = "our float8 form is torch_fdattn.attention_fp8, with scales of its own"
 
 
-def _refuse_of_all(where, qv, q_descale, k_descale, v_descale, attention_chunk) -> None:
+def _refuse_unsupported(where: str, qv, q_descale, k_descale, v_descale, attention_chunk) -> None:
     refuse(
         where,
         qv=(qv, None, "ours have no second part of queries and keys"),
@@ -48,9 +50,11 @@ def _refuse_of_all(where, qv, q_descale, k_descale, v_descale, attention_chunk) 
 
 @raises_runtime_errors
 def flash_attn_func(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
-    return_attn_probs=False, sinks=None,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention-3's `flash_attn_func`: out, or (out, lse) with return_attn_probs.
 
@@ -66,7 +70,7 @@ def flash_attn_func(
         >>> out.shape, lse.shape
         (torch.Size([2, 10, 8, 64]), torch.Size([2, 8, 10]))
     """
-    _refuse_of_all("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
     options = check_dense(q, k, v, softmax_scale, causal, window_size, softcap, None)
     out, lse = attend_dense(q, k, v, options, deterministic, sinks=sinks)
     return (out, lse) if return_attn_probs else out
@@ -74,8 +78,10 @@ def flash_attn_func(
 
 @raises_runtime_errors
 def flash_attn_qkvpacked_func(
-    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-    attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False,
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 · H_k, D); the gradient is one tensor.
 
@@ -106,9 +112,12 @@ def flash_attn_qkvpacked_func(
 
 @raises_runtime_errors
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
-    causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
-    softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, sinks=None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False, sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention-3's `flash_attn_varlen_func`: out, or (out, lse) with return_attn_probs.
 
@@ -124,7 +133,9 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, begins, begins, 7, 7, causal=True).shape
         torch.Size([10, 8, 64])
     """
-    _refuse_of_all("flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(
+        "flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk
+    )
     scores = softmax_scale, causal, window_size, softcap, None
     options = check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, None, "page_table", *scores)
     batch = cu_seqlens_q.shape[0] - 1
@@ -147,11 +158,15 @@ def flash_attn_varlen_func(
 
 @raises_runtime_errors
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False, sinks=None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: object = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """FlashAttention-3's `flash_attn_with_kvcache`: out, or (out, lse) with return_softmax_lse.
 
@@ -170,7 +185,9 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(torch.randn(2, 1, 8, 64), k_pages, v_pages, cache_seqlens=lens, page_table=table).shape
         torch.Size([2, 1, 8, 64])
     """
-    _refuse_of_all("flash_attn_with_kvcache", qv, q_descale, k_descale, v_descale, attention_chunk)
+    _refuse_unsupported(
+        "flash_attn_with_kvcache", qv, q_descale, k_descale, v_descale, attention_chunk
+    )
     batch = q.shape[0] if isinstance(q, Tensor) and q.dim() else 0
     if cu_seqlens_q is None:
         expect_rank("q", q, 4)
@@ -228,7 +245,7 @@ def flash_attn_combine(
     return merged, lse.transpose(1, 2)
 
 
-def get_scheduler_metadata(*arguments, **options) -> None:
+def get_scheduler_metadata(*arguments: object, **options: object) -> None:
     """FlashAttention-3's `get_scheduler_metadata`: None, for our launches follow from shapes.
 
     Examples:
