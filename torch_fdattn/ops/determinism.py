@@ -1,6 +1,10 @@
-"""`set_deterministic`: where the seeds come from that dropout draws when it is given none."""
+"""`set_deterministic`: where the seeds come from that dropout draws when it is given none; `ordered`: one call's backward."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -52,9 +56,33 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
 asked_of_torch = torch.are_deterministic_algorithms_enabled
 
 
-def is_deterministic() -> bool:
-    """Whether a backward must give the same bits on every run; as torch's own ops, with `warn_only` too."""
+#: Whether a backward that runs here, or a forward's, is to be ordered; of a thread.
+_ordered: ContextVar[bool] = ContextVar("ordered", default=False)
+
+
+@contextmanager
+def ordered() -> Iterator[None]:
+    """Backwards of the eager calls in it have one order of sums, whenever they run, as under set_deterministic(True)."""
+    token = _ordered.set(True)
+    try:
+        yield
+    finally:
+        _ordered.reset(token)
+
+
+def is_ordered() -> bool:
+    """Whether the call runs within `ordered`: what a forward notes for its backward."""
+    return _ordered.get()
+
+
+def is_set() -> bool:
+    """Whether every backward must give the same bits on every run; as torch's own ops, with `warn_only` too."""
     return _setting[0] or asked_of_torch()
+
+
+def is_deterministic() -> bool:
+    """Whether a backward that runs here must."""
+    return is_set() or _ordered.get()
 
 
 def seed_generator(device: torch.device) -> torch.Generator | None:

@@ -107,3 +107,12 @@ WRITTEN_FORMS = Tests(
     ),
 )
 TORCH_SDPA = Tests("SDPA on a CPU", ("tests/compile_backend/test_torch_sdpa.py",))
+_FLASH_ATTN = "tests/dropins/flash_attn"
+FLASH_ATTN = Tests(
+    "FlashAttention's interface",
+    tuple(
+        f"{_FLASH_ATTN}/test_{name}.py"
+        for name in ("dense", "varlen", "kvcache", "deterministic", "errors")
+    ),
+)
+FLASH_ATTN_INSTALLED = Tests("install", (f"{_FLASH_ATTN}/test_install.py",))

@@ -10,6 +10,7 @@ but it takes several times the forward kernel. Neither is differentiable again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.determinism import is_ordered, ordered
 from torch_fdattn.ops.options import AttentionOptions, with_dtype
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import Scores
@@ -50,6 +52,7 @@ def _save(
     mask, scale, softcap = rest[:_MASKS], rest[_MASKS], rest[_MASKS + 1]
     tensors, rest = rest[_NO_TENSORS : _MASKS + 1 + _SCORES], rest[_MASKS + 1 + _SCORES :]
     dropout_p, dropout_seed, *where = rest
+    ctx.ordered = is_ordered()
     ctx.options = *mask[3:], scale
     ctx.softcap, ctx.dropout_p = softcap, dropout_p
     # An unused output must come as None, not as zeros: zeros would be plain tensors among DTensors.
@@ -116,11 +119,12 @@ def _gradients(ctx, saved: _Saved, dout, dlse, call: Callable) -> tuple[Tensor |
     state = dout, dlse, saved.q, saved.k, saved.v, saved.out, saved.lse, *saved.where
     options = *saved.mask_and_scale, None, *saved.scores
     flags = ctx.needs_input_grad[4 + _NO_TENSORS : 3 + _NO_TENSORS + _SCORES]
-    if not any(flags):
-        backward = getattr(torch.ops.fdattn, f"{saved.name}_backward")
-        return None, *call(backward, *state, *options), *no_tensors, *no_scores, *after
-    backward = getattr(torch.ops.fdattn, f"{saved.name}_backward_all")
-    dq, dk, dv, *of_scores = call(backward, *state, *flags, *options)
+    with ordered() if ctx.ordered else nullcontext():
+        if not any(flags):
+            backward = getattr(torch.ops.fdattn, f"{saved.name}_backward")
+            return None, *call(backward, *state, *options), *no_tensors, *no_scores, *after
+        backward = getattr(torch.ops.fdattn, f"{saved.name}_backward_all")
+        dq, dk, dv, *of_scores = call(backward, *state, *flags, *options)
     of_scores = [
         _placed_as(grad, tensor) if flag else None
         for grad, tensor, flag in zip(of_scores, saved.scores[1:_SCORES], flags, strict=True)
