@@ -89,7 +89,7 @@ def test_public_entries_are_annotated(module):
 
 def test_no_text_tells_to_install_from_an_index():
     """No package index has torch_fdattn: a remedy names the checkout (`torch_fdattn.extras`)."""
-    folders = ("torch_fdattn", "examples", "benchmarks", "docs", "tests")
+    folders = ("torch_fdattn", "examples", "benchmarks", "docs", "tests", "tools")
     files = [
         *ROOT.glob("*.md"), ROOT / "Makefile",
         *(x for name in folders for kind in ("*.py", "*.md") for x in (ROOT / name).rglob(kind)),
