@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from torch_fdattn.dropins import transformers as dropin
-from torch_fdattn.dropins.continuous_batching import is_prefixed
+from torch_fdattn.dropins.continuous_batching import forgets_keys, is_prefixed
 from torch_fdattn.ops.library import launches
 
 #: The next token is that of rounding where the reference's two best logits are nearer than this.
 TIE = 1e-3
+VARLEN = "varlen_attention_forward/cpu"
+#: Of the 48 tokens that are asked for, how many no rounding and no end of text may take.
+ENOUGH = 32
 SMALL = dict(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
 )  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 6}
 MODELS = {
@@ -40,8 +44,9 @@ def tiny(name: str) -> torch.nn.Module:
         **SMALL, **MODELS[name], attn_implementation="eager"
     )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("bias"):  # gpt-oss would say what its biases do
+            torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 
@@ -67,6 +72,8 @@ def check(
 ) -> int:
     """Compares the texts, counts launches by `path` of ours; returns how many tokens were compared."""
     wanted = [reference(model, prompt, tokens) for prompt in prompts]
+    # Texts that say one token for ever would agree whatever they attended to.
+    assert len({token for text, _ in wanted for token in text}) >= 2 * len(prompts), wanted
     before, steps = model.config._attn_implementation, []
     hook = model.register_forward_pre_hook(lambda *_: steps.append(1))
     launches.clear()
@@ -103,13 +110,18 @@ def main() -> None:
     dropin.register()
     pages = {"num_blocks": 64, "max_batch_tokens": 32}
     for name in MODELS:
-        compared = check(tiny(name), PROMPTS, 12, "varlen_attention_forward/cpu", **pages)
-        assert compared >= 40
+        if forgets_keys() and name != "Llama":
+            with pytest.raises(NotImplementedError, match=r"needs transformers >= 5\.16"):
+                check(tiny(name), PROMPTS, 12, VARLEN, **pages)
+            print(f"transformers {transformers.__version__}: {name} refused")
+            continue
+        compared = check(tiny(name), PROMPTS, 12, VARLEN, **pages)
+        assert compared >= ENOUGH
         print(f"transformers {transformers.__version__}: {name}, {compared} tokens")
     if not is_prefixed():
         with tables_of_pages():
             compared = check(tiny("Llama"), PROMPTS, 12, "append_kv/cpu", **pages)
-        assert compared >= 40
+        assert compared >= ENOUGH
         print(
             f"transformers {transformers.__version__}: Llama over tables of pages, {compared} tokens"
         )

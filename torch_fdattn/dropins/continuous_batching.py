@@ -47,6 +47,29 @@ def _takes(cache: type, name: str) -> bool:
     return name in inspect.signature(cache.update).parameters
 
 
+@functools.cache
+def forgets_keys() -> bool:
+    """Whether this transformers hands out a window's oldest keys in place of its newest (before 5.16)."""
+    import transformers
+
+    return tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 16)
+
+
+def _refuse_windows() -> None:
+    if forgets_keys():
+        raise NotImplementedError(
+            "continuous_batching of layers with a sliding window needs transformers >= 5.16: before, its cache hands "
+            "out the oldest keys of a window in place of the newest, whatever the attention"
+        )
+
+
+def _has_windows(config: object) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return getattr(config, "sliding_window", None) is not None
+    return "sliding_attention" in kinds
+
+
 def register() -> None:
     """Makes the names known to transformers. No masks go with them: continuous batching makes none for flash."""
     from transformers import AttentionInterface
@@ -63,8 +86,9 @@ def continuous_batching(model: torch.nn.Module) -> Iterator[None]:
         forward, inside raises ValueError: it has no pages.
 
     Raises:
-        NotImplementedError: the model attends by itself, or needs masks of its own; transformers has been rebuilt
-            since 5.24.
+        NotImplementedError: the model attends by itself, or needs masks of its own, or has sliding windows in
+            transformers before 5.16; transformers has been rebuilt since 5.24. What a layer refuses later, in the thread of
+            generate_batch, transformers logs: it returns no results then.
         ValueError: parts of the model have different attentions.
 
     Source: transformers, generation/continuous_batching.
@@ -90,6 +114,8 @@ def continuous_batching(model: torch.nn.Module) -> Iterator[None]:
             f"continuous_batching: {type(model).__name__} needs masks of its own (transformers' flash attention does "
             'not support it), which continuous batching does not make: use attn_implementation="sdpa"'
         )
+    if _has_windows(model.config.get_text_config(decoder=True)):
+        _refuse_windows()
     register()
     name = PREFIXED if is_prefixed() else FLASH
     with contextlib.nullcontext() if name == PREFIXED else _loaded():
@@ -187,6 +213,8 @@ def _update(
         raise NotImplementedError(
             "continuous_batching reads no block_table in transformers before 5.19: leave max_blocks_per_request at 0"
         )
+    if sliding_window:
+        _refuse_windows()
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
     key, value = (x.transpose(0, 1)[None] for x in cache.update(**states, **places))
     if isinstance(kwargs["cu_seq_lens_k"], dict):
