@@ -100,6 +100,12 @@ def check(
     return compared
 
 
+def pages() -> dict[str, int]:
+    """A cache of small pages, of which a request takes several."""
+    page_size = "block_size" if is_prefixed() else "page_size"
+    return {"num_blocks": 64, "max_batch_tokens": 32, page_size: 8}
+
+
 def tables_of_pages():
     """transformers decodes over tables of pages, as on CUDA, where it is asked about another accelerator."""
     place = "transformers.generation.continuous_batching.initialization.is_torch_xpu_available"
@@ -108,19 +114,18 @@ def tables_of_pages():
 
 def main() -> None:
     dropin.register()
-    pages = {"num_blocks": 64, "max_batch_tokens": 32}
     for name in MODELS:
         if forgets_keys() and name != "Llama":
             with pytest.raises(NotImplementedError, match=r"needs transformers >= 5\.16"):
-                check(tiny(name), PROMPTS, 12, VARLEN, **pages)
+                check(tiny(name), PROMPTS, 12, VARLEN, **pages())
             print(f"transformers {transformers.__version__}: {name} refused")
             continue
-        compared = check(tiny(name), PROMPTS, 12, VARLEN, **pages)
+        compared = check(tiny(name), PROMPTS, 12, VARLEN, **pages())
         assert compared >= ENOUGH
         print(f"transformers {transformers.__version__}: {name}, {compared} tokens")
     if not is_prefixed():
         with tables_of_pages():
-            compared = check(tiny("Llama"), PROMPTS, 12, "append_kv/cpu", **pages)
+            compared = check(tiny("Llama"), PROMPTS, 12, "append_kv/cpu", **pages())
         assert compared >= ENOUGH
         print(
             f"transformers {transformers.__version__}: Llama over tables of pages, {compared} tokens"

@@ -47,7 +47,6 @@ def _takes(cache: type, name: str) -> bool:
     return name in inspect.signature(cache.update).parameters
 
 
-@functools.cache
 def forgets_keys() -> bool:
     """Whether this transformers hands out a window's oldest keys in place of its newest (before 5.16)."""
     import transformers
