@@ -165,6 +165,8 @@ def test_what_a_layer_asks_beyond_that_is_refused():
         call(is_causal=False)
     with pytest.raises(NotImplementedError, match="takes no position_bias"):
         call(position_bias=torch.zeros(1, 4, 5, 5))
+    with pytest.raises(NotImplementedError, match=r"drops no weights, got dropout 0\.1"):
+        call(dropout=0.1)
     with pytest.raises(NotImplementedError, match="does not know indices"):
         call(indices=torch.zeros(1))
 
@@ -193,10 +195,10 @@ def test_what_a_layer_asks_beyond_that_is_refused():
 
 
 def test_rows_of_padding_neither_write_nor_read():
-    """CUDA graphs pad a batch of decode steps; -1 stands in the rows of its table."""
+    """CUDA graphs pad a batch of decode steps; whatever stands in the rows of its table."""
     k_cache, v_cache = torch.randn(2, 4, 8, 2, 16)
     before = k_cache.clone()
-    table = torch.tensor([[2, 1], [-1, -1], [-1, -1]], dtype=torch.int32)
+    table = torch.tensor([[2, 1], [-1, -1], [0, 3]], dtype=torch.int32)
     begins = torch.tensor(
         [0, 10, 10, 10], dtype=torch.int32
     )  # one request of ten keys, the new one counted

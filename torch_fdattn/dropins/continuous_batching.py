@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,38 +179,41 @@ def paged_attention(
         raise NotImplementedError("continuous_batching is causal, got a layer with is_causal=False")
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError("continuous_batching takes no position_bias")
-    if sliding_window is None:
-        sliding_window = getattr(module, "sliding_window", None)
-    options = {
-        "window": (sliding_window - 1, 0) if sliding_window else None,
-        "scale": scaling,
-        "sinks": s_aux,
-    }
-    options["softcap"] = softcap or 0
+    if dropout:
+        raise NotImplementedError(f"continuous_batching drops no weights, got dropout {dropout}")
     if cache is not None:
-        key, value = _update(cache, module, key, value, sliding_window, kwargs)
-    cu_seq_lens_k = kwargs["cu_seq_lens_k"].to(torch.int32)
+        key, value, sliding_window = _update(cache, module, key, value, sliding_window, kwargs)
+    window = (sliding_window - 1, 0) if sliding_window else None
+    options = {"window": window, "scale": scaling, "softcap": softcap or 0, "sinks": s_aux}
+    cu_seq_lens_q, cu_seq_lens_k = (
+        x.to(torch.int32) for x in (cu_seq_lens_q, kwargs["cu_seq_lens_k"])
+    )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if kwargs.get("block_table") is not None:
-        return _decode(
-            q, k, v, cu_seq_lens_k.diff(), types.SimpleNamespace(**kwargs), options
-        ), None
-    cu_seq_lens_q = cu_seq_lens_q.to(torch.int32)
+        pages = kwargs["k_cache"], kwargs["v_cache"], kwargs["block_table"]
+        return _decode(q, k, v, cu_seq_lens_k.diff(), *pages, options), None
     out, _ = varlen_attention(q, k, v, cu_seq_lens_q, cu_seq_lens_k, causal=True, **options)
     return out[None].contiguous(), None
 
 
 def _update(
     cache, module, key, value, sliding_window: int | None, kwargs: dict
-) -> tuple[Tensor, Tensor]:
-    """Keys and values to attend to, as key and value are; kwargs are then those of this layer."""
+) -> tuple[Tensor, Tensor, int | None]:
+    """Keys and values to attend to, as key and value are, and the window; kwargs are then those of this layer."""
     states = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
     if not _takes(type(cache), "read_index"):
-        return cache.update(**states, kwargs=kwargs)
+        if isinstance(
+            kwargs["cu_seq_lens_k"], dict
+        ):  # else a layer that has updated it hands it on
+            key, value = cache.update(**states, kwargs=kwargs)
+        return key, value, sliding_window
     if kwargs.get("block_table") is not None:
         raise NotImplementedError(
             "continuous_batching reads no block_table in transformers before 5.19: leave max_blocks_per_request at 0"
         )
+    # 1 for full attention. Not all layers say theirs, and this is what the cache keeps keys by.
+    sliding_window = cache.sliding_windows[module.layer_idx]
+    sliding_window = None if sliding_window == 1 else sliding_window
     if sliding_window:
         _refuse_windows()
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
@@ -219,18 +221,21 @@ def _update(
     if isinstance(kwargs["cu_seq_lens_k"], dict):
         kind = "sliding_attention" if sliding_window else "full_attention"
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][kind]
-    return key, value
+    return key, value, sliding_window
 
 
-def _decode(q, k, v, lens: Tensor, pages: types.SimpleNamespace, options: dict) -> Tensor:
+def _decode(
+    q, k, v, lens: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, options: dict
+) -> Tensor:
     """One new token a request, which is stored and then attended to where it lies; lens count it.
 
-    q (B, H, D), k and v (B, H_kv, D); pages.k_cache and v_cache (P, page, H_kv, D). Rows of padding have no keys.
+    q (B, H, D), k and v (B, H_kv, D); k_cache and v_cache (P, page, H_kv, D). Rows of padding have no keys.
     """
-    lens, table = lens[: len(q)], pages.block_table[: len(q)]
-    caches, (q, k, v) = (pages.k_cache, pages.v_cache), (x[:, None] for x in (q, k, v))
-    real = (lens > 0).to(torch.int32)
+    lens, table = lens[: len(q)], block_table[: len(q)]
+    q, k, v = (x[:, None] for x in (q, k, v))
     with torch.no_grad():
-        paged_append_kv(*caches, table, k, v, lens - real, real, layout="bshd")
-    out, _ = paged_decode(q, *caches, table, lens, layout="bshd", **options)
+        paged_append_kv(
+            k_cache, v_cache, table, k, v, lens - 1, layout="bshd"
+        )  # at -1 nothing is stored
+    out, _ = paged_decode(q, k_cache, v_cache, table, lens, layout="bshd", **options)
     return out.transpose(0, 1).contiguous()
