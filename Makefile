@@ -22,7 +22,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-gpu test-multigpu fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -53,6 +53,12 @@ test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions 
 
 test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
 	$(PYTHON) -m tests slow
+
+test-overlays: $(TESTED)  ## The drop-ins with other packages and versions: transformers by era, kernels, torchtitan; pip installs them into build/overlays.
+	$(PYTHON) -m tests overlays
+
+hub-kernel: $(READY)  ## The ops in the layout of Hugging Face's kernels package: FOLDER=/a/new/folder outside of the checkout.
+	$(PYTHON) -m tools.hub_kernel $(FOLDER)
 
 test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU can show.
 	$(PYTHON) -m tests gpu

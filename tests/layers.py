@@ -25,7 +25,7 @@ INTERPRET = {"TRITON_INTERPRET": "1"}
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
 #: `cpu` is to take about 11 minutes on two processors: what it leaves out, `slow` and `gpu` run.
-_QUICK = ("-m", "not slow")
+_QUICK = ("-m", "not slow and not overlay")
 _ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
@@ -207,11 +207,14 @@ def layers(kind: str) -> list[Layer]:
             distributed(3, "ring_attention", "tp_layers", "parallelize"),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
+    if kind == "overlays":
+        return [Layer("other packages and versions", ("tests", "-m", "overlay"))]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
         if not gpus:
             sys.exit("gpu needs a CUDA device, found none")
-        return [Layer("GPU", (*_NOT_DISTRIBUTED, "-n", str(min(8, os.cpu_count() or 1))))]
+        parallel = ("-n", str(min(8, os.cpu_count() or 1)))
+        return [Layer("GPU", (*_NOT_DISTRIBUTED, *parallel, "-m", "not overlay"))]
     if kind == "multigpu":
         if gpus < 2:
             sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
@@ -219,4 +222,4 @@ def layers(kind: str) -> list[Layer]:
             Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
-    sys.exit(f"usage: python -m tests cpu|capabilities|slow|gpu|multigpu, got {kind!r}")
+    sys.exit(f"usage: python -m tests cpu|capabilities|slow|overlays|gpu|multigpu, got {kind!r}")

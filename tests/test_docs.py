@@ -13,7 +13,7 @@ from .documents import ROOT, python_blocks, run_each, run_on_two_ranks
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-_FOLDERS = ("benchmarks", "docs", "tests", "torch_fdattn", "examples")
+_FOLDERS = ("benchmarks", "docs", "tests", "torch_fdattn", "examples", "tools")
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(page for name in _FOLDERS for page in (ROOT / name).rglob("*.md"))]
 )

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 400
 
 
-@pytest.mark.parametrize("folder", ["torch_fdattn", "tests", "benchmarks", "examples"])
+@pytest.mark.parametrize("folder", ["torch_fdattn", "tests", "benchmarks", "examples", "tools"])
 def test_no_file_is_longer_than_the_limit(folder: str) -> None:
     lines = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")

@@ -72,6 +72,7 @@ ALLOWED = {
     "dist/symm/copies.py": {"_lanes": "streams and events of a device"},
     "dist/tensor_parallel/auto.py": {"table": "a file that is read once", "_cached_lookup": "a row of it, for these sizes"},
     "dist/tensor_parallel/one_sided.py": {"_module": "modules that import triton"},
+    "dropins/continuous_batching.py": {"_takes": "which arguments a class of caches takes"},
     "dropins/flash_impl.py": {"fallbacks": "a count for users"},
     "dropins/model_kinds.py": {"_kind_of": "what a model's class is: its source is read"},
     "launch/device.py": {"num_sms": "of a device"},

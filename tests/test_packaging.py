@@ -1,4 +1,4 @@
-"""The package as it is installed: what wheels contain, that editors follow an editable one, that its types hold."""
+"""The package as it is installed: that editors follow an editable one, that its types hold. `test_wheel.py` has wheels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import inspect
 import os
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PUBLIC = (
     "torch_fdattn",
     "torch_fdattn.compile_backend",
@@ -34,45 +32,17 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> str:
     return done.stdout
 
 
-def built(kind: str, folder: Path) -> zipfile.ZipFile:
-    """The wheel that an installation makes, "wheel" or "editable"."""
-    pytest.importorskip("hatchling")
-    run("-c", f"import hatchling.build as build; build.build_{kind}({str(folder)!r})")
-    (wheel,) = folder.glob("*.whl")
-    return zipfile.ZipFile(wheel)
-
-
-def metadata(wheel: zipfile.ZipFile, file: str) -> str:
-    (name,) = (x for x in wheel.namelist() if x.endswith(f".dist-info/{file}"))
-    return wheel.read(name).decode()
-
-
-def test_a_wheel_has_every_source_and_nothing_else(tmp_path):
-    wheel = built("wheel", tmp_path)
-    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {
-        str(path.relative_to(ROOT))
-        for pattern in ("*.py", "*.json", "py.typed")
-        for path in (ROOT / "torch_fdattn").rglob(pattern)
-    }
-    assert names == sources
-    assert "torch_fdattn/py.typed" in names
-    version = importlib.import_module("torch_fdattn.version").__version__
-    assert f"\nVersion: {version}\n" in metadata(wheel, "METADATA")
-    entries = metadata(wheel, "entry_points.txt")
-    for name, target in PROJECT["scripts"].items():
-        assert f"[console_scripts]\n{name} = {target}\n" in entries
-    for name, target in PROJECT["entry-points"]["torch_dynamo_backends"].items():
-        assert f"[torch_dynamo_backends]\n{name} = {target}\n" in entries
-
-
 def test_an_editable_installation_is_a_path(tmp_path):
     """Which type checkers and editors read; they cannot run a finder."""
-    wheel = built("editable", tmp_path)
-    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    assert names == ["_torch_fdattn.pth"]
-    assert wheel.read(names[0]).decode().split() == [str(ROOT)]
-    assert "fdattn = torch_fdattn.compile_backend:fdattn" in metadata(wheel, "entry_points.txt")
+    pytest.importorskip("hatchling")
+    run("-c", f"import hatchling.build as build; build.build_editable({str(tmp_path)!r})")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        (entries,) = (x for x in archive.namelist() if x.endswith(".dist-info/entry_points.txt"))
+        assert names == ["_torch_fdattn.pth"]
+        assert archive.read(names[0]).decode().split() == [str(ROOT)]
+        assert "fdattn = torch_fdattn.compile_backend:fdattn" in archive.read(entries).decode()
 
 
 @pytest.mark.slow
@@ -119,7 +89,7 @@ def test_public_entries_are_annotated(module):
 
 def test_no_text_tells_to_install_from_an_index():
     """No package index has torch_fdattn: a remedy names the checkout (`torch_fdattn.extras`)."""
-    folders = ("torch_fdattn", "examples", "benchmarks", "docs", "tests")
+    folders = ("torch_fdattn", "examples", "benchmarks", "docs", "tests", "tools")
     files = [
         *ROOT.glob("*.md"), ROOT / "Makefile",
         *(x for name in folders for kind in ("*.py", "*.md") for x in (ROOT / name).rglob(kind)),

@@ -125,7 +125,7 @@ def faults(source: str, path: str) -> list[str]:
 def test_names_are_terms_of_the_field() -> None:
     found = [
         f"{name}:{fault}"
-        for top in ("torch_fdattn", "benchmarks")
+        for top in ("torch_fdattn", "benchmarks", "tools")
         for path in sorted((ROOT / top).rglob("*.py"))
         for name in [path.relative_to(ROOT).as_posix()]
         for fault in faults(path.read_text("utf-8"), name)

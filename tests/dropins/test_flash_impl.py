@@ -7,57 +7,17 @@ dispatcher, autograd and Inductor do the rest. tests/dropins/test_flash_impl_gpu
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import torch_fdattn
+from tests.dropins.flash_ops import FLASH, FLASH_BACKWARD, OPS, SDPA, SDPA_BACKWARD, close
 from torch_fdattn.dropins import flash_impl
 from torch_fdattn.ops.library import launches
 
-aten = torch.ops.aten
-SDPA, SDPA_BACKWARD = (
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
-)  # fmt: skip
-FLASH, FLASH_BACKWARD = aten._flash_attention_forward, aten._flash_attention_backward
-NAMES = [op.default._schema.name for op in (SDPA, SDPA_BACKWARD, FLASH, FLASH_BACKWARD)]
 registry = torch.nn.attention
-
-
-@pytest.fixture
-def active():
-    """Ours on the CPU key, over kernels of "torch's own" that answer with a name and count."""
-    calls = Counter()
-
-    def answer(name):
-        """Tensors of the schema's results, all 7: nothing of ours gives that."""
-
-        def kernel(*args, **kwargs):
-            calls[name] += 1
-            given = [x for x in args if isinstance(x, torch.Tensor)]
-            like = given[1:4] if "backward" in name else given[:1]
-            sevens = [torch.full_like(x, 7) for x in like]
-            if "backward" in name:
-                return tuple(sevens)
-            rest = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
-            lse = torch.full(given[0].shape[:-1], 7.0)
-            if name.startswith("aten::_scaled"):
-                return sevens[0], lse, None, None, 7, 7, *rest, torch.empty(0)
-            return sevens[0], lse, *rest, torch.empty(0)
-
-        return kernel
-
-    library = torch.library.Library("aten", "IMPL")
-    for name in NAMES:
-        library.impl(name.removeprefix("aten::"), answer(name), "CPU")
-    flash_impl.fallbacks.clear()
-    launches.clear()
-    handle = flash_impl.activate("CPU")
-    yield calls
-    handle.remove()
-    library._destroy()
 
 
 def qkv(queries=24, keys=24, heads=(4, 2), dim=32, dtype=torch.float16, batch=2, grad=False):
@@ -71,10 +31,6 @@ def expected(q, k, v, **options):
     return F.scaled_dot_product_attention(
         q.float(), k.float(), v.float(), enable_gqa=True, **options
     )
-
-
-def close(found, wanted):
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=5e-3, atol=5e-3)
 
 
 def test_importing_registers_and_does_not_activate():
@@ -92,7 +48,7 @@ def test_the_modules_are_loaded_by_their_names():
 
 def kernels(key="CUDA"):
     found = []
-    for name in NAMES:
+    for name in OPS:
         there = torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
         found.append(str(torch.library.get_kernel(name, key)) if there else None)
     return found
@@ -252,7 +208,6 @@ def varlen_cases():
     yield "rank", other(q=x[None]), {}
     yield "head-dim", other(v=x[..., :16]), {}
     if "block_table" in str(FLASH.default._schema):
-        yield "paged", plain, {"block_table": torch.zeros(2, 1, dtype=torch.int32)}
         yield "split", plain, {"num_splits": 2}
     dense = [y.transpose(1, 2) for y in qkv(queries=5)]
     yield "causal-lengths", (*dense, None, None, 5, 24, 0.0, True, False), {}
@@ -278,7 +233,8 @@ def test_what_ours_does_not_do_goes_to_torchs_own(op, code, args, options, activ
 
 
 def test_every_reason_is_tried():
-    assert {case[1] for case in CASES} | {"lse", "paged", "split"} == set(
+    """Those of pages and of a given out by test_flash_pages.py."""
+    assert {case[1] for case in CASES} | {"lse", "out", "paged", "split"} == set(
         flash_impl.UNSUPPORTED_REASONS
     )
 
@@ -299,7 +255,11 @@ def test_backwards_that_ours_does_not_do(active):
         wrong = torch.zeros(2, 4, 24)  # as flash had it once, by sequence
         FLASH_BACKWARD(*packed, wrong, cu, cu, 24, 24, 0.0, True, *seeds)
     assert flash_impl.fallbacks == {"dropout": 2, "lse": 2}
-    assert active == {NAMES[0]: 1, NAMES[1]: 2, NAMES[3]: 1}
+    assert active == {
+        SDPA.default._schema.name: 1,
+        SDPA_BACKWARD.default._schema.name: 2,
+        FLASH_BACKWARD.default._schema.name: 1,
+    }
 
 
 def test_without_a_kernel_to_fall_back_to():
@@ -311,7 +271,7 @@ def test_without_a_kernel_to_fall_back_to():
             SDPA(*qkv(), 0.5)
     finally:
         handle.remove()
-    assert kernels("CPU") == [None] * 4  # while the handle is still held
+    assert kernels("CPU") == [None] * len(OPS)  # while the handle is still held
 
 
 def attend_each(q, k, v, cu_q, cu_k, lens, **options):

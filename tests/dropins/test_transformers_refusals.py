@@ -15,7 +15,7 @@ hf = pytest.importorskip("transformers.masking_utils", reason="transformers is t
 
 
 def test_what_there_is_not():
-    with pytest.raises(NotImplementedError, match="no continuous batching"):
+    with pytest.raises(NotImplementedError, match="attends to no paged cache"):
         dropin.fdattn_attention(LAYER, *qkv(), None, cache=object())
     cu = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seq_lens_q needs a batch of one row, got 2 rows"):

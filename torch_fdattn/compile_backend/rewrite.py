@@ -27,6 +27,7 @@ from torch_fdattn.compile_backend.match import opaque, sdpa, unfused_attention
 from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.unmatched import OTHER_SOFTMAXES, Unmatched
 from torch_fdattn.compile_backend.report import KEPT, Report, Site, Unsupported, stack_trace
+from torch_fdattn.ops.library import NAMESPACE
 
 #: What a call in a form that nobody thought of raises.
 _UNEXPECTED = (AttributeError, IndexError, TypeError, ValueError)
@@ -70,7 +71,7 @@ def _fdattn_calls(gm: GraphModule, context: ContextParallel | None) -> Iterator[
     for node in gm.graph.nodes:
         if isinstance(node.target, (OpOverload, OpOverloadPacket)):
             namespace, name = str(node.target).split(".")[:2]
-            if namespace == "fdattn" and (context is None or not fdattn_calls.matches(node)):
+            if namespace == NAMESPACE and (context is None or not fdattn_calls.matches(node)):
                 yield name
 
 

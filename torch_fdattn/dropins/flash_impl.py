@@ -2,8 +2,9 @@
 
     aten::_scaled_dot_product_flash_attention, …_backward   what SDPA calls where it has chosen flash
     aten::_flash_attention_forward, …_backward              varlen_attn, nested tensors; dense tensors too
+    aten::_flash_attention_forward_no_dropout_inplace       varlen_attn_out, where this torch has it
 
-The CUDA kernels of these four are replaced until `torch.nn.attention.restore_flash_attention_impl()`. A call
+The CUDA kernels of these five are replaced until `torch.nn.attention.restore_flash_attention_impl()`. A call
 that ours cannot answer exactly as torch's own would (`UNSUPPORTED_REASONS`) goes to torch's own kernel, captured before;
 `fallbacks` counts those by reason. Which calls SDPA sends to flash is SDPA's to decide, as before: no explicit
 mask, float16 or bfloat16, is_causal with as many queries as keys.
@@ -40,7 +41,8 @@ UNSUPPORTED_REASONS = {
     "head-dim": "the head dims are not the same multiple of 8 from 16 to 256",
     "length": "2**29 queries or 2**30 keys",
     "lse": "logsumexp is not float32 of the queries' shape",
-    "paged": "keys on pages (block_table)",
+    "out": "out is not of query's dtype and device, and of the result's shape",
+    "paged": "block_table without seqused_k, or not int32 with a row for each sequence",
     "rank": "not four dimensions, or three with cum_seq_q",
     "scale": "scale is not a positive finite number",
     "shape": "the sizes of query, key and value do not fit",
@@ -106,6 +108,29 @@ def _unsupported_varlen(query, others, cum_seq_q, cum_seq_k, scale) -> str | Non
     return "length" if query.shape[0] >= FAR or others[0].shape[0] >= 2 * FAR else None
 
 
+def _unsupported_paged(query, key, value, cum_seq_q, seqused_k, block_table, scale) -> str | None:
+    """Of queries (T, H, D) and pages (P, page, H_kv, D)."""
+    if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
+        return "rank"
+    if cum_seq_q is None or cum_seq_q.dtype != torch.int32 or cum_seq_q.dim() != 1:
+        return "cu-seqlens"
+    sequences = cum_seq_q.shape[0] - 1
+    if seqused_k is None or seqused_k.shape != (sequences,) or block_table.dtype != torch.int32:
+        return "paged"
+    if block_table.dim() != 2 or block_table.shape[0] != sequences or not block_table.numel():
+        return "paged"
+    if any(x.device != query.device for x in (cum_seq_q, block_table)):
+        return "device"
+    if not key.numel() or not value.numel():
+        return "empty"
+    if reason := _unsupported(query, (key[:, 0], value[:, 0]), 1, scale):
+        return reason
+    if key.shape != value.shape:
+        return "shape"
+    keys = block_table.shape[1] * key.shape[1]
+    return "length" if query.shape[0] >= FAR or keys >= 2 * FAR else None
+
+
 def _tail(
     query: Tensor, is_causal: bool, scale: float | None, left: int | None = None,
     right: int | None = None, kv_lens: Tensor | None = None,
@@ -166,11 +191,12 @@ def _flash_forward(
 ) -> str | Callable[[], tuple]:  # fmt: skip
     given = (
         ("dropout", dropout_p), ("debug-mask", return_debug_mask), ("alibi", alibi_slopes is not None),
-        ("paged", block_table is not None), ("split", (num_splits or 0) > 1),
+        ("split", (num_splits or 0) > 1),
     )  # fmt: skip
     if reason := next((code for code, there in given if there), None):
         return reason
-    dense = cum_seq_q is None
+    paged = block_table is not None
+    dense = cum_seq_q is None and not paged
     if dense and (cum_seq_k is not None or seqused_k is not None):
         return "cu-seqlens"
     if seqused_k is not None and seqused_k.dtype != torch.int32:
@@ -179,6 +205,9 @@ def _flash_forward(
         return "device"
     if dense:
         reason = _unsupported_dense(query, (key, value), 2, is_causal, scale)
+    elif paged:
+        where = cum_seq_q, seqused_k, block_table
+        reason = _unsupported_paged(query, key, value, *where, scale)
     else:
         reason = _unsupported_varlen(query, (key, value), cum_seq_q, cum_seq_k, scale)
     if reason:
@@ -190,13 +219,32 @@ def _flash_forward(
             qkv = (x.transpose(1, 2) for x in (query, key, value))
             out, lse = torch.ops.fdattn.attention_forward(*qkv, *tail)
             return out.transpose(1, 2), _as_flash(lse), *_unused_results(query)
-        packed = query, key, value, cum_seq_q, cum_seq_k, None
+        if paged:  # seqused_k counts the keys, whatever cum_seq_k says
+            packed = query, key.transpose(1, 2), value.transpose(1, 2), cum_seq_q, None, block_table
+        else:
+            packed = query, key, value, cum_seq_q, cum_seq_k, None
         out, lse = torch.ops.fdattn.varlen_attention_forward(*packed, *tail)
         if cum_seq_q is not cum_seq_k or seqused_k is not None:
             lse = _as_flash(lse)
         return out, lse, *_unused_results(query)
 
     return run
+
+
+def _flash_forward_into(out, query, *args, **options) -> str | Callable[[], Tensor]:
+    """The same with a given out, which is copied into: our kernels write to memory of their own."""
+    run = _flash_forward(query, *args, **options)
+    if isinstance(run, str):
+        return run
+    if (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
+        return "out"
+
+    def write():
+        result, lse, *_ = run()
+        out.copy_(result)
+        return lse
+
+    return write
 
 
 def _as_flash(lse: Tensor) -> Tensor:
@@ -233,10 +281,12 @@ def _flash_backward(
     return run
 
 
+#: By the op that they replace; `activate` leaves out what this torch does not have.
 _KERNELS = {
     "_scaled_dot_product_flash_attention": _sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
     "_flash_attention_forward": _flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_forward_into,
     "_flash_attention_backward": _flash_backward,
 }
 
@@ -289,7 +339,9 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
             "FDATTN needs a CUDA build of torch, got one for HIP, whose flash ops return other seeds"
         )
     # Captured before the first is replaced: one of torch's kernels calls another through the dispatcher.
-    kernels = {name: _override(name, dispatch_key) for name in _KERNELS}
+    kernels = {
+        name: _override(name, dispatch_key) for name in _KERNELS if hasattr(torch.ops.aten, name)
+    }
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         # That kernels are overridden is what was asked for.

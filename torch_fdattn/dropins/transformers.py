@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dropins import mask_forms, sharded_sequences
+from torch_fdattn.dropins.continuous_batching import continuous_batching as continuous_batching
+from torch_fdattn.dropins.continuous_batching import register as register_paged
+from torch_fdattn.dropins.layer_arguments import refuse_unknown
 from torch_fdattn.dropins.mask_functions import padding as padding_of
 from torch_fdattn.dropins.mask_functions import window_of
 from torch_fdattn.dropins.model_kinds import Kind, kind_of
@@ -65,6 +68,7 @@ def register() -> None:
     # Without the second, layers would get no mask, and padding would be attended to.
     AttentionInterface.register(NAME, fdattn_attention)
     AttentionMaskInterface.register(NAME, fdattn_mask)
+    register_paged()
 
 
 def fdattn_mask(
@@ -141,10 +145,6 @@ def _explicit(hf, kind: Kind, *arguments) -> Tensor:
     )  # fmt: skip
 
 
-#: Arguments with which some models (DeepSeek-V3.2, MiniMax M3, Inkling 2) say what their mask does not.
-_CHOOSE_KEYS = ("indices", "block_indices", "sinks")
-
-
 def fdattn_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
@@ -161,15 +161,10 @@ def fdattn_attention(
     """
     if cache is not None:
         raise NotImplementedError(
-            'attn_implementation="fdattn" has no continuous batching (a paged cache was given): use '
-            'attn_implementation="sdpa" for it'
+            'attn_implementation="fdattn" attends to no paged cache: continuous batching runs within '
+            "torch_fdattn.dropins.transformers.continuous_batching(model)"
         )
-    for name in _CHOOSE_KEYS:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f'attn_implementation="fdattn" does not know {name} (keys that a layer chooses, or its own '
-                'sinks), which would be lost: use attn_implementation="eager" for this model'
-            )
+    refuse_unknown(kwargs)
     if kwargs.get("output_attentions"):
         warnings.warn(
             'attn_implementation="fdattn" makes no attention weights and returns None for them: use '

@@ -24,7 +24,9 @@ from torch.nn import Parameter
 from torch_fdattn.environment import INTERPRET
 from torch_fdattn.ops.layout import from_bhsd, to_bhsd
 
-library = torch.library.Library("fdattn", "DEF")
+#: Where the ops are registered: `torch.ops.fdattn`. `tools/hub_kernel.py` gives each copy a name of its own.
+NAMESPACE = "fdattn"
+library = torch.library.Library(NAMESPACE, "DEF")
 
 #: How often each launch path ran, e.g. ``launches["decode_forward/triton"]``. Tests read it to know
 #: which kernel they tested.
@@ -119,7 +121,7 @@ def define_raw(schema: str, kernel: Callable, fake: Callable, seeded: bool = Fal
     library.define(schema, tags=(*_TAGS, *drawing))
     library.impl(name, without_autocast(kernel), "CPU")
     library.impl(name, kernel, "CUDA")
-    torch.library.register_fake(f"fdattn::{name}", fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
     overload = getattr(torch.ops.fdattn, name).default
     advice = (
