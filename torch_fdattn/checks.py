@@ -14,7 +14,7 @@ from torch import Tensor
 
 HEAD_DIMS = "a multiple of 8 from 16 to 256"
 #: Head dims of caches that are appended to or sharded, and of attention and decode.
-MAX_HEAD_DIM, MAX_ATTENTION_HEAD_DIM = 256, 512
+MAX_HEAD_DIM = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHECK_VALUES = os.environ.get("TORCH_FDATTN_CHECK", "0") == "1"
 
@@ -29,8 +29,8 @@ def check_qkv(
     if not float8:  # where the caller has checked dtypes
         expect_float(q_name, q)
     batch, heads, _, head_dim = q.shape
-    expect_head_dim(q_name, head_dim, MAX_ATTENTION_HEAD_DIM)
-    expect_head_dim(v_name, v.shape[3], MAX_ATTENTION_HEAD_DIM)
+    expect_head_dim(q_name, head_dim)
+    expect_head_dim(v_name, v.shape[3])
     kv_heads, kv_len = k.shape[1], k.shape[2]
     expect_shape(k_name, k, (batch, kv_heads, kv_len, head_dim), q_name)
     expect_shape(v_name, v, (batch, kv_heads, kv_len, v.shape[3]), k_name)
@@ -366,11 +366,9 @@ def expect_float(name: str, tensor: Tensor) -> None:
         )
 
 
-def expect_head_dim(name: str, head_dim: int, max_head_dim: int = MAX_HEAD_DIM) -> None:
-    if head_dim % 8 or not 16 <= head_dim <= max_head_dim:
-        raise ValueError(
-            f"{name}'s head_dim must be a multiple of 8 from 16 to {max_head_dim}, got {head_dim}"
-        )
+def expect_head_dim(name: str, head_dim: int) -> None:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}'s head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")
 
 
 def expect_groups(heads: int, kv_heads: int, q_name: str, k_name: str) -> None:

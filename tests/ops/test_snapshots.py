@@ -231,7 +231,9 @@ def test_error_texts():
         "v": lambda: torch_fdattn.attention(q, k, k[:, :4]),
         "batch": lambda: torch_fdattn.attention(q, k[:1], k[:1]),
         "heads": lambda: torch_fdattn.attention(q, k[:, :3], k[:, :3]),
-        "head dim": lambda: torch_fdattn.attention(q[..., :20], k[..., :20], k[..., :20]),
+        "head dim": lambda: torch_fdattn.attention(
+            *(x[:, :, :1, :1].expand(2, 8, 1, 520) for x in (q, k, k))
+        ),
         "dtype": lambda: torch_fdattn.attention(q, k.half(), k.half()),
         "complex": lambda: torch_fdattn.attention(q.cfloat(), k.cfloat(), k.cfloat()),
         "device": lambda: torch_fdattn.attention(q, k.to("meta"), k.to("meta")),
@@ -264,7 +266,7 @@ rank: ValueError: q must have 4 dimensions (batch, heads, sequence, head_dim), g
 v: ValueError: v must have shape (2, 8, 512, 128) like k, got (2, 4, 512, 128)
 batch: ValueError: k must have shape (2, 8, 512, 128) like q, got (1, 8, 512, 128)
 heads: ValueError: q's head count must be a positive multiple of k's, got 8 query heads and 3 key heads
-head dim: ValueError: q's head_dim must be a multiple of 8 from 16 to 512, got 20
+head dim: ValueError: q's head_dim must be from 1 to 512, got 520
 dtype: TypeError: k must have dtype torch.float32 like q, got torch.float16
 complex: TypeError: q must be bfloat16, float16, float32 (or float64 on CPU), got torch.complex64
 device: ValueError: k must be on cpu like q, got meta

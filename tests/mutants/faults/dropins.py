@@ -32,8 +32,8 @@ FAULTS = (
         "return max(left, -1), max(right, -1)", "return max(right, -1), max(left, -1)", FLASH_ATTN,
     ),
     Fault(
-        "flash_attn: the scale of the padded head dim", f"{_FOLDER}/arguments.py",
-        "scale=_scale(softmax_scale, q.shape[-1])", "scale=_scale(softmax_scale, padded_dim(q))", FLASH_ATTN,
+        "flash_attn: the scale of half the head dim", f"{_FOLDER}/arguments.py",
+        "scale=_scale(softmax_scale, q.shape[-1])", "scale=_scale(softmax_scale, q.shape[-1] // 2)", FLASH_ATTN,
     ),
     Fault(
         "flash_attn: deterministic forgotten", f"{_FOLDER}/arguments.py",

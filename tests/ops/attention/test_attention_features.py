@@ -386,8 +386,8 @@ WRONG = {
     "integer mask": (dict(attn_mask=torch.ones(5, 37).long()), TypeError, "attn_mask must be boolean, or bfloat16, float16, float32 (or float64 on CPU), got torch.int64"),
     "mask elsewhere": (dict(attn_mask=torch.ones(5, 37, device="meta")), ValueError, "attn_mask must be on cpu like q, got meta"),
     "mask a list": (dict(attn_mask=[True] * 37), TypeError, "attn_mask must be a torch.Tensor, got list"),
-    "value head dim": (dict(v=torch.ones(2, 2, 37, 20)), ValueError, "v's head_dim must be a multiple of 8 from 16 to 512, got 20"),
-    "head dim": (dict(q=torch.ones(2, 4, 5, 520)), ValueError, "q's head_dim must be a multiple of 8 from 16 to 512, got 520"),
+    "value head dim": (dict(v=torch.ones(2, 2, 37, 520)), ValueError, "v's head_dim must be from 1 to 512, got 520"),
+    "head dim": (dict(q=torch.ones(2, 4, 5, 520)), ValueError, "q's head_dim must be from 1 to 512, got 520"),
     "fewer values": (dict(v=torch.ones(2, 2, 36, 24)), ValueError, "v must have shape (2, 2, 37, 24) like k, got (2, 2, 36, 24)"),
 }  # fmt: skip
 

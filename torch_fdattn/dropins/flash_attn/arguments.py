@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn import checks
@@ -132,9 +131,9 @@ def check_qkv(
         checks.expect_dtype(name, x, q.dtype, q_name)
         checks.expect_device(name, x, q.device, q_name)
     for name, x in ((q_name, q), (v_name, v)):
-        if not 1 <= x.shape[-1] <= checks.MAX_ATTENTION_HEAD_DIM:
+        if not 1 <= x.shape[-1] <= checks.MAX_HEAD_DIM:
             raise ValueError(
-                f"{name}'s head_dim must be from 1 to {checks.MAX_ATTENTION_HEAD_DIM}, got {x.shape[-1]}"
+                f"{name}'s head_dim must be from 1 to {checks.MAX_HEAD_DIM}, got {x.shape[-1]}"
             )
 
 
@@ -175,15 +174,6 @@ def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tens
         raise ValueError(
             f"the pages behind {name} must hold at least one token (dimension 1 of k), got 0"
         )
-
-
-def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With head dims that our kernels take: zeros up to a multiple of 8 from 16 on, which change no score and no sum."""
-    return tuple(F.pad(x, (0, padded - x.shape[-1])) if (padded := padded_dim(x)) != x.shape[-1] else x for x in tensors)  # fmt: skip
-
-
-def padded_dim(x: Tensor) -> int:
-    return max(16, -(-x.shape[-1] // 8) * 8)
 
 
 def backward_order(deterministic: bool) -> AbstractContextManager[None]:

@@ -17,8 +17,6 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     expect_int32,
     expect_pages,
     expect_rank,
-    pad_heads,
-    padded_dim,
 )
 from torch_fdattn.dropins.flash_attn.rotation import Rotation, check_rotation, rotate_at
 from torch_fdattn.functional import (
@@ -134,12 +132,6 @@ def _check_new(call: CacheCall) -> None:
             checks.expect_shape(name, x, (*tokens, *like.shape[2:]), f"q and {name}_cache")
             checks.expect_dtype(name, x, q.dtype, "q")
             checks.expect_device(name, x, q.device, "q")
-        for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
-            if padded_dim(x) > checks.MAX_HEAD_DIM:
-                raise NotImplementedError(
-                    f"{name}'s head_dim must be at most {checks.MAX_HEAD_DIM} where k and v are appended, "
-                    f"got {x.shape[-1]}"
-                )
         new = k.shape[1] if cu_seqlens_k is None else cu_seqlens_k.diff()
     _check_capacity(cache, new)
 
@@ -169,16 +161,9 @@ def _append_and_attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         hides = options["causal"] or any(0 <= x < cache.capacity for x in options["window"])
         q = rotate_at(q, rotation, _positions(first, q, cu_seqlens_q, advancing=hides))
         k = rotate_at(k, rotation, _positions(first, k, cu_seqlens_k))
-    v_dim = cache.v.shape[-1]
-    q, k_cache, v_cache = pad_heads(q, cache.k, cache.v)
-    padded = cache._replace(k=k_cache, v=v_cache)
     if k is not None:
-        padded = _append(padded, *pad_heads(k, v), cu_seqlens_k)
-        for own, copy in ((cache.k, k_cache), (cache.v, v_cache)):
-            if own is not copy:
-                own.copy_(copy[..., : own.shape[-1]])
-    out, lse = _attend(q, padded, {**options, "sinks": sinks}, cu_seqlens_q)
-    return out[..., :v_dim], lse
+        cache = _append(cache, k, v, cu_seqlens_k)
+    return _attend(q, cache, {**options, "sinks": sinks}, cu_seqlens_q)
 
 
 def _positions(

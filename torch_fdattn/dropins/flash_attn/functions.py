@@ -14,7 +14,6 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     backward_order,
     check_qkv,
     expect_rank,
-    pad_heads,
     raises_runtime_errors,
     score_options,
 )
@@ -33,8 +32,7 @@ def flash_attn_func(
     """`flash_attn.flash_attn_func`: attention of dense tensors.
 
     Args:
-        q: (B, S, H, D), float16 or bfloat16 (float32 too, and float64 on the CPU); D from 1 to 512, padded to a
-            multiple of 8 as theirs.
+        q: (B, S, H, D), float16 or bfloat16 (float32 too, and float64 on the CPU); D from 1 to 512.
         k, v: (B, S_k, H_k, D) and (B, S_k, H_k, D_v), H a multiple of H_k.
         dropout_p: which weights are dropped is ours (`attention`): seeded by torch's generator, other than theirs.
         softmax_scale: default D ** -0.5.
@@ -130,11 +128,8 @@ def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, deterministic: bool, **more
 ) -> tuple[Tensor, Tensor]:
     """(out (B, S, H, D_v), lse (B, H, S)); more: further keywords of `attention`."""
-    v_dim = v.shape[-1]
-    q, k, v = pad_heads(q, k, v)
     with backward_order(deterministic):
-        out, lse = attention(q, k, v, **options, **more, layout="bshd")
-    return out[..., :v_dim], lse
+        return attention(q, k, v, **options, **more, layout="bshd")
 
 
 def unpacked(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:

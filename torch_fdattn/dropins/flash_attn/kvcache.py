@@ -32,7 +32,7 @@ def flash_attn_with_kvcache(
     Args:
         q: (B, S, H, D). Up to 16 queries run `decode`, more `attention` or `varlen_attention`.
         k_cache, v_cache: (B_cache, capacity, H_k, D), written in place; with block_table pages (P, page, H_k, D) of any
-            size. Head dims that are no multiple of 8 from 16 on cost a copy of the cache, as theirs.
+            size.
         k, v: (B, S_new, H_k, D), what is appended at cache_seqlens. Beyond the capacity tokens are dropped; where lengths
             lie on the host, or under TORCH_FDATTN_CHECK=1, that is an error.
         rotary_cos, rotary_sin: (positions ≥ capacity, rotary_dim / 2) in q's dtype: k turns at its positions in the cache,

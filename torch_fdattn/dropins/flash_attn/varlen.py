@@ -14,7 +14,6 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     expect_int32,
     expect_pages,
     expect_rank,
-    pad_heads,
     raises_runtime_errors,
     score_options,
 )
@@ -158,8 +157,5 @@ def attend_varlen(
     **more,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (T, H, D_v), lse (H, T)); packed: cu_seqlens of q and k; more: further keywords of `varlen_attention`."""
-    v_dim = v.shape[-1]
-    q, k, v = pad_heads(q, k, v)
     with backward_order(deterministic):
-        out, lse = varlen_attention(q, k, v, *packed, **options, **more, layout="bshd")
-    return out[..., :v_dim], lse
+        return varlen_attention(q, k, v, *packed, **options, **more, layout="bshd")

@@ -28,7 +28,7 @@ def attention_fp8(
     memory and time, and the result is that of `attention` on them: rounded to out_dtype, on a CPU to float32.
 
     Args:
-        q: queries (B, H, S, D), float8_e4m3fn, any strides; D a multiple of 8 from 16 to 512.
+        q: queries (B, H, S, D), float8_e4m3fn, any strides; D from 1 to 512.
         k, v: keys and values (B, H_kv, S_kv, D), float8_e4m3fn, any strides; H a multiple of H_kv (GQA, MQA).
         q_scale: float32 (H,) or (B, H), what the numbers of a head are multiplied by: positive and finite, which
             ``TORCH_FDATTN_CHECK=1`` verifies. `quantise_per_head` makes tensors and scales.

@@ -106,8 +106,8 @@ def check_decode(
             f"q must have 1 to {MAX_QUERY_TOKENS} query tokens (dimension 2), got {q_len}; "
             "use attention for longer queries"
         )
-    checks.expect_head_dim("q", head_dim, checks.MAX_ATTENTION_HEAD_DIM)
-    checks.expect_head_dim("v_cache", v.shape[3], checks.MAX_ATTENTION_HEAD_DIM)
+    checks.expect_head_dim("q", head_dim)
+    checks.expect_head_dim("v_cache", v.shape[3])
     rows, kv_heads, slots = k.shape[0] if page_table is not None else batch, k.shape[1], k.shape[2]
     checks.expect_shape("k_cache", k, (rows, kv_heads, slots, head_dim), "q")
     checks.expect_shape("v_cache", v, (rows, kv_heads, slots, v.shape[3]), "k_cache")

@@ -24,10 +24,10 @@ def check_varlen(
     _check_cu_seqlens("cu_seqlens_q", packed.cu_seqlens_q, q, tokens)
     batch = packed.sequences
     table = packed.page_table
-    checks.expect_head_dim("q", head_dim, checks.MAX_ATTENTION_HEAD_DIM)
+    checks.expect_head_dim("q", head_dim)
     for name, x in (("k", k), ("v", v)):
         (checks.expect_packed if table is None else checks.expect_4d)(name, x)
-    checks.expect_head_dim("v", v.shape[-1], checks.MAX_ATTENTION_HEAD_DIM)
+    checks.expect_head_dim("v", v.shape[-1])
     kv_heads = k.shape[1]
     checks.expect_shape("k", k, (*k.shape[:-1], head_dim), "q")
     checks.expect_shape("v", v, (*k.shape[:-1], v.shape[-1]), "k")

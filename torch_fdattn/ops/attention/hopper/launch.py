@@ -35,8 +35,6 @@ def takes(
     """Whether the kernel can read tensors that lie like these, and has what the options ask for."""
     return (
         q.dtype in _HALF
-        and q.shape[3] % 8
-        == 0  # results are contiguous where inputs have gaps, their rows 16 bytes too
         and options.dtype in (None, q.dtype, torch.float32)
         and _has_what_is_asked(q, v, options)
         and all(map(is_describable, (q, k, v)))
@@ -53,6 +51,8 @@ def _has_what_is_asked(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     return (
         q.shape[3] == v.shape[3]
         and 32 < q.shape[3] <= 256
+        and q.shape[3] % 8
+        == 0  # results are contiguous where inputs have gaps, their rows 16 bytes too
         and not options.mask.kv_block
         and _LEAST_SCALE < options.scale < float("inf")
         and (
