@@ -27,7 +27,7 @@ PACKAGE = ROOT / "torch_fdattn"
 BACKENDS = ("cpu", "cuda")
 #: Modules and folders of the package that a copy has; `_relative` raises if one of them needs another.
 PARTS = (
-    "ops", "launch", "functional.py", "decode_plan.py", "checks.py", "environment.py", "sources.py", "version.py",
+    "ops", "launch", "tables", "functional.py", "decode_plan.py", "checks.py", "environment.py", "sources.py", "version.py",
     "py.typed",
 )  # fmt: skip
 _IMPORT = re.compile(r"^(?P<indent> *)from torch_fdattn(?P<path>[\w.]*) import ", re.MULTILINE)

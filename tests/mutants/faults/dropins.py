@@ -20,10 +20,6 @@ FAULTS = (
         "positions >= cache.leftpad[:, None]", "positions > cache.leftpad[:, None]", FLASH_ATTN,
     ),
     Fault(
-        "flash_attn: a padded cache is not written back", f"{_FOLDER}/cache.py",
-        "if own is not copy:", "if own is copy:", FLASH_ATTN,
-    ),
-    Fault(
         "flash_attn: the other pairs turn", f"{_FOLDER}/rotation.py",
         "    if rotation.interleaved:\n", "    if not rotation.interleaved:\n", FLASH_ATTN,
     ),
