@@ -1,0 +1,158 @@
+"""SmolLM2 in fp32, greedy: vLLM with our backend and our engine write what transformers writes, alone and batched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.vllm.generation import Text, check_texts
+from tests.vllm.smollm2 import export
+from torch_fdattn.engine import Engine
+from torch_fdattn.models import load_model, load_tokenizer
+from torch_fdattn.ops.library import launches
+
+pytest.importorskip("vllm", reason="make test-vllm")
+
+TOKENS, LAYERS = 12, 30
+QUESTIONS = [
+    "What is the capital of Japan?", "Name three primary colours.", "Why is the sky blue?",
+    "Write a haiku about rain.", "What is 17 plus 25?", "Who wrote Romeo and Juliet?",
+    "How do bees make honey?", "Explain gravity to a child.", "List the days of the week.",
+    "What does a compiler do?",
+]  # fmt: skip
+OPENINGS = [
+    "The capital of France is", "def fibonacci(n):\n    if n < 2:", "Once upon a time, in a small village",
+    "The three laws of thermodynamics are", "import numpy as np\n\n", "In 1969 Neil Armstrong",
+    "Water boils at", "1, 1, 2, 3, 5, 8,", "“It was a bright cold day in April,",
+    # Longer than a step of the scheduler: its prefill is chunked.
+    "A river is a flow of water that runs from high ground to the sea. " * 8,
+]  # fmt: skip
+#: Tokens of a step of vLLM's scheduler, and requests.
+STEP_TOKENS, STEP_REQUESTS = 64, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer("smollm2")
+    asked = [tokenizer.chat([{"role": "user", "content": x}]) for x in QUESTIONS]
+    return asked + [tokenizer.encode(x) for x in OPENINGS]
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    return export(model, tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def texts(folder, prompts) -> list[Text]:
+    """The reference: transformers, a prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    texts = []
+    for prompt in prompts:
+        answer = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        top = torch.cat(answer.logits).topk(2).values
+        tokens = answer.sequences[0, len(prompt) :].tolist()
+        texts.append(Text(prompt, tokens, (top[:, 0] - top[:, 1]).tolist()))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def llm(folder, registered):
+    from vllm import LLM
+
+    return LLM(
+        str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=512,
+        max_num_seqs=STEP_REQUESTS, max_num_batched_tokens=STEP_TOKENS, block_size=16,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+class Counted:
+    """vLLM's engine step by step: the texts, and the steps that it took."""
+
+    def __init__(self, llm) -> None:
+        self.engine, self.steps, self.requests = llm.llm_engine, 0, 0
+
+    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        names = []
+        for prompt, count in zip(prompts, counts, strict=True):
+            names.append(f"request {self.requests}")
+            self.requests += 1
+            sampling = SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
+            )
+            self.engine.add_request(names[-1], {"prompt_token_ids": prompt}, sampling)
+        answers = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+            self.steps += 1
+        return [answers[name] for name in names]
+
+
+def check_launches(steps: int) -> None:
+    """Every layer of every step appended and attended by ours, once."""
+    assert launches["append_kv/cpu"] == LAYERS * steps
+    attended = launches["varlen_attention_forward/cpu"] + launches["decode_forward/cpu"]
+    assert attended == LAYERS * steps
+    assert set(launches) <= {
+        "append_kv/cpu",
+        "varlen_attention_forward/cpu",
+        "decode_forward/cpu",
+    }
+
+
+def test_vllm_alone(llm, texts):
+    counted = Counted(llm)
+    launches.clear()
+    for text in texts:
+        check_texts([text], counted.generate)
+    check_launches(counted.steps)
+    # One step a prompt but the long one's chunks; all others have one token.
+    chunks = sum(-(-len(text.prompt) // STEP_TOKENS) for text in texts)
+    assert launches["varlen_attention_forward/cpu"] >= LAYERS * chunks > LAYERS * len(texts)
+    assert launches["decode_forward/cpu"] >= LAYERS * (TOKENS - 1) * (len(texts) - 1)
+
+
+def test_vllm_batched(llm, texts):
+    counted = Counted(llm)
+    launches.clear()
+    check_texts(texts, counted.generate)
+    check_launches(counted.steps)
+    assert launches["varlen_attention_forward/cpu"] and launches["decode_forward/cpu"]
+
+
+def test_the_engine_alone(model, texts):
+    def generate(prompts, counts):
+        (prompt,), (count,) = prompts, counts
+        engine = Engine(model, capacity=len(prompt) + count)
+        return [list(engine.stream(prompt, count))]
+
+    for text in texts:
+        check_texts([text], generate)
+
+
+def test_the_engine_batched(model, texts):
+    def generate(prompts, counts):
+        longest = max(counts)
+        engine = Engine(
+            model, batch=len(prompts), capacity=max(map(len, prompts)) + longest
+        )
+        steps = zip(*engine.generate(prompts, longest), strict=True)
+        return [list(tokens[:count]) for tokens, count in zip(steps, counts, strict=True)]
+
+    check_texts(texts, generate)
