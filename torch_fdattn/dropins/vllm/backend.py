@@ -33,7 +33,14 @@ from vllm.v1.attention.backend import (
 from torch_fdattn.checks import MAX_HEAD_DIM
 from torch_fdattn.dist.decode import all_gather
 from torch_fdattn.dist.decode.partial_states import MergeGroup
-from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
+from torch_fdattn.functional import (
+    paged_append_kv,
+    paged_decode,
+    varlen_attention,
+    window_bounds,
+)
+from torch_fdattn.ops.options import AttentionOptions, options_to_mask
+from torch_fdattn.ops.scores import Scores
 
 HEAD_SIZES = tuple(range(16, MAX_HEAD_DIM + 1, 8))
 
@@ -87,8 +94,8 @@ class FdattnMetadata(AttentionMetadata):
     query_starts: Tensor  #: int32 (requests + 1,), where each request's new tokens begin
     kv_lens: Tensor  #: int32 (requests,), its keys in this rank's cache, the new ones included
     block_table: Tensor  #: int32 (requests, blocks a request)
-    #: Where keys stand that are dealt to ranks: the arguments of `varlen_attention` of these names.
-    positions: dict[str, Any] | None = None
+    #: q_start, kv_start, kv_block and kv_stride of `varlen_attention`, where keys are dealt to ranks.
+    positions: tuple[Tensor, Tensor, int, int] | None = None
 
 
 class FdattnMetadataBuilder(AttentionMetadataBuilder[FdattnMetadata]):
@@ -125,15 +132,11 @@ class FdattnMetadataBuilder(AttentionMetadataBuilder[FdattnMetadata]):
             positions=positions,
         )
 
-    def _positions(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+    def _positions(self, common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
         """vLLM deals runs of `interleave` tokens to the ranks in turn."""
-        first = self._rank * self._interleave
-        return dict(
-            q_start=common.compute_num_computed_tokens().to(torch.int32),
-            kv_start=torch.full_like(common.seq_lens, first, dtype=torch.int32),
-            kv_block=self._interleave,
-            kv_stride=self._interleave * self._ranks,
-        )
+        q_start = common.compute_num_computed_tokens().to(torch.int32)
+        kv_start = torch.full_like(q_start, self._rank * self._interleave)
+        return q_start, kv_start, self._interleave, self._interleave * self._ranks
 
 
 def _expect_decoder_batch(common: CommonAttentionMetadata) -> None:
@@ -238,7 +241,8 @@ class FdattnImpl(AttentionImpl[FdattnMetadata]):
             )
         if attn_metadata is None:
             return output.zero_()
-        batch, scores = attn_metadata, self._scores(query.device)
+        batch = attn_metadata
+        scores = dict(alibi_slopes=self._slopes_on(query.device), sinks=self.sinks)
         query, pages = query[: batch.num_tokens], self._pages(kv_cache)
         written = output[: batch.num_tokens]
         if batch.positions is not None:
@@ -251,35 +255,43 @@ class FdattnImpl(AttentionImpl[FdattnMetadata]):
                 **scores, out=(rows, lse),
             )  # fmt: skip
         else:
-            written.copy_(self._attend(query, pages, batch, scores)[0])
+            out, _ = varlen_attention(
+                query, *pages, batch.query_starts, page_table=batch.block_table,
+                kv_lens=batch.kv_lens, **self._options, **scores,
+            )  # fmt: skip
+            written.copy_(out)
         return output
 
-    def _attend(self, query, pages, batch: FdattnMetadata, scores, **positions):
-        return varlen_attention(
-            query, *pages, batch.query_starts, page_table=batch.block_table, kv_lens=batch.kv_lens,
-            **self._options, **scores, **positions,
-        )  # fmt: skip
-
-    def _attend_over_ranks(self, query: Tensor, pages, batch: FdattnMetadata) -> Tensor:
+    def _attend_over_ranks(
+        self, query: Tensor, pages: tuple[Tensor, Tensor], batch: FdattnMetadata
+    ) -> Tensor:
         """Every rank attends for all heads over its keys; an all-to-all takes to each the states of its own heads."""
         group = get_dcp_group()
-        query = group.all_gather(query.contiguous(), dim=1)
-        scores = self._scores(query.device)
-        if self._slopes is not None:
-            scores["alibi_slopes"] = group.all_gather(scores["alibi_slopes"], dim=0)
-        out, lse = self._attend(query, pages, batch, scores, **batch.positions)
-        merge_group = MergeGroup(
+        query, slopes = group.all_gather(query.contiguous(), dim=1), self._slopes_on(query.device)
+        if slopes is not None:
+            slopes = group.all_gather(slopes, dim=0)
+        left, right = window_bounds(self._options["window"])
+        mask = options_to_mask(batch.kv_lens, *batch.positions[:2], True, left, right, *batch.positions[2:])
+        scores = Scores(float(self._options["softcap"]), slopes)
+        # The raw op: a partial state stays in fp32 until it is merged.
+        options = AttentionOptions(mask, self.scale, scores, dtype=torch.float32)
+        state = torch.ops.fdattn.varlen_attention_forward(
+            query, *pages, batch.query_starts, None, batch.block_table, *options.to_raw()
+        )
+        ranks = MergeGroup(
             group.device_group.group_name, group.rank_in_group, group.world_size, head_sharded=True
         )
-        state = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-        merged, _ = all_gather.merge(*state, query.dtype, merge_group)
+        # As of a batch of one: (1, H, T, D) and (1, H, T).
+        out, lse = state[0].transpose(0, 1).unsqueeze(0), state[1].unsqueeze(0)
+        merged, _ = all_gather.merge(out, lse, query.dtype, ranks)
         return merged[0].transpose(0, 1)
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, (blocks, KV heads, block, head size) each, where they lie."""
         return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
 
-    def _scores(self, device: torch.device) -> dict[str, Any]:
+    def _slopes_on(self, device: torch.device) -> Tensor | None:
+        """vLLM gives the slopes as a list, before it is said where the layer runs."""
         if self._slopes is not None and self._slopes.device != device:
             self._slopes = self._slopes.to(device)
-        return dict(alibi_slopes=self._slopes, sinks=self.sinks)
+        return self._slopes
