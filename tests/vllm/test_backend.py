@@ -171,9 +171,12 @@ def test_refused_when_a_layer_is_made(message):
 
 
 def test_head_sizes():
-    with pytest.raises(ValueError, match="head_size must be a multiple of 8 from 16 to 256, got 20"):
+    with pytest.raises(
+        ValueError, match="head_size must be a multiple of 8 from 16 to 256, got 20"
+    ):
         FdattnImpl(HEADS, 20, 1.0, KV_HEADS)
-    assert FdattnBackend.supports_head_size(64) and not FdattnBackend.supports_head_size(512)
+    assert FdattnBackend.supports_head_size(64)
+    assert not FdattnBackend.supports_head_size(512)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ def attend(shard: Shard, interleave: int, heads: slice, options: dict) -> torch.
     if "alibi_slopes" in options:
         options = dict(alibi_slopes=options["alibi_slopes"][heads])
     impl = FdattnImpl(HEADS // RANKS, DIM, DIM**-0.5, 1, **options)
-    assert impl.need_to_return_lse_for_decode  # what vLLM asks of a layer under decode context parallelism
+    assert (
+        impl.need_to_return_lse_for_decode
+    )  # what vLLM asks of a layer under decode context parallelism
     query = shard.query[:, heads]
     output = torch.full_like(query, float("nan"))
     impl.do_kv_cache_update(None, *shard.new, shard.cache, shard.slots)

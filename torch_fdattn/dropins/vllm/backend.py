@@ -271,7 +271,9 @@ class FdattnImpl(AttentionImpl[FdattnMetadata]):
         if slopes is not None:
             slopes = group.all_gather(slopes, dim=0)
         left, right = window_bounds(self._options["window"])
-        mask = options_to_mask(batch.kv_lens, *batch.positions[:2], True, left, right, *batch.positions[2:])
+        mask = options_to_mask(
+            batch.kv_lens, *batch.positions[:2], True, left, right, *batch.positions[2:]
+        )
         scores = Scores(float(self._options["softcap"]), slopes)
         # The raw op: a partial state stays in fp32 until it is merged.
         options = AttentionOptions(mask, self.scale, scores, dtype=torch.float32)
