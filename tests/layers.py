@@ -208,7 +208,10 @@ def layers(kind: str) -> list[Layer]:
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
     if kind == "vllm":
-        return [Layer("vLLM on the CPU", ("tests/vllm",))]
+        return [
+            Layer("vLLM on the CPU", ("tests/vllm",)),
+            Layer("vLLM, interpreter", ("tests/vllm/test_backend.py",), 0, INTERPRET),
+        ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
         if not gpus:

@@ -62,8 +62,9 @@ def test_a_wheel_has_every_source_and_nothing_else(tmp_path):
     entries = metadata(wheel, "entry_points.txt")
     for name, target in PROJECT["scripts"].items():
         assert f"[console_scripts]\n{name} = {target}\n" in entries
-    for name, target in PROJECT["entry-points"]["torch_dynamo_backends"].items():
-        assert f"[torch_dynamo_backends]\n{name} = {target}\n" in entries
+    for group in ("torch_dynamo_backends", "vllm.general_plugins"):
+        for name, target in PROJECT["entry-points"][group].items():
+            assert f"[{group}]\n{name} = {target}\n" in entries
 
 
 def test_an_editable_installation_is_a_path(tmp_path):

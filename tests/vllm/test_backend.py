@@ -7,18 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.testing import attention_oracle, check_close
 
 pytest.importorskip("vllm", reason="make test-vllm")
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from torch_fdattn.dropins.vllm import register
 from torch_fdattn.dropins.vllm.backend import FdattnBackend, FdattnImpl, FdattnMetadataBuilder
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 6, 2, 32, 16, 40
+#: The end of the launch counters' names: kernels interpreted, or the CPU path.
+PATH = "triton" if INTERPRET else "cpu"
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1))
 
 
@@ -107,8 +109,8 @@ def test_batches(name):
     requests = Requests(*BATCHES[name])
     launches.clear()
     requests.check(requests.attend(impl()))
-    attended = "decode_forward/cpu" if name == "decode" else "varlen_attention_forward/cpu"
-    assert launches == {"append_kv/cpu": 1, attended: 1}
+    attended = "decode_forward" if name == "decode" else "varlen_attention_forward"
+    assert launches == {f"append_kv/{PATH}": 1, f"{attended}/{PATH}": 1}
 
 
 OPTIONS = {
@@ -147,7 +149,7 @@ def test_a_request_without_tokens_is_no_decode():
     requests = Requests([1, 1, 0], [33, 16, 4])
     launches.clear()
     requests.check(requests.attend(impl()))
-    assert launches["varlen_attention_forward/cpu"] == 1
+    assert launches[f"varlen_attention_forward/{PATH}"] == 1
 
 
 def test_the_profiling_run_gives_zeros():
@@ -237,6 +239,19 @@ def test_the_entry_point_registers_custom():
             plugin.load()()
         assert AttentionBackendEnum.CUSTOM.get_class() is FdattnBackend
         assert AttentionBackendEnum[FdattnBackend.get_name()] is AttentionBackendEnum.CUSTOM
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_another_plugins_backend_stays():
+    theirs = "their.package.Backend"
+    register_backend(AttentionBackendEnum.CUSTOM, theirs)
+    try:
+        with pytest.raises(
+            RuntimeError, match=f"CUSTOM must be free for our backend, got {theirs}"
+        ):
+            register()
+        assert AttentionBackendEnum.CUSTOM.get_path() == theirs
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
 

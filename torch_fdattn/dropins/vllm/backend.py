@@ -82,12 +82,7 @@ class FdattnBackend(AttentionBackend):
 
 @dataclass
 class FdattnMetadata(AttentionMetadata):
-    """A batch of requests, as a layer's forward needs it.
-
-    Examples:
-        >>> builder.build(0, common).num_tokens  # doctest: +SKIP
-        17
-    """
+    """A batch of requests, as a layer's forward needs it."""
 
     num_tokens: int  #: of the batch, without padding
     is_decode: bool  #: every request has one token
