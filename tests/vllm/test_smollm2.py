@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.vllm.generation import Text, check_texts
+from tests.vllm.generation import Counted, Text, check_texts, greedy
 from tests.vllm.smollm2 import export
 from torch_fdattn.engine import Engine
 from torch_fdattn.models import load_model, load_tokenizer
@@ -56,16 +56,7 @@ def texts(folder, prompts) -> list[Text]:
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    texts = []
-    for prompt in prompts:
-        answer = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        top = torch.cat(answer.logits).topk(2).values
-        tokens = answer.sequences[0, len(prompt) :].tolist()
-        texts.append(Text(prompt, tokens, (top[:, 0] - top[:, 1]).tolist()))
-    return texts
+    return greedy(theirs, prompts, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -77,31 +68,6 @@ def llm(folder, registered):
         max_num_seqs=STEP_REQUESTS, max_num_batched_tokens=STEP_TOKENS, block_size=16,
         enable_prefix_caching=False,
     )  # fmt: skip
-
-
-class Counted:
-    """vLLM's engine step by step: the texts, and the steps that it took."""
-
-    def __init__(self, llm) -> None:
-        self.engine, self.steps, self.requests = llm.llm_engine, 0, 0
-
-    def generate(self, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        names = []
-        for prompt, count in zip(prompts, counts, strict=True):
-            names.append(f"request {self.requests}")
-            self.requests += 1
-            sampling = SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
-            )
-            self.engine.add_request(names[-1], {"prompt_token_ids": prompt}, sampling)
-        answers = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                answers[output.request_id] = list(output.outputs[0].token_ids)
-            self.steps += 1
-        return [answers[name] for name in names]
 
 
 def check_launches(steps: int) -> None:
