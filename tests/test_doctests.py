@@ -18,7 +18,8 @@ from tests.interpreting import needs_interpret
 MODULES = (
     "torch_fdattn", "torch_fdattn.compile_backend", "torch_fdattn.dist", "torch_fdattn.dropins",
     "torch_fdattn.dropins.flash_attn", "torch_fdattn.dropins.flash_attn.bert_padding",
-    "torch_fdattn.dropins.flash_attn.interface_3", "torch_fdattn.engine", "torch_fdattn.models",
+    "torch_fdattn.dropins.flash_attn.interface_3", "torch_fdattn.dropins.vllm", "torch_fdattn.engine",
+    "torch_fdattn.models",
 )  # fmt: skip
 #: Functions of modules that are public by their names.
 OTHERS = ("torch_fdattn.dropins.flash_impl.activate", "torch_fdattn.dropins.transformers.register")

@@ -96,7 +96,9 @@ def test_metadata(wheel: Path) -> None:
     assert said.get_payload().startswith("# torch_fdattn")
     entries = of_wheel(wheel, "entry_points.txt")
     assert "[console_scripts]\nfdattn = torch_fdattn.__main__:main\n" in entries
-    assert "[torch_dynamo_backends]\nfdattn = torch_fdattn.compile_backend:fdattn\n" in entries
+    for group in ("torch_dynamo_backends", "vllm.general_plugins"):
+        for name, target in PROJECT["entry-points"][group].items():
+            assert f"[{group}]\n{name} = {target}\n" in entries
     licence = of_wheel(wheel, "licenses/LICENSE")
     assert licence == (ROOT / "LICENSE").read_text(encoding="utf-8")
 

@@ -1,5 +1,5 @@
-"""Ways into code that stays as it is: SDPA's flash kernels (`flash_impl`), transformers' attention (`transformers`), and
-FlashAttention's Python interface (`flash_attn`).
+"""Ways into code that stays as it is: SDPA's flash kernels (`flash_impl`), transformers' attention (`transformers`),
+FlashAttention's Python interface (`flash_attn`), and vLLM's attention backends (`vllm`).
 
 Nothing here acts by itself. `import torch_fdattn` only makes the name FDATTN known to torch, and each way is
 taken by a call: `torch.nn.attention.activate_flash_attention_impl("FDATTN")`,
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch_fdattn.dropins import flash_attn, flash_impl, transformers
+    from torch_fdattn.dropins import flash_attn, flash_impl, transformers, vllm
 
-__all__ = ["flash_attn", "flash_impl", "register_flash_impl", "transformers"]
+__all__ = ["flash_attn", "flash_impl", "register_flash_impl", "transformers", "vllm"]
 
 
 def __getattr__(name: str) -> types.ModuleType:
     """The modules, loaded by the first use of their names."""
-    if name in ("flash_attn", "flash_impl", "transformers"):
+    if name in ("flash_attn", "flash_impl", "transformers", "vllm"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
