@@ -232,7 +232,7 @@ def test_empty_batches_and_expanded_tokens(group, alone, rank_device) -> None:
 
 def test_rounds_longer_than_the_capacity(group, alone, rank_device) -> None:
     """A rank sends the node of its blocks, not an empty state for each block that it might hold."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     q = torch.randn(2, 2, 1, 32, device=rank_device)
     k, v = torch.randn(2, 2, 2, 12, 32, device=rank_device)
     lens = torch.tensor([12, 7], dtype=torch.int32, device=rank_device)
