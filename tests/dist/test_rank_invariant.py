@@ -211,6 +211,39 @@ def test_long_queries_of_many_sequences(group, alone, rank_device) -> None:
     expect_same_bits(found, decode(q[:, :, :1], k, v, lens, alone, **given))
 
 
+def test_empty_batches_and_expanded_tokens(group, alone, rank_device) -> None:
+    """No sequences; K or V whose tokens are one in memory."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    q = torch.randn(2, 2, 1, 32, device=rank_device)
+    k, v = torch.randn(2, 2, 2, 16 * world, 32, device=rank_device)
+    lens = torch.tensor([16 * world, 11], dtype=torch.int32, device=rank_device)
+    own, given = slice(16 * rank, 16 * (rank + 1)), dict(invariant_block=4)
+    out, lse = decode(q[:0], k[:0, :, own], v[:0, :, own], lens[:0], group, **given)
+    assert out.shape == (0, 2, 1, 32)
+    assert lse.shape == (0, 2, 1)
+    pages, table = k[:, :, :4].contiguous(), lens.new_zeros(0, 4)
+    out, _ = decode(q[:0], pages, pages, lens[:0], group, page_table=table, **given)
+    assert out.shape == (0, 2, 1, 32)
+    for cache in ((k[:, :, :1].expand_as(k), v), (k, v[:, :, :1].expand_as(v))):
+        found = decode(q, *(x[:, :, own] for x in cache), lens, group, **given)
+        expect_same_bits(found, decode(q, *cache, lens, alone, **given))
+        torch.testing.assert_close(found, decode(q, *cache, lens, alone))
+
+
+def test_rounds_longer_than_the_capacity(group, alone, rank_device) -> None:
+    """A rank sends the node of its blocks, not an empty state for each block that it might hold."""
+    rank = dist.get_rank()
+    q = torch.randn(2, 2, 1, 32, device=rank_device)
+    k, v = torch.randn(2, 2, 2, 12, 32, device=rank_device)
+    lens = torch.tensor([12, 7], dtype=torch.int32, device=rank_device)
+    expected = decode(q, k, v, lens, alone, invariant_block=4)
+    if rank:  # rank 0 holds all that is filled
+        k, v = k.new_full(k.shape, float("nan")), v.new_full(v.shape, float("nan"))
+    for rounds in (12, 16, 20, 4 * 2**22, 4 * 3 * 2**20):
+        found = decode(q, k, v, lens, group, kv_block=rounds, invariant_block=4)
+        expect_same_bits(found, expected)
+
+
 def test_a_tree_asks_for_no_order() -> None:
     torch.manual_seed(0)
     leaves = [(torch.randn(3, 16), torch.randn(3)) for _ in range(11)]

@@ -19,6 +19,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
+from torch_fdattn.dist.ring_attention import one_sided
 from torch_fdattn.ops.library import INTERPRET, launches
 
 from .test_ring_attention import drawn_shards
@@ -116,6 +117,47 @@ def test_in_a_graph(group, rank_device) -> None:
                 x.normal_()
             graph.replay()
             torch.testing.assert_close(found, call("all_gather"), rtol=0, atol=0)
+
+
+class Failure(RuntimeError):
+    """As if memory ran out."""
+
+
+@needs_kernels
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+def test_a_call_that_fails_half_way(group, rank_device, monkeypatch, who) -> None:
+    """It raises what made it fail, and its copies are not taken for those of the next call."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = SequenceShards.contiguous(16 * world, world)
+
+    def fails(*_: object) -> None:
+        raise Failure
+
+    for i in range(3):
+        torch.manual_seed(i)
+        own = [shards.shard(torch.randn(1, 2, 16 * world, 32), rank, 2).to(rank_device) for _ in range(3)]  # fmt: skip
+        with monkeypatch.context() as patch:
+            if i == 1 and (who == "all" or rank == 0):
+                patch.setattr(one_sided, "attend_unsharded", fails)
+                with pytest.raises(Failure):
+                    ring_attention(*own, group, shards=shards, strategy="one_sided")
+                continue
+            found = ring_attention(*own, group, shards=shards, strategy="one_sided")
+        if i != 1:
+            expected = ring_attention(*own, group, shards=shards, strategy="all_gather")
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 8)])
+def test_no_tokens_and_no_sequences(group, rank_device, batch, length) -> None:
+    world = dist.get_world_size()
+    shards = SequenceShards.from_positions([range(r * length, (r + 1) * length) for r in range(world)])  # fmt: skip
+    whole = torch.randn(3, batch, 2, world * length, 32, device=rank_device)
+    douts = torch.zeros_like(whole[0]), whole.new_zeros(batch, 2, world * length)
+    found = results(group, whole, shards, "one_sided", douts)
+    assert found[0].shape == (batch, 2, length, 32)
+    assert all(x.shape == found[0].shape for x in found[2:])
 
 
 @needs_kernels

@@ -88,16 +88,19 @@ def test_matmuls_choose_alike(planted, rank_device, ranks) -> None:
         assert not one_sided()
 
 
-def test_a_broken_file_is_named_on_its_rank(rank_device, ranks, tmp_path) -> None:
+def test_a_broken_file_is_refused_on_all_ranks(rank_device, ranks, tmp_path) -> None:
+    """By name on its rank; the others do not wait for it, at the first question and at later ones."""
     like, name = draw(1, device=rank_device), new_group()
     path = tmp_path / "tables.json"
     path.write_text("{")
-    with read_from(path if dist.get_rank() == 0 else ""):
-        if dist.get_rank() == 0:
-            with pytest.raises(ValueError, match=r"tables\.json is no JSON"):
+    first = dist.get_rank() == 0
+    said = r"tables\.json is no JSON" if first else "got a broken file on another rank"
+    with read_from(path if first else ""):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=said):
                 entries_on_all_ranks("dist_decode", name, like)
-        else:
-            assert entries_on_all_ranks("dist_decode", name, like) == ()
+    with read_from(path), pytest.raises(ValueError, match=r"tables\.json is no JSON"):
+        entries_on_all_ranks("dist_decode", new_group(), like)
 
 
 def test_ranks_measure_one_table(ranks, rank_device, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert tables.read(path) == []
     tables.write(path, record())
     assert tables.read(path) == [record()]
-    assert [x.name for x in path.parent.iterdir()] == ["tables.json"]  # nothing partial is left
+    names = {x.name for x in path.parent.iterdir()}
+    assert names == {"tables.json", "tables.json.lock"}  # nothing partial is left
 
 
 def test_new_entries_replace_those_of_the_same_keys_alone(tmp_path: Path) -> None:
@@ -57,6 +59,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path) -> None:
         ('{"schema": 1, "machines": [1]}', r"machines\[0\] must be an object, got int"),
         ('{"schema": 1, "machines": [{}]}', r"machines\[0\] has no gpu"),
         (b"\xff", "cannot be read"),
+        ("[" * 100_000, "is no JSON"),
     ],
 )
 def test_other_files_are_named(tmp_path: Path, text: str | bytes, says: str) -> None:
@@ -78,6 +81,8 @@ def test_other_files_are_named(tmp_path: Path, text: str | bytes, says: str) -> 
         (dict(attention_tiles=[TILE | {"kernel": "dmask"}]), r"\.kernel must be one of forward, dkdv, dq"),
         (dict(attention_tiles=[TILE, TILE]), r"attention_tiles\[1\] has the keys of an entry before it"),
         (dict(attention_tiles={}), r"machines\[0\]\.attention_tiles must be a list, got dict"),
+        (dict(attention_tiles=[TILE | {"tile": f"{'9' * 5000}x32w1s1"}]), r"attention_tiles\[0\]\.tile must be a tile such as"),
+        (dict(decode_splits=[SPLITS | {"kv_len": 10**400}]), r"decode_splits\[0\]\.kv_len must be an integer"),
         (dict(decode_splits=[SPLITS | {"splits_per_sm": True}]), r"splits_per_sm must be a number above 0"),
         (dict(decode_splits=[SPLITS | {"paged": 1}]), r"paged must be true or false, got 1"),
         (dict(dist_decode=[{"ranks": 2}]), r"dist_decode\[0\] has no fused_rows"),
@@ -104,6 +109,56 @@ def test_where_the_file_lies(monkeypatch, tmp_path: Path) -> None:
     assert tables.default_path() == tmp_path / "other.json"
     monkeypatch.setenv("TORCH_FDATTN_TABLES", "")
     assert tables.default_path() is None
+
+
+def test_users_without_a_home_and_folders_that_are_closed(monkeypatch, tmp_path: Path) -> None:
+    """There attention still runs, by the shipped tables."""
+    monkeypatch.delenv("TORCH_FDATTN_TABLES")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.expanduser", lambda path: path)  # as for a user whom nobody knows
+        assert tables.default_path() is None
+        tables.forget()
+        assert tables.entries("dist_decode", CPU) == ()
+        patch.setenv("XDG_CACHE_HOME", "relative")  # to what, its standard does not say
+        assert tables.default_path() is None
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        patch.setattr("os.stat", refuse)
+        tables.forget()
+        assert tables.entries("dist_decode", CPU) == ()
+    monkeypatch.setenv("TORCH_FDATTN_TABLES", "~nobody-of-this-name/tables.json")
+    tables.forget()
+    with pytest.raises(ValueError, match="no such file"):
+        tables.entries("dist_decode", CPU)
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    with read_from(tmp_path), pytest.raises(ValueError, match="cannot be read"):
+        tables.entries("dist_decode", CPU)
+    with pytest.raises(ValueError, match="cannot be read"):
+        tables.write(tmp_path, record())
+
+
+def test_processes_that_write_at_once(tmp_path: Path) -> None:
+    """No entry of any of them is lost."""
+    path, context = tmp_path / "tables.json", multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_ten, args=(path, first)) for first in (2, 12)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert {x["ranks"] for x in tables.read(path)[0]["dist_decode"]} == set(range(2, 22))
+
+
+def _write_ten(path: Path, first: int) -> None:
+    for ranks in range(first, first + 10):
+        tables.write(path, record(dist_decode=[FUSED | {"ranks": ranks}]))
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path, monkeypatch) -> None:

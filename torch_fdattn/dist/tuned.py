@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor
 
 from torch_fdattn import tables
 from torch_fdattn.dist.consensus import consensus
 from torch_fdattn.ops.library import INTERPRET
 
+#: The digest of a file that is none.
+_BROKEN = "broken"
 _log = logging.getLogger("torch_fdattn")
 
 
@@ -20,7 +23,7 @@ def entries_on_all_ranks(section: str, group_name: str, like: Tensor) -> tuple[d
     captured a group that was never asked has none. CPU tensors ask only where kernels are interpreted.
 
     Raises:
-        ValueError: this rank's file is broken; ranks whose file is not go on with what is shipped.
+        ValueError: on all ranks, where the file of one of them is broken; on that one it names path and field.
     """
     if not (like.is_cuda or INTERPRET):
         return ()
@@ -29,12 +32,25 @@ def entries_on_all_ranks(section: str, group_name: str, like: Tensor) -> tuple[d
         own = tables.entries(section, device)
         digest = tables.digest(section, device)
     except ValueError:
-        consensus(group_name, like, question, None, None)
+        if consensus(group_name, like, question, None, _BROKEN) is None:
+            consensus(group_name, like, _readable(question), None, "no")
         raise
     common = consensus(group_name, like, question, None, digest)
-    if common != digest and own:
+    if common == digest:
+        return own
+    readable = consensus(group_name, like, _readable(question), None, "yes")
+    if readable is None and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise ValueError(
+            f"{question} must be one that can be read on all ranks, got a broken file on another rank, whose error names it"
+        )
+    if own:
         _log.info(
             "%s: not the same on all ranks, or not compared before a capture: the shipped table is used",
             question,
         )
-    return own if common == digest else ()
+    return ()
+
+
+def _readable(question: str) -> str:
+    """What ranks ask each other whose answers differ: all of them then know it, and ask."""
+    return f"whether {question} can be read"

@@ -9,9 +9,10 @@ versions of triton and torch_fdattn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch_fdattn.tables.sections import (
@@ -28,12 +29,17 @@ VARIABLE = "TORCH_FDATTN_TABLES"
 
 
 def default_path() -> Path | None:
-    """TORCH_FDATTN_TABLES, else torch_fdattn/tables.json in the user's cache folder; None where the variable is empty."""
+    """TORCH_FDATTN_TABLES, else torch_fdattn/tables.json in the user's cache folder; None where the variable is empty, and
+    for a user who has no home.
+    """
     given = os.environ.get(VARIABLE)
     if given is not None:
-        return Path(given).expanduser().absolute() if given else None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "torch_fdattn" / "tables.json"
+        return Path(os.path.expanduser(given)).absolute() if given else None
+    # As its standard has it, a relative XDG_CACHE_HOME does not count.
+    for cache in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(cache):
+            return Path(cache) / "torch_fdattn" / "tables.json"
+    return None
 
 
 def is_expected(path: Path) -> bool:
@@ -42,7 +48,7 @@ def is_expected(path: Path) -> bool:
     Raises:
         ValueError: TORCH_FDATTN_TABLES names no file.
     """
-    if path.exists():
+    if os.path.exists(path):  # False, too, where the user may not look
         return True
     if os.environ.get(VARIABLE):
         raise ValueError(
@@ -65,7 +71,7 @@ def read(path: Path) -> list[dict]:
         raise _error(path, f"cannot be read ({error})") from None
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _error(path, f"is no JSON ({error})") from None
     if not isinstance(document, dict) or "machines" not in document:
         raise _error(path, "must be an object with schema and machines")
@@ -86,17 +92,33 @@ def write(path: Path, record: dict) -> None:
         ValueError: the file is there and is no such file, or the record is not as it should be.
     """
     _check_record(path, "the new record", record)
-    records = read(path)
-    old = next((x for x in records if is_of_machine(x, record)), {})
-    merged = {name: record[name] for name in MACHINE}
-    for name in SECTIONS:
-        if name in old or name in record:
-            merged[name] = merge(name, old.get(name, []), record.get(name, []))
-    records = [*(x for x in records if x is not old), merged]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(_text(records), encoding="utf-8")
-    partial.replace(path)  # whole or not at all
+    with _one_writer(path):
+        records = read(path)
+        old = next((x for x in records if is_of_machine(x, record)), {})
+        merged = {name: record[name] for name in MACHINE}
+        for name in SECTIONS:
+            if name in old or name in record:
+                merged[name] = merge(name, old.get(name, []), record.get(name, []))
+        records = [*(x for x in records if x is not old), merged]
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.write_text(_text(records), encoding="utf-8")
+            partial.replace(path)  # whole or not at all
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _one_writer(path: Path) -> Iterator[None]:
+    """One process at a time, or what another one has just written would be lost."""
+    import fcntl  # where it is missing, on Windows, tables are read and not written
+
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def merge(section: str, old: list[dict], new: list[dict]) -> list[dict]:

@@ -39,8 +39,12 @@ CHOICES = {
 _NAMES = frozenset(name for names in CHOICES.values() for name in names)
 
 
+#: No size is larger, and each one below is a float.
+_LIMIT = 2**53
+
+
 def _is_count(x: object, minimum: int = 1) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= minimum
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x < _LIMIT
 
 
 def _is_choices(x: object) -> bool:
@@ -59,7 +63,7 @@ def _one_of(*names: str) -> Field:
 
 
 def _is_tile(x: object) -> bool:
-    return isinstance(x, str) and re.fullmatch(r"\d+x\d+w\d+s\d+", x) is not None
+    return isinstance(x, str) and re.fullmatch(r"\d{1,4}x\d{1,4}w\d{1,4}s\d{1,4}", x) is not None
 
 
 def _is_share(x: object) -> bool:

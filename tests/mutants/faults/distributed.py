@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "blocks merged that are no halves of one node", "torch_fdattn/dist/decode/rank_invariant.py",
-        "together &= -together", "together = 1 << (together.bit_length() - 1)", RANK_INVARIANT,
+        "together = each & -each", "together = 1 << (each.bit_length() - 1)", RANK_INVARIANT,
     ),
     Fault(
         "blocks cut where a rank's shard begins", f"{_RING}/plan.py",

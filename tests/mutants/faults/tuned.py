@@ -33,6 +33,6 @@ FAULTS = (
     ),
     Fault(
         "a rank takes its own table", "torch_fdattn/dist/tuned.py",
-        "return own if common == digest else ()", "return own", TUNED_RANKS,
+        "            question,\n        )\n    return ()", "            question,\n        )\n    return own", TUNED_RANKS,
     ),
 )  # fmt: skip

@@ -7,7 +7,6 @@ All ranks merge the rest, in the order of positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -60,7 +59,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out in `dtype`, lse) of all heads, without sinks; mask: global; one_sided: by symmetric memory."""
     count = shard.capacity // block
-    if not count:
+    if not count or not q.shape[0]:
         out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
         return out, q.new_full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q))
     each = count if kv_block is None else kv_block // block
@@ -191,9 +190,12 @@ def _blocks(
 
 def _pages_apart(shard: CacheShard, block: int) -> int:
     """How many blocks, as pages, from one sequence to the next in memory; 0: they are no pages."""
-    apart = {divmod(x.stride(0), block * x.stride(2)) for x in shard[:2] if x.stride(2)}
-    count, rest = apart.pop() if len(apart) == 1 else (0, 0)
-    return 0 if rest or shard.page_table is not None or count < 0 else count
+    strides = {(x.stride(0), x.stride(2)) for x in shard[:2]}
+    if shard.page_table is not None or any(row == 0 for _, row in strides):
+        return 0  # rows of stride 0: a tensor expanded over its tokens
+    apart = {divmod(between, block * row) for between, row in strides}
+    count, rest = apart.pop()
+    return 0 if rest or apart else count
 
 
 def _pages(x: Tensor, block: int) -> Tensor:
@@ -212,10 +214,11 @@ def _cut(x: Tensor, count: int) -> Tensor:
 
 def _of_all_ranks(outs: Tensor, lses: Tensor, each: int, group: MergeGroup, one_sided: bool):
     """Nodes of all ranks' blocks in the order of positions: each rank merges what is aligned wherever its runs begin."""
-    together = math.gcd(each, outs.shape[0])
-    together &= -together
+    together = each & -each
     if together > 1:
-        rows = torch.ops.fdattn.merge_tree_rows(outs, lses, together)
+        # One node of more leaves than there are blocks has the same bits as the smallest that holds them.
+        leaves = min(together, power_of_two(outs.shape[0]))
+        rows = torch.ops.fdattn.merge_tree_rows(outs, lses, leaves)
     else:
         rows = pack(outs, lses)
     each //= together

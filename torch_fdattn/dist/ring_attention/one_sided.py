@@ -67,7 +67,7 @@ def _all_keys(
         copies.start()
     copies.after_start()
     with copies.until_finished(results):
-        copied, row = [], there[0, 0].numel()
+        copied, row = [], torch.Size(shape[2:]).numel()
         for x, first, there_x in zip(chunks, (0, problem.shards.total), there, strict=True):
             begin = 0
             for run in problem.shards.ranks[copies.rank]:

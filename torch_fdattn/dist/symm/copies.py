@@ -283,9 +283,11 @@ class Copies:
                 self.join()
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
+        # None are there where what makes them raised; a kernel's tuple must not be empty.
+        outputs = tuple(outputs) or (torch.empty(0, device=self._device),)
         launch(
             _finish_kernel, 1,
-            tuple(outputs), tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
+            outputs, tuple(x.numel() for x in outputs), *self.device_side, timeout_ns(), self.rank,
             self.world, self.sources, FILL, num_warps=1,
         )  # fmt: skip
 
