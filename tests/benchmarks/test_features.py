@@ -49,6 +49,6 @@ def test_a_bias_is_trained_where_it_is_asked_for() -> None:
 
 def test_wrong_peers_are_named() -> None:
     with pytest.raises(
-        ValueError, match=r"--vs must name peers of \['flex', 'sdpa', 'sdpa-mask'\], got fa2"
+        ValueError, match=r"--vs must name peers of \['fa3', 'flex', 'sdpa', 'sdpa-mask'\], got fa2"
     ):
         peers.chosen("fa2", peers.FEATURED)

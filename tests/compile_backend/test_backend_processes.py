@@ -41,7 +41,9 @@ def entry_points():
 def test_the_entry_point_is_declared_once():
     assert entry_points() == "fdattn = torch_fdattn.compile_backend:fdattn"
     sources = (ROOT / "torch_fdattn").rglob("*.py")
-    assert not [path for path in sources if "register_backend" in path.read_text()]
+    vllm = ROOT / "torch_fdattn/dropins/vllm"  # whose function of this name is vLLM's
+    found = [path for path in sources if "register_backend" in path.read_text()]
+    assert not [path for path in found if vllm not in path.parents]
 
 
 def test_the_entry_point_works_by_name(monkeypatch):

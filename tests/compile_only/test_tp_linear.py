@@ -16,10 +16,9 @@ import triton
 from tests.compile_only.compiled import compile_launch, resources_of
 from tests.compile_only.launches import recorded
 from tests.compile_only.targets import ARCHS
-from torch_fdattn.dist.symm import lamport
+from torch_fdattn.dist.symm import copies, lamport
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 from torch_fdattn.dist.tensor_parallel import (
-    copies,
     copy_engine,
     fused_gather,
     fused_scatter,

@@ -25,7 +25,7 @@ WRONG = {
     "sinks of other heads": (dict(sinks=torch.ones(2)), ValueError, "sinks must have shape (6,)"),
     "integer sinks": (dict(sinks=torch.ones(6, dtype=torch.int32)), TypeError, "sinks must be bfloat16"),
     "value pages of other size": (dict(v_cache=torch.ones(40, 2, 8, 32)), ValueError, "v_cache must have shape (40, 2, 16, 32)"),
-    "value head dim 7": (dict(v_cache=torch.ones(40, 2, 16, 7)), ValueError, "v_cache's head_dim must be"),
+    "value head dim 513": (dict(v_cache=torch.ones(40, 2, 16, 513)), ValueError, "v_cache's head_dim must be"),
     "one cache quantised": (dict(k_cache=torch.ones(40, 2, 16, 32).to(torch.int8)), TypeError, "v_cache must have dtype torch.int8"),
     "uint8 cache": (dict(k_cache=torch.ones(40, 2, 16, 32, dtype=torch.uint8)), TypeError, "k_cache must have dtype torch.float32 like q"),
     "out of other shape": (dict(out=(torch.ones(4, 6, 1, 8), torch.ones(4, 6, 1))), ValueError, "out must have shape (4, 6, 1, 32)"),
