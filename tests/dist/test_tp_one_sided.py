@@ -176,7 +176,7 @@ def test_the_drivers_own_copies(group, rank_device, monkeypatch) -> None:
             ctypes.memmove(target, source, nbytes)
             return 0
 
-    monkeypatch.setattr(Copies, "send", lambda self, *chunk: self._send_by(Driver(), 77, *chunk))
+    monkeypatch.setattr(Copies, "send_all", lambda self, *to: self._send_by(Driver(), 77, *to))
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [3 + r for r in range(world)]
     x, weight = draw(sum(rows), 16, device=rank_device), draw(6, 16, device=rank_device)
