@@ -76,7 +76,9 @@ def test_the_draw(tmp_path: Path) -> None:
     assert row(done.stdout, "total")[0] == 2
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(BAD)]
+)
 def test_what_fails(kind: str, tmp_path: Path) -> None:
     added, told = BAD[kind]
     done = run(GOOD + added, tmp_path, "--longest", "100")

@@ -110,6 +110,7 @@ print(first.NAMESPACE, second.NAMESPACE, torch_fdattn.ops.library.NAMESPACE)
 """
 
 
+@pytest.mark.slow
 def test_two_versions_and_an_installed_package_in_one_process(kernel: Path, tmp_path: Path) -> None:
     package = tmp_path / "torch_fdattn"
     shutil.copytree(hub_kernel.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
