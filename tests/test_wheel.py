@@ -75,11 +75,12 @@ def test_a_wheel_is_pure(wheel: Path) -> None:
 def test_a_wheel_has_no_tests_and_all_package_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "torch_fdattn"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
-    assert names == {name for name in tracked if not name.endswith(".md")}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("*.py", "*.json", "py.typed")
+        for path in (ROOT / "torch_fdattn").rglob(pattern)
+    }
+    assert names == sources
     assert {name.partition("/")[0] for name in names} == {"torch_fdattn"}
     assert "torch_fdattn/dist/tensor_parallel/crossovers.json" in names
 
