@@ -59,7 +59,7 @@ demo: $(READY)  ## A real model answers on two processes, its KV cache sharded o
 		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$$ASKED" --max-new-tokens 64
 	@echo "A conversation: $(PYTHON) -m torch_fdattn chat --model smollm2"
 
-test: $(TESTED)  ## The tests that need no GPU, in about 11 minutes on two processors.
+test: $(TESTED)  ## The tests that need no GPU, in about 15 minutes on two processors.
 	$(PYTHON) -m tests cpu
 
 test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions of older CPUs, one and two threads, more processes than processors.

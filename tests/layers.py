@@ -24,7 +24,7 @@ class Layer:
 INTERPRET = {"TRITON_INTERPRET": "1"}
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist", "--ignore=tests/vllm")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
-#: `cpu` is to take about 11 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+#: `cpu` is to take at most 15 minutes on two processors: what it leaves out, `slow` and `gpu` run.
 _QUICK = ("-m", "not slow and not overlay")
 _ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.

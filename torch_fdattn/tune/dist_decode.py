@@ -10,7 +10,6 @@ import torch
 
 from torch_fdattn.dist import decode
 from torch_fdattn.dist.decode.auto import FUSED_ROWS
-from torch_fdattn.dist.symm.availability import unsupported_reason
 from torch_fdattn.tune.session import Measurement, Session
 
 SECTION = "dist_decode"
@@ -23,9 +22,7 @@ KEYS = 64
 
 @torch.no_grad()
 def measure(session: Session) -> list[dict]:
-    why_not = unsupported_reason(session.group.group_name, session.device)
-    if why_not is not None:
-        session.note(f"{SECTION}: these ranks share no symmetric memory: {why_not}")
+    if not session.shares_memory(SECTION):
         return []
     times: dict[int, Mapping[str, float]] = {}
     for rows in QUICK_ROWS if session.quick else ROWS:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from torch_fdattn.dist.symm.availability import unsupported_reason
 from torch_fdattn.tune.timing import Clock
 
 #: What replaces the shipped choice must win by this much: less is the clock's noise.
@@ -55,6 +56,13 @@ class Session:
     def expired(self) -> bool:
         """Whether the time is up on any rank; all ranks ask."""
         return self.clock.any_rank(time.monotonic() > self._deadline)
+
+    def shares_memory(self, section: str) -> bool:
+        """Whether the ranks share symmetric memory; a note says where they do not."""
+        why_not = unsupported_reason(self.group.group_name, self.device)
+        if why_not is not None:
+            self.note(f"{section}: these ranks share no symmetric memory: {why_not}")
+        return why_not is None
 
     def choose(self, section: str, case: str, shipped: str, times: Mapping[str, float]) -> str:
         """The fastest by µs, told to `report`; what is shipped unless another one wins by GAIN."""

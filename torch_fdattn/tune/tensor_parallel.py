@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from torch_fdattn.dist.collectives import split_evenly
-from torch_fdattn.dist.symm.availability import unsupported_reason
 from torch_fdattn.dist.tensor_parallel import auto
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, STOCK, LinearSizes
 from torch_fdattn.ops.attention import trials
@@ -44,9 +43,7 @@ QUICK_LAYERS = (LayerSizes(32, 64, 4, 2, 8),)
 
 @torch.inference_mode()
 def measure(session: Session) -> list[dict]:
-    why_not = unsupported_reason(session.group.group_name, session.device)
-    if why_not is not None:
-        session.note(f"{SECTION}: these ranks share no symmetric memory: {why_not}")
+    if not session.shares_memory(SECTION):
         return []
     dtype = session.half if session.clock.on_gpu else torch.float32
     layers, rows = (QUICK_LAYERS, QUICK_ROWS) if session.quick else (LAYERS, ROWS)

@@ -17,6 +17,7 @@ from torch_fdattn.dist.decode.inputs import CacheShard, ExtraOptions, runs_decod
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
 from torch_fdattn.dist.state_tree import expect_block, in_one_layout
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention.inputs import lse_dtype
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.positions import FAR, Mask
 
@@ -61,7 +62,7 @@ def decode(
     count = shard.capacity // block
     if not count or not q.shape[0]:
         out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
-        return out, q.new_full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q))
+        return out, q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype(q))
     each = count if kv_block is None else kv_block // block
     # As `local_mask`: lengths are trusted where the whole capacity is not known.
     length_limit = FAR if kv_block is not None else group.world_size * shard.capacity
@@ -80,10 +81,6 @@ def decode(
         outs, lses = _of_all_ranks(outs, lses, each, group, one_sided)
     out, lse = torch.ops.fdattn.merge_tree(outs, lses, power_of_two(outs.shape[0]), dtype)
     return out[0], lse[0]
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _simplified(mask: Mask, q: Tensor, extras: ExtraOptions) -> Mask:

@@ -52,7 +52,7 @@ def _all_keys(
     if problem.world_size == 1:
         yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2)
         return
-    from torch_fdattn.dist.symm.copies import Copies, using
+    from torch_fdattn.dist.symm.copies import Copies
 
     launches["ring_attention/one_sided_gather"] += 1
     # A run of positions lies in one block of memory on either side.
@@ -61,11 +61,7 @@ def _all_keys(
     nbytes = torch.Size(shape).numel() * k.element_size()
     copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
     there = copies.data(copies.rank, k.dtype, *shape)
-    copies.mark()
-    copies.fork()
-    with using(copies.streams[0]):
-        copies.start()
-    copies.after_start()
+    copies.begin()
     with copies.until_finished(results):
         copied, row = [], torch.Size(shape[2:]).numel()
         for x, first, there_x in zip(chunks, (0, problem.shards.total), there, strict=True):
@@ -89,7 +85,7 @@ def _own_sum(x: Tensor, problem: Problem) -> Tensor:
     ]
     if problem.world_size == 1:
         return parts[0]
-    from torch_fdattn.dist.symm.copies import Copies, using
+    from torch_fdattn.dist.symm.copies import Copies
     from torch_fdattn.dist.symm.received_sums import sum_received
 
     launches["ring_attention/one_sided_sum"] += 1
@@ -98,11 +94,7 @@ def _own_sum(x: Tensor, problem: Problem) -> Tensor:
     copies = Copies(problem.group_name, "ring_attention/sum", nbytes, x.device)
     own = parts[copies.rank]
     out = torch.empty_like(own)
-    copies.mark()
-    copies.fork()
-    with using(copies.streams[0]):
-        copies.start()
-    copies.after_start()
+    copies.begin()
     with copies.until_finished([out]):
         for i in range(1, copies.world):
             owner = (copies.rank + i) % copies.world

@@ -227,6 +227,14 @@ class Copies:
             self._lane.between.record(stream or self._here)
             self.streams[0].wait_event(self._lane.between)
 
+    def begin(self) -> None:
+        """`start` in the copying stream, after what the caller's stream has done so far, which goes on behind it."""
+        self.mark()
+        self.fork()
+        with using(self.streams[0]):
+            self.start()
+        self.after_start()
+
     def start(self) -> None:
         launch(
             _start_kernel, 1,

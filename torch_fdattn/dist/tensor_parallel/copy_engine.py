@@ -110,11 +110,7 @@ def matmul_reduce_scatter(
     copies = Copies(group_name, "copy_engine/reduce_scatter", nbytes, x.device)
     launches["tensor_parallel/copy_engine_reduce_scatter"] += 1
     partial, out = x.new_empty(len(x), width), x.new_empty(rows[rank], width)
-    copies.mark()
-    copies.fork()
-    with using(copies.streams[0]):
-        copies.start()
-    copies.after_start()
+    copies.begin()
     with copies.until_finished([out]):
         for i in range(1, world + 1):
             owner = (rank + i) % world

@@ -61,9 +61,9 @@ def _tree_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, out_stride, lse_stride, parts, heads, length, rows,
     head_dim: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D), whose rows are out_stride apart; the grid is (rows, nodes)."""
-    row = tl.program_id(0).to(tl.int64)
-    node = tl.program_id(1).to(tl.int64)
+    """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D), whose rows are out_stride apart; the grid is rows · nodes."""
+    row = (tl.program_id(0) % rows).to(tl.int64)
+    node = (tl.program_id(0) // rows).to(tl.int64)
     s, h, b = row % length, row // length % heads, row // length // heads
     outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
     lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
@@ -106,7 +106,7 @@ def launch_tree(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, leaves: in
     parts, batch, heads, length, head_dim = outs.shape
     rows = batch * heads * length
     launch(
-        _tree_kernel, (rows, out.shape[0], 1),
+        _tree_kernel, rows * out.shape[0],
         outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(-2), lse.stride(-1), parts, heads, length, rows, head_dim,
         LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
