@@ -44,7 +44,7 @@ def read_refusals(path: Path = REFUSALS) -> list[Refusal]:
     return [Refusal(function, re.compile(text), reason) for function, text, reason in parts]
 
 
-@dataclass
+@dataclass(eq=False)  # pytest before 9 keeps plugins in a set
 class Conformance:
     """The pytest plugin that draws tests and judges them."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.dropins.test_transformers import LAYER, decoders, qkv, registered, tokens  # noqa: F401
+from torch_fdattn.dropins import continuous_batching
 from torch_fdattn.dropins import transformers as dropin
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
@@ -57,12 +58,18 @@ def test_a_model_in_another_file_than_its_configurations_is_found():
         model(torch.arange(4)[None], attention_mask=torch.tensor([[1, 1, 0, 0]]), is_decoder=False)
 
 
-def test_continuous_batching_is_refused():
-    """By transformers, before anything runs: with these, an unknown cache would be attended to."""
+def test_generate_batch_without_the_context_manager():
+    """Refused by transformers before anything runs; where it asks for paged|fdattn by itself, that computes it."""
     _, ours = decoders("Llama")
-    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False)
-    with pytest.raises((ValueError, KeyError), match="fdattn"):
-        ours.generate_batch([[3, 4, 5]], generation_config=config)
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False)
+    prompt = [3, 4, 5]
+    if not continuous_batching.is_prefixed():
+        with pytest.raises((ValueError, KeyError), match="fdattn"):
+            ours.generate_batch([prompt], generation_config=config)
+        return
+    (made,) = ours.generate_batch([prompt], generation_config=config).values()
+    expected = ours.generate(torch.tensor([prompt]), generation_config=config)
+    assert made.generated_tokens == expected[0, len(prompt) :].tolist()
 
 
 def test_versions(monkeypatch):
