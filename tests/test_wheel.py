@@ -161,6 +161,7 @@ def test_an_installed_wheel_computes_without_triton(installed: Path, tmp_path: P
     assert Path(said.strip()) == installed / "torch_fdattn/__init__.py"
 
 
+@pytest.mark.slow
 def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     """The console script that pip has made, by this Python."""
     (script,) = (x for x in (installed / "bin").iterdir() if x.name == "fdattn")

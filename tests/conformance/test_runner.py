@@ -70,6 +70,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert "'attention_forward/cpu': 3" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_draw(tmp_path: Path) -> None:
     done = run(GOOD, tmp_path, "--per", "2", "--match", "not 5000")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,6 +87,7 @@ def test_what_fails(kind: str, tmp_path: Path) -> None:
     assert told in done.stdout
 
 
+@pytest.mark.slow
 def test_what_never_calls_ours_fails(tmp_path: Path) -> None:
     done = run("def test_nothing():\n    pass\n", tmp_path)
     assert done.returncode == 1

@@ -23,23 +23,23 @@ def registered():
 
 CLASSES = {
     "BigBirdPegasusForCausalLM": "causal",  # decoders whose layers say is_causal=False
-    "NllbMoeForConditionalGeneration": "seq2seq",
     "PegasusXForConditionalGeneration": "seq2seq",
     "DeepseekV4ForCausalLM": "causal",  # calculates with its masks
-    "Gemma4ForCausalLM": "causal",  # heads of 512
     "MistralForCausalLM": "causal",
 }
 MORE = {
+    "Gemma4ForCausalLM": "causal",  # heads of 512
     "BartForConditionalGeneration": "seq2seq",
+    "NllbMoeForConditionalGeneration": "seq2seq",
     "T5EncoderModel": "encoder",
     "RobertaForMaskedLM": "masked",
     "GptOssForCausalLM": "causal",
     "Gemma3nForCausalLM": "causal",
 }
-HERE = [name for name in CLASSES if hasattr(transformers, name)]  # older versions lack some
+NAMES = [*CLASSES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
-@pytest.mark.parametrize("name", [*HERE, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE)])
+@pytest.mark.parametrize("name", NAMES)
 def test_taken(name):
     found = ask(getattr(transformers, name), (CLASSES | MORE)[name])
     assert (found.verdict, found.reason) == ("taken", "")

@@ -62,7 +62,7 @@ def test_what_is_found() -> None:
     )
 
 
-@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("imported", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_is_not_replaced_unless_asked(theirs: Path, imported: bool) -> None:
     state = "imported" if imported else "installed"
     run(

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is the reference here")
 LAYERS = SMALL["num_hidden_layers"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def results(request) -> dict:
     command = [sys.executable, "-m", "tests.dropins.flash_attn.under_transformers"]
     done = subprocess.run([*command, str(request.param)], capture_output=True, text=True)
