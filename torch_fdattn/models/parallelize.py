@@ -37,7 +37,7 @@ def parallelize(
     model: nn.Module, mesh: Group, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto", fused: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
+    """Splits a dense model over a tensor-parallel group, in place.
 
     Every rank calls it with the same full model, already on its device and in its dtype; nothing is
     communicated. Afterwards the model is called as before, with the same input on every rank; a KV
@@ -101,9 +101,10 @@ def parallelize(
         model.lm_head = TPHead(model.lm_head, group_name)
     if strategy == "ag_rs" and not fused:
         for layer in layers:  # their norms see this rank's rows alone
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                for parameter in norm.parameters():
-                    sum_gradient(parameter, group_name)
+            for name, norm in layer.named_children():
+                if name not in ("self_attn", "mlp"):
+                    for parameter in norm.parameters():
+                        sum_gradient(parameter, group_name)
     if strategy != "all_reduce":
         if not isinstance(model, InferenceTransformer):
             layers[0].register_forward_pre_hook(tokens.before_first)
