@@ -6,6 +6,7 @@ import pytest
 
 from tests.models.test_config import LLAMA
 from torch_fdattn.models import ModelConfig, ModelError, config_keys, gguf_keys
+from torch_fdattn.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
 
@@ -30,15 +31,54 @@ def test_no_key_stands_in_two_tables(name):
     assert not (used & harmless | used & only | harmless & only)
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config"])
+CLASSES = {
+    "LlamaConfig": "llama", "MistralConfig": "mistral", "Qwen2Config": "qwen2", "Qwen3Config": "qwen3",
+    "SmolLM3Config": "smollm3", "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3_text",
+}  # fmt: skip
+
+
+def test_every_family_has_a_class_here():
+    assert set(CLASSES.values()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_key_of_transformers_classes_is_known(name):
     theirs = getattr(transformers, name)()
     known = {key for table in TABLES["config.json"] for key in table}
+    for table in (
+        config_keys.HF_FAMILY_USED, config_keys.HF_FAMILY_HARMLESS, config_keys.HF_FAMILY_ONLY,
+    ):  # fmt: skip
+        known |= set(table.get(CLASSES[name], ()))
     assert set(theirs.to_dict()) <= known
     old = {key: SOMETHING for key in transformers.GenerationConfig._get_default_generation_params()}
     known |= {"epsilon_cutoff", "eta_cutoff"}  # no name of these means computation
     assert not {key for key in old if config_keys._means_computation(key)} - known
     ModelConfig.from_hf({**theirs.to_dict(), "model_type": theirs.model_type})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_values_of_a_familys_keys_that_change_the_result_are_refused(kind):
+    raw = {**LLAMA, "model_type": kind}
+    for key, (values, _) in config_keys.HF_FAMILY_ONLY.get(kind, {}).items():
+        for value in values:
+            ModelConfig.from_hf({**raw, key: value})
+        with pytest.raises(ModelError, match=f"{key} must be .*, got 'something else'"):
+            ModelConfig.from_hf({**raw, key: SOMETHING})
+    right = ModelConfig.from_hf(raw)
+    for key in config_keys.HF_FAMILY_HARMLESS.get(kind, ()):
+        assert ModelConfig.from_hf({**raw, key: 7}) == right
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_key_that_a_family_uses_is_read(kind):
+    """A value that cannot be is refused by the key, or the configuration is another."""
+    raw = {**LLAMA, "model_type": kind, "num_hidden_layers": 8}
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        raw |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    right = ModelConfig.from_hf(raw)
+    others = {"use_sliding_window": False, "no_rope_layers": [0] * 8}
+    for key in config_keys.HF_FAMILY_USED.get(kind, ()):
+        assert ModelConfig.from_hf({**raw, key: others.get(key, 3)}) != right, key
 
 
 def test_values_of_config_json_that_change_the_result_are_refused():

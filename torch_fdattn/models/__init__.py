@@ -10,6 +10,7 @@ from torch_fdattn.models.errors import MissingExtra, ModelError
 from torch_fdattn.models.inference import InferenceTransformer
 from torch_fdattn.models.loading import load_model, load_tokenizer, resolve
 from torch_fdattn.models.named_configs import CONFIG_NAMES, named_config, random_model
+from torch_fdattn.models.parallel_loading import load_parallel
 from torch_fdattn.models.parallelize import local_kv_heads, parallelize
 from torch_fdattn.models.transformer import Transformer
 
@@ -23,6 +24,7 @@ __all__ = [
     "Tokenizer",
     "Transformer",
     "load_model",
+    "load_parallel",
     "load_tokenizer",
     "local_kv_heads",
     "named_config",

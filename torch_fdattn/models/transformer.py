@@ -159,13 +159,18 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
+        x = self.hidden(tokens, cache)
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) -> (B, T, C) behind the last block: what `logits` takes, of some rows or of all."""
         angles = self.angles(tokens, cache)
         x = self.embed_tokens(tokens)
         for i, block in enumerate(self.layers):
             x = block(x, *angles[self.rope_indices[i]], cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.logits(x[:, -1:] if last_only else x)
+        return x
 
     def angles(self, tokens: Tensor, cache: KVCache | None) -> list[tuple[Tensor, Tensor]]:
         """For each of `config.ropes`, cos and sin (B or 1, 1, T, D / 2) of the positions of the tokens (B, T)."""
