@@ -285,6 +285,10 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         with reading(index):
             places = read_json(index)["weight_map"]
             for tensor, name in places.items():
+                if Path(name).name != name or name == "..":
+                    raise ModelError(
+                        f"{tensor} must be in a file of the folder itself, got {reprlib.repr(name)}"
+                    )
                 if not (folder / name).exists():
                     raise ModelError(f"{folder / name}: no such file ({_INDEX} has {tensor} in it)")
             return [folder / name for name in sorted(set(places.values()))], places
