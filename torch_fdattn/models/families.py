@@ -54,9 +54,9 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_GEMMA = dict(
-    activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embeddings=True
-)  # fmt: skip
+_GEMMA = {
+    "activation": "gelu_tanh", "norm_offset": True, "post_norms": True, "scaled_embeddings": True,
+}  # fmt: skip
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,

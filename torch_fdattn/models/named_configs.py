@@ -26,18 +26,17 @@ class _Shape(NamedTuple):
     max_position_embeddings: int
 
 
-_QWEN25 = dict(rope_theta=1e6)
-_QWEN3 = dict(rope_theta=1e6)
-_LLAMA3 = dict(rope_theta=5e5, rms_norm_eps=1e-5)
-_LLAMA31 = dict(
+_QWEN = {"rope_theta": 1e6}
+_LLAMA3 = {"rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_LLAMA31 = {
     **_LLAMA3,
-    rope_scaling=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
-)  # fmt: skip
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
 _LLAMA32 = {**_LLAMA31, "rope_scaling": {**_LLAMA31["rope_scaling"], "factor": 32.0}}
-_TIED = dict(tie_word_embeddings=True)
+_TIED = {"tie_word_embeddings": True}
 _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Llama-2-7b": ("llama", (32000, 4096, 11008, 32, 32, 32, 4096), dict(rms_norm_eps=1e-5)),
     "Llama-3-8B": ("llama", (128256, 4096, 14336, 32, 32, 8, 8192), _LLAMA3),
@@ -53,14 +52,14 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
         "mistral", (32768, 4096, 14336, 32, 32, 8, 32768),
         dict(rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None),
     ),
-    "Qwen2.5-0.5B": ("qwen2", (151936, 896, 4864, 24, 14, 2, 32768), {**_QWEN25, **_TIED}),
-    "Qwen2.5-7B": ("qwen2", (152064, 3584, 18944, 28, 28, 4, 131072), _QWEN25),
-    "Qwen3-0.6B": ("qwen3", (151936, 1024, 3072, 28, 16, 8, 40960), {**_QWEN3, **_TIED}),
-    "Qwen3-1.7B": ("qwen3", (151936, 2048, 6144, 28, 16, 8, 40960), {**_QWEN3, **_TIED}),
-    "Qwen3-4B": ("qwen3", (151936, 2560, 9728, 36, 32, 8, 40960), {**_QWEN3, **_TIED}),
-    "Qwen3-8B": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 40960), _QWEN3),
-    "Qwen3-14B": ("qwen3", (151936, 5120, 17408, 40, 40, 8, 40960), _QWEN3),
-    "Qwen3-32B": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 40960), _QWEN3),
+    "Qwen2.5-0.5B": ("qwen2", (151936, 896, 4864, 24, 14, 2, 32768), {**_QWEN, **_TIED}),
+    "Qwen2.5-7B": ("qwen2", (152064, 3584, 18944, 28, 28, 4, 131072), _QWEN),
+    "Qwen3-0.6B": ("qwen3", (151936, 1024, 3072, 28, 16, 8, 40960), {**_QWEN, **_TIED}),
+    "Qwen3-1.7B": ("qwen3", (151936, 2048, 6144, 28, 16, 8, 40960), {**_QWEN, **_TIED}),
+    "Qwen3-4B": ("qwen3", (151936, 2560, 9728, 36, 32, 8, 40960), {**_QWEN, **_TIED}),
+    "Qwen3-8B": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 40960), _QWEN),
+    "Qwen3-14B": ("qwen3", (151936, 5120, 17408, 40, 40, 8, 40960), _QWEN),
+    "Qwen3-32B": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 40960), _QWEN),
     "SmolLM2-135M": (
         "llama", (49152, 576, 1536, 30, 9, 3, 8192), dict(rope_theta=1e5, rms_norm_eps=1e-5, **_TIED),
     ),
