@@ -228,6 +228,18 @@ def test_fields_of_the_wrong_kind_name_the_file(good_file, tmp_path, field, valu
         gguf_config(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "per_head"), [("gemma2", 46, 16), ("gemma3", 62, 16), ("gemma2", 42, 32)]
+)
+def test_gemmas_scale_is_that_of_llama_cpp(name, layers, per_head, tmp_path):
+    """The head size's, 32 here, but in the models of 27 billion parameters: hidden size over heads."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference(name))
+    file = GGUFFile(path)
+    file.fields[f"{name}.block_count"] = layers
+    assert gguf_config(file).attention_scale == per_head**-0.5
+
+
 def test_other_architectures_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
     theirs = reference("llama2")
