@@ -8,44 +8,25 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torch_fdattn.models import ModelConfig, Transformer
+from torch_fdattn.models import ModelConfig, Transformer, named_config
 from torch_fdattn.models.config import RopeConfig
 from torch_fdattn.models.parallelize import parallelize
 
-
-def _qwen3(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int) -> ModelConfig:
-    rope = RopeConfig(theta=1e6)
-    return ModelConfig(
-        "qwen3", vocab, hidden, inner, layers, heads, kv, 128, 40960, rope=rope,
-        tie_embeddings=hidden <= 2560, dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
-def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int) -> ModelConfig:
-    return ModelConfig(
-        "llama", vocab, hidden, inner, layers, heads, kv, hidden // heads, 8192, 1e-5,
-        RopeConfig(theta=5e5), dtype=torch.bfloat16,
-    )  # fmt: skip
-
-
-#: From the models' published config.json files; `tiny-qwen3` is ours, `smollm2` has SmolLM2-135M's shape.
+#: Shapes of published models, by their names on the hub; `tiny-qwen3` is ours, `smollm2` has SmolLM2-135M's shape.
 CONFIGS: dict[str, ModelConfig] = {
-    "Qwen/Qwen3-0.6B": _qwen3(151936, 1024, 3072, 28, 16, 8),
-    "Qwen/Qwen3-1.7B": _qwen3(151936, 2048, 6144, 28, 16, 8),
-    "Qwen/Qwen3-4B": _qwen3(151936, 2560, 9728, 36, 32, 8),
-    "Qwen/Qwen3-8B": _qwen3(151936, 4096, 12288, 36, 32, 8),
-    "Qwen/Qwen3-14B": _qwen3(151936, 5120, 17408, 40, 40, 8),
-    "Qwen/Qwen3-32B": _qwen3(151936, 5120, 25600, 64, 64, 8),
-    "meta-llama/Llama-2-7b-hf": replace(
-        _llama(32000, 4096, 11008, 32, 32, 32), rope=RopeConfig(), max_positions=4096
+    **{
+        f"Qwen/{name}": named_config(name)
+        for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
+    },
+    "meta-llama/Llama-2-7b-hf": named_config("Llama-2-7b"),
+    "meta-llama/Meta-Llama-3-8B": named_config("Llama-3-8B"),
+    "meta-llama/Meta-Llama-3-70B": named_config("Llama-3-70B"),
+    "smollm2": named_config("SmolLM2-135M"),
+    "tiny-qwen3": ModelConfig(
+        "qwen3", 512, 96, 160, 2, 6, 2, 16, 40960, rope=RopeConfig(theta=1e6), tie_embeddings=True
     ),
-    "meta-llama/Meta-Llama-3-8B": _llama(128256, 4096, 14336, 32, 32, 8),
-    "meta-llama/Meta-Llama-3-70B": _llama(128256, 8192, 28672, 80, 64, 8),
-    "smollm2": replace(
-        _llama(49152, 576, 1536, 30, 9, 3), rope=RopeConfig(theta=1e5), tie_embeddings=True
-    ),
-    "tiny-qwen3": replace(_qwen3(512, 96, 160, 2, 6, 2), head_dim=16),
 }
+CONFIGS = {name: replace(config, dtype=torch.bfloat16) for name, config in CONFIGS.items()}
 
 
 def config_named(name: str, layers: int | None = None) -> ModelConfig:

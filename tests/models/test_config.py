@@ -52,8 +52,11 @@ def test_defaults_of_each_architecture():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "model_type must be one of llama, qwen3, got 'mistral'"),
-        ({"model_type": None}, "model_type must be one of llama, qwen3, got None"),
+        (
+            {"model_type": "gemma3"},
+            "model_type must be one of llama, .*, gemma3_text, got 'gemma3'",
+        ),
+        ({"model_type": None}, "model_type must be one of llama, mistral, .*, got None"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             "rope type must be one of default, linear, llama3, got 'yarn'",

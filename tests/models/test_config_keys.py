@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from tests.models.hf_models import reference, write_gguf
 from tests.models.test_config import LLAMA
-from torch_fdattn.models import ModelConfig, ModelError, config_keys
-from torch_fdattn.models.gguf import GGUFFile, gguf_config
-from torch_fdattn.models.gguf_tokenizer import gguf_tokenizer
+from torch_fdattn.models import ModelConfig, ModelError, config_keys, gguf_keys
+from torch_fdattn.models.families import FAMILIES
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
 
 TABLES = {
     "config.json": (config_keys.HF_USED, config_keys.HF_HARMLESS, config_keys.HF_ONLY),
     "rope": (config_keys.ROPE_USED, config_keys.ROPE_HARMLESS, config_keys.ROPE_ONLY),
-    "gguf": (config_keys.GGUF_USED, config_keys.GGUF_HARMLESS, config_keys.GGUF_ONLY),
+    "gguf": (gguf_keys.GGUF_USED, gguf_keys.GGUF_HARMLESS, gguf_keys.GGUF_ONLY),
     "generation": (
         config_keys.GENERATION_USED, config_keys.GENERATION_HARMLESS, config_keys.GENERATION_ONLY,
     ),
     "settings": (config_keys.SETTINGS_USED, config_keys.SETTINGS_HARMLESS, config_keys.SETTINGS_ONLY),
     "tokenizer": (
-        config_keys.TOKENIZER_USED, config_keys.TOKENIZER_HARMLESS, config_keys.TOKENIZER_ONLY,
+        gguf_keys.TOKENIZER_USED, gguf_keys.TOKENIZER_HARMLESS, gguf_keys.TOKENIZER_ONLY,
     ),
 }  # fmt: skip
 SOMETHING = "something else"  # a value that no key has
@@ -36,15 +31,54 @@ def test_no_key_stands_in_two_tables(name):
     assert not (used & harmless | used & only | harmless & only)
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config"])
+CLASSES = {
+    "LlamaConfig": "llama", "MistralConfig": "mistral", "Qwen2Config": "qwen2", "Qwen3Config": "qwen3",
+    "SmolLM3Config": "smollm3", "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3_text",
+}  # fmt: skip
+
+
+def test_every_family_has_a_class_here():
+    assert set(CLASSES.values()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_key_of_transformers_classes_is_known(name):
     theirs = getattr(transformers, name)()
     known = {key for table in TABLES["config.json"] for key in table}
+    for table in (
+        config_keys.HF_FAMILY_USED, config_keys.HF_FAMILY_HARMLESS, config_keys.HF_FAMILY_ONLY,
+    ):  # fmt: skip
+        known |= set(table.get(CLASSES[name], ()))
     assert set(theirs.to_dict()) <= known
     old = {key: SOMETHING for key in transformers.GenerationConfig._get_default_generation_params()}
     known |= {"epsilon_cutoff", "eta_cutoff"}  # no name of these means computation
     assert not {key for key in old if config_keys._means_computation(key)} - known
     ModelConfig.from_hf({**theirs.to_dict(), "model_type": theirs.model_type})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_values_of_a_familys_keys_that_change_the_result_are_refused(kind):
+    raw = {**LLAMA, "model_type": kind}
+    for key, (values, _) in config_keys.HF_FAMILY_ONLY.get(kind, {}).items():
+        for value in values:
+            ModelConfig.from_hf({**raw, key: value})
+        with pytest.raises(ModelError, match=f"{key} must be .*, got 'something else'"):
+            ModelConfig.from_hf({**raw, key: SOMETHING})
+    right = ModelConfig.from_hf(raw)
+    for key in config_keys.HF_FAMILY_HARMLESS.get(kind, ()):
+        assert ModelConfig.from_hf({**raw, key: 7}) == right
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_key_that_a_family_uses_is_read(kind):
+    """A value that cannot be is refused by the key, or the configuration is another."""
+    raw = {**LLAMA, "model_type": kind, "num_hidden_layers": 8}
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        raw |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+    right = ModelConfig.from_hf(raw)
+    others = {"use_sliding_window": False, "no_rope_layers": [0] * 8}
+    for key in config_keys.HF_FAMILY_USED.get(kind, ()):
+        assert ModelConfig.from_hf({**raw, key: others.get(key, 3)}) != right, key
 
 
 def test_values_of_config_json_that_change_the_result_are_refused():
@@ -276,104 +310,3 @@ def test_every_key_of_a_generation_config_is_drawing_or_judged():
     for key in judged:
         with pytest.raises(ModelError, match=f"{key} must be "):
             config_keys.check_generation_keys({key: [7]})
-
-
-@pytest.fixture(scope="module")
-def gguf_path(tmp_path_factory):
-    def fields(writer):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(["a", "b", "ab"])
-        writer.add_token_merges(["a b"])
-        writer.add_array("quantize.imatrix.file", ["x"])
-        writer.add_string("somebody.else", "x")
-
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    write_gguf(path, reference("qwen3"), fields=fields)
-    return path
-
-
-def read_with(path, key, value):
-    """The configuration and the tokenizer of a file with one field more."""
-    file = GGUFFile(path)
-    file.fields[key] = value
-    gguf_tokenizer(file)
-    return gguf_config(file)
-
-
-def their_keys(*groups):
-    for group in groups:
-        for name, key in vars(group).items():
-            if isinstance(key, str) and not name.startswith("_"):
-                yield key.format(arch="qwen3", dense="dense", id=0, name="tools")
-
-
-def test_every_key_of_ggufs_models_is_known_or_refused_by_name(gguf_path):
-    used, harmless, only = TABLES["gguf"]
-    right = gguf_config(GGUFFile(gguf_path))
-    groups = (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Attention.Indexer, gguf.Keys.Rope)
-    for key in {*their_keys(*groups)}:
-        name = key.removeprefix("qwen3.")
-        if name in used:
-            continue
-        if name in harmless:
-            assert read_with(gguf_path, key, 7) == right, key
-            continue
-        with pytest.raises(ModelError, match=rf"{key} must be .*, got 'something else'"):
-            read_with(gguf_path, key, SOMETHING)
-        for value in only.get(name, ((), ""))[0]:
-            assert read_with(gguf_path, key, value) == right, key
-
-
-def test_every_key_of_ggufs_tokenizers_is_known_or_refused_by_name(gguf_path):
-    used, harmless, _ = TABLES["tokenizer"]
-    for key in {*their_keys(gguf.Keys.Tokenizer)}:
-        name = key.removeprefix("tokenizer.ggml.")
-        if name in used or key == "tokenizer.chat_template":
-            continue
-        if name in harmless or not key.startswith("tokenizer.ggml."):
-            read_with(gguf_path, key, 1)
-            continue
-        with pytest.raises(ModelError, match=rf"{key} must be .*, got 'something else'"):
-            read_with(gguf_path, key, SOMETHING)
-
-
-def test_general_keys_are_harmless(gguf_path):
-    special = {"general.type", "general.architecture", "general.alignment", "split.count"}
-    for key in {*their_keys(gguf.Keys.General, gguf.Keys.Split)} - special:
-        read_with(gguf_path, key, SOMETHING)
-    with pytest.raises(ModelError, match=r"general\.type must be 'model' or absent, got 'adapter'"):
-        read_with(gguf_path, "general.type", "adapter")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (
-            "qwen3.attention.causal",
-            False,
-            "qwen3.attention.causal must be true or absent, got False",
-        ),
-        ("qwen3.rope.scaling.attn_factor", 1.25, "attn_factor must be 1 or absent: .*, got 1.25"),
-        (
-            "qwen3.attention.indexer.top_k",
-            4,
-            "metadata field qwen3.attention.indexer.top_k must be ",
-        ),
-        ("qwen3.of_next_year", 1, "gguf-new-metadata --remove-metadata qwen3.of_next_year"),
-        ("rope.of_next_year", 1, "metadata field rope.of_next_year must be absent"),
-        ("attention.of_next_year", 1, "metadata field attention.of_next_year must be absent"),
-        ("tokenizer.ggml.suppress_tokens", (3,), r"suppress_tokens must be empty, got \(3,\)"),
-        ("tokenizer.ggml.of_next_year", True, "metadata field tokenizer.ggml.of_next_year"),
-    ],
-)
-def test_gguf_keys_that_change_the_result_are_refused(key, value, message, gguf_path):
-    with pytest.raises(ModelError, match=message) as caught:
-        read_with(gguf_path, key, value)
-    assert str(gguf_path) in str(caught.value)
-
-
-def test_numbers_of_a_file_are_compared_as_numbers(gguf_path):
-    assert read_with(gguf_path, "qwen3.rope.scaling.attn_factor", 1.0)
-    with pytest.raises(ModelError, match="logit_scale must be 1 or absent, got nan"):
-        read_with(gguf_path, "qwen3.logit_scale", math.nan)

@@ -21,10 +21,28 @@ def logits(model) -> torch.Tensor:
     return getattr(result, "logits", result)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def write_family(path, theirs, case: str) -> None:
+    """With the fields that files of the family have besides."""
+
+    def fields(writer):
+        if case == "gemma3":
+            writer.add_sliding_window_pattern(3)
+            writer.add_rope_freq_base_swa(1000.0)
+
+    write_gguf(path, theirs, fields=fields)
+
+
+#: What GGUF files of their families cannot say.
+UNSAID = {"qwen2_window", "qwen3_window", "mistral", "mistral_full", "smollm3_window"}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in UNSAID])
 def test_fp32_files_give_transformers_logits(name, tmp_path):
     theirs, path = reference(name), tmp_path / "model.gguf"
-    write_gguf(path, theirs)
+    # No field has Gemma's scale: llama.cpp's is the head size's.
+    for layer in theirs.model.layers if "gemma" in name else ():
+        layer.self_attn.scaling = theirs.config.head_dim**-0.5
+    write_family(path, theirs, name)
     ours = load_model(path)
     torch.testing.assert_close(logits(ours), logits(theirs), atol=2e-4, rtol=0)
     assert next(ours.parameters()).dtype is torch.float32
@@ -210,12 +228,26 @@ def test_fields_of_the_wrong_kind_name_the_file(good_file, tmp_path, field, valu
         gguf_config(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "per_head"), [("gemma2", 46, 16), ("gemma3", 62, 16), ("gemma2", 42, 32)]
+)
+def test_gemmas_scale_is_that_of_llama_cpp(name, layers, per_head, tmp_path):
+    """The head size's, 32 here, but in the models of 27 billion parameters: hidden size over heads."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, reference(name))
+    file = GGUFFile(path)
+    file.fields[f"{name}.block_count"] = layers
+    assert gguf_config(file).attention_scale == per_head**-0.5
+
+
 def test_other_architectures_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
     theirs = reference("llama2")
-    theirs.config.model_type = "gemma"
+    theirs.config.model_type = "phi3"
     write_gguf(path, theirs)
-    with pytest.raises(ModelError, match="architecture must be one of llama, qwen3, got 'gemma'"):
+    with pytest.raises(
+        ModelError, match=r"architecture must be one of llama, .*, gemma3, got 'phi3'"
+    ):
         load_model(path)
 
 

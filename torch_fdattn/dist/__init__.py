@@ -16,6 +16,7 @@ from torch_fdattn.dist.tensor_parallel import op as _tensor_parallel_op  # noqa:
 from torch_fdattn.dist.decode.auto import chosen_strategy
 from torch_fdattn.dist.functional import decode, one_sided_all_gather, ring_attention
 from torch_fdattn.dist.kv_cache.decode_attention import DistributedDecodeAttention
+from torch_fdattn.dist.kv_cache.mask_options import MaskOptions
 from torch_fdattn.dist.kv_cache.shard_map import ShardMap
 from torch_fdattn.dist.kv_cache.sharded_cache import ShardedKVCache
 from torch_fdattn.dist.ring_attention.context_parallel import (
@@ -37,6 +38,7 @@ from torch_fdattn.dist.tensor_parallel.layers import TPMLP
 __all__ = [
     "TPMLP",
     "DistributedDecodeAttention",
+    "MaskOptions",
     "PeerTimeout",
     "SequenceShards",
     "ShardMap",

@@ -1,9 +1,8 @@
-"""The shape of a dense Llama or Qwen3 model, read from a Hugging Face `config.json`.
+"""The shape of a dense decoder of one of the families in families.py.
 
-Limits: dense full-attention `llama` and `qwen3`, SiLU, unquantised weights, rope over the whole head
-with `default`, `linear` or `llama3` scaling, in the old form (`rope_theta`, `rope_scaling`) and in
-transformers 5's `rope_parameters`. Anything else is a ModelError: a model that is read wrongly still
-writes fluent text (config_keys.py judges every key).
+Limits: rope over the whole head with `default`, `linear` or `llama3` scaling. Sizes that cannot be are a
+ModelError. hf_config.py reads a `config.json`, gguf.py a GGUF file's metadata, named_configs.py has shapes by
+name.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from typing import Any
 import torch
 
 from torch_fdattn.checks import HEAD_DIMS
-from torch_fdattn.models.config_keys import check_hf_keys, check_rope_keys
-from torch_fdattn.models.errors import MALFORMED, ModelError, reading
-
-ARCHITECTURES = ("llama", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from torch_fdattn.dist.kv_cache.mask_options import MaskOptions
+from torch_fdattn.models.errors import ModelError, reading
+from torch_fdattn.models.families import ARCHITECTURES, FAMILIES, Family
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    kind: str = "default"  # one of ROPE_TYPES, or "divisors"
+    kind: str = "default"  # "linear", "llama3", "divisors"; "none": the layer has no positions
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -57,8 +53,40 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What one layer has of its own.
+
+    Args:
+        window: how many tokens a query sees, itself included; None: all before it.
+        rope: its rotary embedding; of kind "none" for a layer without positions.
+
+    Examples:
+        >>> from torch_fdattn.models.config import LayerConfig
+        >>> LayerConfig(4096, torch_fdattn.models.RopeConfig(kind="none")).window
+        4096
+    """
+
+    window: int | None
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            _expect_sizes(self, "window")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model; sizes that cannot be are a `ModelError`.
+
+    Args:
+        architecture: one of `torch_fdattn.models.families.FAMILIES`, named as Hugging Face's `model_type`.
+        rope: of all layers, where `layers` is empty.
+        attention_bias: of q, k, v and the output; a family whose q, k and v alone have biases has them without it.
+        layers: for each layer its window and its rotary embedding; empty: all are alike, without a window.
+        softcap: of attention's scores, as `torch_fdattn.attention`; 0: none.
+        logit_softcap: of the logits: ``cap · tanh(logits / cap)``; 0: none.
+        attention_scale: of attention's scores; None: head_dim ** -0.5.
+        dtype: of the checkpoint, where it says so.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig(
@@ -83,11 +111,16 @@ class ModelConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    dtype: torch.dtype | None = None  # of the checkpoint, where it says so
+    dtype: torch.dtype | None = None
+    layers: tuple[LayerConfig, ...] = ()
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+    attention_scale: float | None = None
 
     def __post_init__(self) -> None:
         expect_architecture("architecture", self.architecture)
         _expect_sizes(self, *_SIZES)
+        expect_layer_count(self.num_layers)
         if not (_is_number(self.norm_eps) and 0 <= self.norm_eps < _HUGE):
             raise ModelError(f"norm_eps must be finite and at least 0, got {_show(self.norm_eps)}")
         for name in ("tie_embeddings", "attention_bias", "mlp_bias"):
@@ -100,49 +133,62 @@ class ModelConfig:
             )
         if self.head_dim % 8 or not 16 <= self.head_dim <= 256:
             raise ModelError(f"head_dim must be {HEAD_DIMS}, got {self.head_dim}")
+        if self.layers and len(self.layers) != self.num_layers:
+            raise ModelError(
+                f"layers must have an entry for each of the {self.num_layers} layers, got {len(self.layers)}"
+            )
+        for name in ("softcap", "logit_softcap"):
+            if not (_is_number(value := getattr(self, name)) and 0 <= value < _HUGE):
+                raise ModelError(f"{name} must be finite and at least 0, got {_show(value)}")
+        if self.attention_scale is not None:
+            _expect_positive("attention_scale", self.attention_scale)
+
+    @property
+    def family(self) -> Family:
+        """What its architecture computes otherwise than Llama."""
+        return FAMILIES[self.architecture]
 
     @property
     def qk_norm(self) -> bool:
         """Whether every query and key head is RMS-normalised before the rotation."""
-        return self.architecture == "qwen3"
+        return self.family.qk_norm
+
+    def layer(self, index: int) -> LayerConfig:
+        """What layer `index`, from 0, has of its own."""
+        return self.layers[index] if self.layers else LayerConfig(None, self.rope)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different rotary embeddings of its layers."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers)) or (self.rope,)
+
+    @property
+    def rope_indices(self) -> tuple[int, ...]:
+        """Of each layer, which of `ropes` it has."""
+        place = {rope: i for i, rope in enumerate(self.ropes)}
+        return tuple(place[self.layer(i).rope] for i in range(self.num_layers))
+
+    def mask_options(self, index: int) -> MaskOptions:
+        """How layer `index` attends.
+
+        Examples:
+            >>> config = torch_fdattn.models.named_config("gemma-2-9b")
+            >>> config.mask_options(0)
+            MaskOptions(window_left=4095, softcap=50.0, scale=0.0625)
+            >>> config.mask_options(1).window_left
+            -1
+        """
+        window = self.layer(index).window
+        return MaskOptions(
+            -1 if window is None else window - 1, self.softcap, self.attention_scale
+        )  # fmt: skip
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From the contents of a `config.json`."""
-        try:
-            architecture = raw.get("model_type")
-            _refuse_unsupported(raw)
-            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-            return cls(
-                architecture=architecture,
-                vocab_size=raw["vocab_size"],
-                hidden_size=hidden,
-                intermediate_size=raw["intermediate_size"],
-                num_layers=raw["num_hidden_layers"],
-                num_heads=heads,
-                # What each architecture assumes when the file leaves a key out.
-                num_kv_heads=_first(
-                    raw.get("num_key_value_heads", 32 if architecture == "qwen3" else None), heads
-                ),
-                head_dim=_first(
-                    raw.get("head_dim"), 128 if architecture == "qwen3" else hidden // heads
-                ),
-                max_positions=raw.get(
-                    "max_position_embeddings", 32768 if architecture == "qwen3" else 2048
-                ),
-                norm_eps=raw.get("rms_norm_eps", 1e-6),
-                rope=_rope_from_hf(raw),
-                tie_embeddings=raw.get("tie_word_embeddings") or False,
-                attention_bias=raw.get("attention_bias") or False,
-                mlp_bias=raw.get("mlp_bias") or False,
-                dtype=_dtype(_first(raw.get("dtype"), raw.get("torch_dtype"))),
-            )
-        except ModelError:
-            raise
-        except KeyError as error:
-            raise ModelError(f"{error.args[0]} is missing") from None
-        except MALFORMED as error:
-            raise ModelError(f"a value of the wrong kind ({error})") from None
+        from torch_fdattn.models.hf_config import config_from_hf
+
+        return config_from_hf(raw)
 
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
@@ -155,13 +201,23 @@ _SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
-    "num_layers",
     "num_heads",
     "num_kv_heads",
     "head_dim",
     "max_positions",
 )
 _HUGE = 1e30  # beyond it, and below its inverse, the fp32 arithmetic of rope and norms breaks down
+
+
+#: A file may say any number: lists of layers are made of it.
+_MAX_LAYERS = 2**16
+
+
+def expect_layer_count(value: object) -> None:
+    if type(value) is not int or not 1 <= value < _MAX_LAYERS:
+        raise ModelError(
+            f"num_layers must be a positive integer below {_MAX_LAYERS}, got {_show(value)}"
+        )
 
 
 def _expect_sizes(config: object, *names: str) -> None:
@@ -185,11 +241,6 @@ def _show(value: object) -> str:
     return reprlib.repr(value)
 
 
-def _first(*values: Any) -> Any:
-    """The first that a file gives: 0 counts, null does not."""
-    return next((value for value in values if value is not None), None)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; errors name the file."""
     try:
@@ -208,53 +259,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def expect_architecture(name: str, value: object) -> None:
     if value not in ARCHITECTURES:
         raise ModelError(f"{name} must be one of {', '.join(ARCHITECTURES)}, got {value!r}")
-
-
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    expect_architecture("model_type", raw.get("model_type"))
-    if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError(f"layer_types must all be 'full_attention', got {_show(sorted(others))}")
-    check_hf_keys(raw)
-
-
-def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes one dictionary; before it, theta and an optional scaling were keys of their own.
-    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if new and old and new != {**old, "rope_theta": new.get("rope_theta")}:
-        raise ModelError(
-            f"rope_parameters and rope_scaling must say the same, got {_show(new)} and {_show(old)}: "
-            "take one out of config.json"
-        )
-    scaling = new or old
-    if by_layer := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
-        raise ModelError(
-            f"rope parameters must be the same for all layers, got some for {', '.join(by_layer)}"
-        )
-    theta = _first(scaling.get("rope_theta"), raw.get("rope_theta"), RopeConfig.theta)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"rope type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    partial = _first(scaling.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
-    if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor must be 1, got {_show(partial)}")
-    check_rope_keys(scaling)
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, scaling["factor"])
-    return RopeConfig(
-        theta,
-        kind,
-        scaling["factor"],
-        scaling["low_freq_factor"],
-        scaling["high_freq_factor"],
-        scaling["original_max_position_embeddings"],
-    )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {_show(name)}")
-    return getattr(torch, name)

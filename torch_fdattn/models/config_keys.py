@@ -1,8 +1,8 @@
 """Every key of a model's configuration: used, harmless, or refused where its value would change the result.
 
 A key that is passed over in silence gives fluent and wrong text. So each known key stands in one table
-here, and those that nobody knows are judged by `_means_computation` (config.json, which everybody writes
-into: transformers passes over what its class does not name) or refused (GGUF, whose keys are llama.cpp's).
+here, and those that nobody knows are judged by `_means_computation`: everybody writes into config.json, and
+transformers passes over what its class does not name. gguf_keys.py has those of GGUF files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from torch_fdattn.models.errors import ModelError
 
 Values = tuple[Any, ...]
-_UNSET: Values = (None, False)
-_EMPTY: Values = (None, False, 0, "", [], {}, ())
+UNSET: Values = (None, False)
+EMPTY: Values = (None, False, 0, "", [], {}, ())
 
 # --- config.json
 
@@ -48,32 +48,66 @@ HF_HARMLESS = frozenset((
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
     "exponential_decay_length_penalty",
-    "max_window_layers",  # which layers a window would be of: there is none
+    "max_window_layers",  # which layers a window would be of, where a family has one
 ))  # fmt: skip
 HF_ONLY: dict[str, tuple[Values, str]] = {  # by key: the values that are read, and how to say them
     "hidden_act": (("silu",), "'silu'"),
     "activation": (("silu", "swiglu", None), "'silu' or 'swiglu'"),
-    "use_sliding_window": (_UNSET, "false: sliding-window layers are unsupported"),
-    "attention_chunk_size": (_UNSET, "absent: attention in chunks is unsupported"),
+    "use_sliding_window": (UNSET, "false: this family has no sliding windows"),
+    "attention_chunk_size": (UNSET, "absent: attention in chunks is unsupported"),
     "is_causal": ((True, None), "true"),
-    "quantization_config": (_EMPTY, "absent"),
-    "quantization": (_EMPTY, "absent"),
-    "compression_config": (_EMPTY, "absent"),
-    "dim_model_base": (_EMPTY, "absent: logits are not scaled"),
-    "per_layer_config": (_EMPTY, "absent: layers must be alike"),
-    "pruned_heads": (_EMPTY, "empty"),
-    "is_encoder_decoder": (_UNSET, "false"),
-    "add_cross_attention": (_UNSET, "false"),
-    "cross_attention_hidden_size": (_UNSET, "absent"),
-    "tie_encoder_decoder": (_UNSET, "false"),
-    "rope_interleaved": (_UNSET, "false"),
-    "rope_traditional": (_UNSET, "false"),
-    "bad_words_ids": (_EMPTY, "absent"),
-    "suppress_tokens": (_EMPTY, "absent"),
-    "begin_suppress_tokens": (_EMPTY, "absent"),
+    "quantization_config": (EMPTY, "absent"),
+    "quantization": (EMPTY, "absent"),
+    "compression_config": (EMPTY, "absent"),
+    "dim_model_base": (EMPTY, "absent: logits are not scaled"),
+    "per_layer_config": (EMPTY, "absent: layers must be alike"),
+    "pruned_heads": (EMPTY, "empty"),
+    "is_encoder_decoder": (UNSET, "false"),
+    "add_cross_attention": (UNSET, "false"),
+    "cross_attention_hidden_size": (UNSET, "absent"),
+    "tie_encoder_decoder": (UNSET, "false"),
+    "rope_interleaved": (UNSET, "false"),
+    "rope_traditional": (UNSET, "false"),
+    "bad_words_ids": (EMPTY, "absent"),
+    "suppress_tokens": (EMPTY, "absent"),
+    "begin_suppress_tokens": (EMPTY, "absent"),
     "forced_bos_token_id": ((None,), "absent"),
     "forced_eos_token_id": ((None,), "absent"),
 }
+_GEMMA_USED = frozenset(
+    ("query_pre_attn_scalar", "final_logit_softcapping", "sliding_window_pattern")
+)
+#: Keys that a family's files have besides: used there, judged by their names elsewhere.
+HF_FAMILY_USED: dict[str, frozenset[str]] = {
+    "qwen2": frozenset(("use_sliding_window", "max_window_layers")),
+    "qwen3": frozenset(("use_sliding_window", "max_window_layers")),
+    "smollm3": frozenset(("use_sliding_window", "no_rope_layers", "no_rope_layer_interval")),
+    "gemma2": _GEMMA_USED | {"attn_logit_softcapping"},
+    "gemma3_text": _GEMMA_USED | {"rope_local_base_freq"},
+}
+HF_FAMILY_HARMLESS: dict[str, frozenset[str]] = {
+    "gemma2": frozenset(("cache_implementation",)),
+    "gemma3_text": frozenset(
+        ("cache_implementation", "_sliding_window_pattern")
+    ),  # layer_types has it
+}
+_GELU_TANH: tuple[Values, str] = (("gelu_pytorch_tanh",), "'gelu_pytorch_tanh'")
+_GEMMA_ONLY: dict[str, tuple[Values, str]] = {
+    "hidden_activation": _GELU_TANH,
+    "hidden_act": _GELU_TANH,  # nobody reads it there, and files that have it say the same
+    "use_bidirectional_attention": (UNSET, "false"),
+}
+HF_FAMILY_ONLY: dict[str, dict[str, tuple[Values, str]]] = {
+    "gemma2": _GEMMA_ONLY,
+    "gemma3_text": {
+        **_GEMMA_ONLY,
+        "attn_logit_softcapping": ((None,), "absent: transformers reads it and does not apply it"),
+    },
+}
+#: Of a base model, whose files are saved without its head.
+_BASE_MODELS = (
+    "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "Gemma2Model", "Gemma3TextModel",
+)  # fmt: skip
 ROPE_USED = frozenset((
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
     "high_freq_factor", "original_max_position_embeddings",
@@ -116,7 +150,7 @@ _OF_DRAWING = frozenset((
 ))  # fmt: skip
 GENERATION_ONLY: dict[str, tuple[Values, str]] = {
     **{
-        key: (_EMPTY, "absent: it changes which tokens may be drawn, and is not applied")
+        key: (EMPTY, "absent: it changes which tokens may be drawn, and is not applied")
         for key in (
             "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "constraints",
             "sequence_bias", "stop_strings", "watermarking_config", "dola_layers",
@@ -124,8 +158,8 @@ GENERATION_ONLY: dict[str, tuple[Values, str]] = {
     },
     "forced_bos_token_id": ((None,), "absent"),
     "forced_eos_token_id": ((None,), "absent"),
-    "forced_decoder_ids": (_EMPTY, "absent"),
-    "token_healing": (_UNSET, "false"),
+    "forced_decoder_ids": (EMPTY, "absent"),
+    "token_healing": (UNSET, "false"),
     "guidance_scale": ((None, 1), "1 or absent"),
 }  # fmt: skip
 
@@ -141,100 +175,37 @@ SETTINGS_HARMLESS = frozenset((
     "split_by_whitespace", "truncation", "truncation_side", "use_default_system_prompt",
 ))  # fmt: skip
 SETTINGS_ONLY: dict[str, tuple[Values, str]] = {
-    "split_special_tokens": (_UNSET, "false: special tokens in a text are those tokens"),
+    "split_special_tokens": (UNSET, "false: special tokens in a text are those tokens"),
 }
 #: Words of a key that changes how text is cut.
 _OF_CUTTING = frozenset(("split", "lowercase", "normalize", "normalizer", "regex", "strip", "pre"))
 
-# --- GGUF, behind `<architecture>.`
-
-GGUF_USED = frozenset((
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
-    "rope.scaling.type", "rope.scaling.factor",
-))  # fmt: skip
-GGUF_HARMLESS = frozenset((
-    "vocab_size",  # the embedding has as many rows
-    "expert_used_count",  # of no experts
-    "pooling_type",  # of embeddings of texts
-    "rope.scaling.finetuned", "rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",  # of YaRN alone, which is refused
-))  # fmt: skip
-_NOTHING: tuple[Values, str] = ((0,), "0 or absent")
-_FACTOR: tuple[Values, str] = ((0, 1), "1 or absent")
-GGUF_ONLY: dict[str, tuple[Values, str]] = {
-    "attention.causal": ((True,), "true or absent"),
-    "attention.scale": _NOTHING,
-    "attention.output_scale": _FACTOR,
-    "attention.sliding_window": _NOTHING,
-    "attention.max_alibi_bias": _NOTHING,
-    "attention.clamp_kqv": _NOTHING,
-    "attention.shared_kv_layers": _NOTHING,
-    "logit_scale": _FACTOR,
-    "residual_scale": _FACTOR,
-    "embedding_scale": _FACTOR,
-    "attn_logit_softcapping": _NOTHING,
-    "final_logit_softcapping": _NOTHING,
-    "use_parallel_residual": _NOTHING,
-    "swin_norm": _NOTHING,
-    "leading_dense_block_count": _NOTHING,
-    "expert_shared_count": _NOTHING,
-    "nextn_predict_layers": _NOTHING,
-    "tensor_data_layout": (("Meta AI original pth",), "'Meta AI original pth' or absent"),
-    "rope.scaling.attn_factor": ((1,), "1 or absent: logits are not scaled"),
-    "rope.scaling.alpha": _NOTHING,
-    "rope.scaling.yarn_log_multiplier": _NOTHING,
-    "rope.scaling.yarn_ext_factor": ((0, -1), "0, -1 or absent"),
-    "rope.scaling.yarn_attn_factor": ((1, -1), "1, -1 or absent"),
-}
-
-# --- GGUF, behind `tokenizer.ggml.`
-
-TOKENIZER_USED = frozenset((
-    "model", "pre", "tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id",
-    "eot_token_id", "eom_token_id", "eos_token_ids", "unknown_token_id", "seperator_token_id",
-    "padding_token_id", "mask_token_id", "add_bos_token", "add_eos_token", "add_space_prefix",
-    "remove_extra_whitespaces",
-))  # fmt: skip
-TOKENIZER_HARMLESS = frozenset((
-    "token_type_count", "cls_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id",
-    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
-    "add_padding_token", "add_unknown_token", "add_mask_token",  # ollama's: of no effect there either
-))  # fmt: skip
-TOKENIZER_ONLY: dict[str, tuple[Values, str]] = {
-    "add_sep_token": (_UNSET, "false"),
-    "precompiled_charsmap": (_EMPTY, "empty"),
-    "suppress_tokens": (_EMPTY, "empty"),
-    "escape_whitespaces": ((True,), "true"),
-    "treat_whitespace_as_suffix": (_UNSET, "false"),
-    "normalizer.lowercase": (_UNSET, "false"),
-    "normalizer.strip_accents": (_UNSET, "false"),
-}
-
 
 def check_hf_keys(raw: Mapping[str, Any]) -> None:
     """Refuses a config.json by the first key whose value would change the result."""
-    _check_values(raw, HF_ONLY)
     kind = raw.get("model_type")
-    if raw.get("use_sliding_window", None if kind == "llama" else False) is None:
-        _check_values(raw, {"sliding_window": (_EMPTY, "absent: sliding windows are unsupported")})
+    used = HF_USED | HF_FAMILY_USED.get(kind, frozenset())
+    harmless = HF_HARMLESS | HF_FAMILY_HARMLESS.get(kind, frozenset())
+    only = {**HF_ONLY, **HF_FAMILY_ONLY.get(kind, {})}
+    check_values(raw, {key: value for key, value in only.items() if key not in used})
+    if kind == "llama" and raw.get("use_sliding_window") is None:
+        check_values(raw, {"sliding_window": (EMPTY, "absent: this family has no sliding windows")})
     names = raw.get("architectures") or ()
     if names and not any(
-        str(name).endswith("ForCausalLM") or name in ("LlamaModel", "Qwen3Model") for name in names
+        str(name).endswith("ForCausalLM") or name in _BASE_MODELS for name in names
     ):
         raise ModelError(
             f"architectures must name a …ForCausalLM, got {reprlib.repr(names)}: another head or mask "
             "than a language model's"
         )
-    for key in _unknown(raw, HF_USED, HF_HARMLESS, HF_ONLY):
+    for key in unknown_keys(raw, used, harmless, only):
         # Not to be causal is no default.
-        defaults = (None,) if "causal" in _parts(key) else _EMPTY
+        defaults = (None,) if "causal" in _parts(key) else EMPTY
         if _parts(key) & _FACTORS and _is_factor_of_one(raw[key]):
             continue
         if key == "original_max_position_embeddings" and not _has_rope_scaling(raw):
             continue  # says how scaled positions were trained
-        if _means_computation(key) and not _is_one_of(raw[key], defaults):
+        if _means_computation(key) and not is_one_of(raw[key], defaults):
             raise ModelError(
                 f"{key} must be absent, since no {kind} model has it and its name says that it changes "
                 f"what is computed, got {reprlib.repr(raw[key])}: take it out of config.json if it does not"
@@ -250,9 +221,9 @@ def _has_rope_scaling(raw: Mapping[str, Any]) -> bool:
 
 
 def check_rope_keys(scaling: Mapping[str, Any]) -> None:
-    _check_values(scaling, ROPE_ONLY, "rope ")
-    for key in _unknown(scaling, ROPE_USED, ROPE_HARMLESS, ROPE_ONLY):
-        if not _is_one_of(scaling[key], _EMPTY):
+    check_values(scaling, ROPE_ONLY, "rope ")
+    for key in unknown_keys(scaling, ROPE_USED, ROPE_HARMLESS, ROPE_ONLY):
+        if not is_one_of(scaling[key], EMPTY):
             raise ModelError(
                 f"rope {key} must be absent, since no rope that is read here has it, got "
                 f"{reprlib.repr(scaling[key])}"
@@ -260,8 +231,8 @@ def check_rope_keys(scaling: Mapping[str, Any]) -> None:
 
 
 def check_generation_keys(raw: Mapping[str, Any]) -> None:
-    _check_values(raw, GENERATION_ONLY)
-    unknown = _unknown(raw, GENERATION_USED, GENERATION_HARMLESS, GENERATION_ONLY)
+    check_values(raw, GENERATION_ONLY)
+    unknown = unknown_keys(raw, GENERATION_USED, GENERATION_HARMLESS, GENERATION_ONLY)
     _refuse_by_name(
         raw, unknown, _OF_DRAWING, "generation_config.json", "which tokens may be drawn"
     )
@@ -269,8 +240,8 @@ def check_generation_keys(raw: Mapping[str, Any]) -> None:
 
 def check_tokenizer_settings(raw: Mapping[str, Any]) -> None:
     """Refuses a tokenizer_config.json by the first key whose value would change ids."""
-    _check_values(raw, SETTINGS_ONLY)
-    unknown = _unknown(raw, SETTINGS_USED, SETTINGS_HARMLESS, SETTINGS_ONLY)
+    check_values(raw, SETTINGS_ONLY)
+    unknown = unknown_keys(raw, SETTINGS_USED, SETTINGS_HARMLESS, SETTINGS_ONLY)
     _refuse_by_name(raw, unknown, _OF_CUTTING, "tokenizer_config.json", "how text is cut")
 
 
@@ -278,7 +249,7 @@ def _refuse_by_name(
     raw: Mapping[str, Any], keys: Iterable[str], told_by: frozenset[str], file: str, what: str
 ) -> None:
     for key in keys:
-        neutral = _is_one_of(raw[key], _EMPTY) or (
+        neutral = is_one_of(raw[key], EMPTY) or (
             _parts(key) & _FACTORS and _is_factor_of_one(raw[key])
         )
         if _parts(key) & told_by and not neutral:
@@ -293,58 +264,19 @@ def _is_factor_of_one(value: Any) -> bool:
     return value == 1 and not isinstance(value, bool | str)
 
 
-def check_gguf_keys(architecture: str, fields: Mapping[str, Any]) -> None:
-    """Refuses a GGUF file by the first key of its model whose value would change the result."""
-    _check_values(fields, {"general.type": (("model",), "'model' or absent")})
-    prefix = f"{architecture}."
-    own = {
-        key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)
-    }
-    _check_values(own, GGUF_ONLY, prefix)
-    unknown = [prefix + key for key in _unknown(own, GGUF_USED, GGUF_HARMLESS, GGUF_ONLY)]
-    # Without the architecture before them they belong to no model, and are not general either.
-    unknown += [key for key in fields if key.startswith(("rope.", "attention."))]
-    _refuse_unknown(unknown, fields)
-
-
-def check_gguf_tokenizer_keys(fields: Mapping[str, Any]) -> None:
-    prefix = "tokenizer.ggml."
-    own = {
-        key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)
-    }
-    _check_values(own, TOKENIZER_ONLY, prefix)
-    _refuse_unknown(
-        [
-            prefix + key
-            for key in _unknown(own, TOKENIZER_USED, TOKENIZER_HARMLESS, TOKENIZER_ONLY)
-            if not (key.endswith("_token_id") or _is_one_of(own[key], _EMPTY))
-        ],
-        fields,
-    )
-
-
-def _refuse_unknown(keys: Iterable[str], fields: Mapping[str, Any]) -> None:
-    for key in keys:
-        raise ModelError(
-            f"metadata field {key} must be absent, since nobody here knows what it changes, got "
-            f"{reprlib.repr(fields[key])}: take it out with gguf-new-metadata --remove-metadata {key} if "
-            "the model does not need it"
-        )
-
-
-def _check_values(
+def check_values(
     raw: Mapping[str, Any], table: Mapping[str, tuple[Values, str]], prefix: str = ""
 ) -> None:
     for key, (values, expected) in table.items():
-        if key in raw and not _is_one_of(raw[key], values):
+        if key in raw and not is_one_of(raw[key], values):
             raise ModelError(f"{prefix}{key} must be {expected}, got {reprlib.repr(raw[key])}")
 
 
-def _is_one_of(value: Any, values: Values) -> bool:
+def is_one_of(value: Any, values: Values) -> bool:
     return any(value == one and isinstance(value, str) == isinstance(one, str) for one in values)
 
 
-def _unknown(raw: Iterable[str], *tables: Iterable[str]) -> list[str]:
+def unknown_keys(raw: Iterable[str], *tables: Iterable[str]) -> list[str]:
     known = {key for table in tables for key in table}
     return [key for key in raw if key not in known]
 

@@ -26,7 +26,7 @@ class ModelError(ValueError):
         >>> torch_fdattn.models.ModelConfig("gpt5", 64, 32, 48, 1, 2, 2, 16, 128)
         Traceback (most recent call last):
             ...
-        torch_fdattn.models.errors.ModelError: architecture must be one of llama, qwen3, got 'gpt5'
+        torch_fdattn.models.errors.ModelError: architecture must be one of llama, mistral, qwen2, qwen3, smollm3, gemma2, gemma3_text, got 'gpt5'
     """
 
 

@@ -2,7 +2,7 @@
 
 The header is parsed here, the blocks of quantised weights by the package `gguf`. Its own GGUFReader
 keeps an array per metadata value, which takes 2 s and more for a vocabulary, and does not say where a
-truncated file ends. Limits: little-endian, one file, architectures `llama` and `qwen3`.
+truncated file ends. Limits: little-endian, one file, the families that have a name in GGUF (families.py).
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -13,16 +13,17 @@ import mmap
 import re
 import reprlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fdattn.models.config import ModelConfig, RopeConfig, expect_architecture
-from torch_fdattn.models.config_keys import check_gguf_keys
+from torch_fdattn.models.config import LayerConfig, ModelConfig, RopeConfig, expect_layer_count
 from torch_fdattn.models.errors import MALFORMED, ModelError, reading, require
+from torch_fdattn.models.families import FAMILIES, GGUF_FAMILIES
+from torch_fdattn.models.gguf_keys import check_gguf_keys
 
 _REQUIRED: Any = object()
 _STRING, _ARRAY = 8, 9
@@ -38,11 +39,17 @@ _LAYER_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+#: The norms around the MLP, of families that norm what is added too, and of the others.
+_POST_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORM_NAMES = {"ffn_norm": "post_attention_layernorm"}
 _TOP_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -189,15 +196,19 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def _config(file: GGUFFile) -> ModelConfig:
-    architecture = file.field("general.architecture")
-    expect_architecture("architecture", architecture)
+    prefix = file.field("general.architecture")
+    if prefix not in GGUF_FAMILIES:
+        raise ModelError(
+            f"architecture must be one of {', '.join(GGUF_FAMILIES)}, got {reprlib.repr(prefix)}"
+        )
+    architecture = GGUF_FAMILIES[prefix]
     if file.field("split.count", 1) > 1:
         raise ModelError(f"{file.path}: one of several GGUF parts; join them: gguf-split --merge")
-    if file.field(f"{architecture}.expert_count", 0):
+    if file.field(f"{prefix}.expert_count", 0):
         raise ModelError(f"{file.path}: mixture-of-experts models are not supported")
 
     def field(key: str, default: Any = _REQUIRED) -> Any:
-        return file.field(f"{architecture}.{key}", default)
+        return file.field(f"{prefix}.{key}", default)
 
     if (embedding := file.tensors.get("token_embd.weight")) is None:
         raise ModelError("tensor token_embd.weight is missing")
@@ -205,25 +216,65 @@ def _config(file: GGUFFile) -> ModelConfig:
     head_dim = field("attention.key_length", hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if (size := field(key, head_dim)) != head_dim:
-            raise ModelError(f"{architecture}.{key} must be the head size {head_dim}, got {size}")
+            raise ModelError(f"{prefix}.{key} must be the head size {head_dim}, got {size}")
+    num_layers, rope = field("block_count"), _rope(file, field, head_dim)
+    expect_layer_count(num_layers)
+    is_gemma = architecture.startswith("gemma")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
         intermediate_size=field("feed_forward_length"),
-        num_layers=field("block_count"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=field("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_positions=field("context_length"),
         norm_eps=field("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, field, head_dim),
+        rope=rope,
         tie_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_bias="blk.0.attn_output.bias" in file.tensors
+        or ("blk.0.attn_q.bias" in file.tensors and not FAMILIES[architecture].qkv_bias),
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-    )
-    check_gguf_keys(architecture, file.fields)
+        layers=_layers(architecture, field, num_layers, rope),
+        softcap=field("attn_logit_softcapping") if architecture == "gemma2" else 0.0,
+        logit_softcap=field("final_logit_softcapping", _REQUIRED if architecture == "gemma2" else 0.0)
+        if is_gemma
+        else 0.0,
+        attention_scale=_gemma_scale(num_layers, hidden, heads, head_dim) if is_gemma else None,
+    )  # fmt: skip
+    check_gguf_keys(prefix, file.fields)
     return config
+
+
+def _gemma_scale(num_layers: int, hidden: int, heads: int, head_dim: int) -> float:
+    """No field has it: llama.cpp knows Gemma 2 and 3 of 27B by their layers, whose scale is not the head size's."""
+    return (hidden / heads if num_layers in (46, 62) else head_dim) ** -0.5
+
+
+def _layers(
+    architecture: str, field: Callable[..., Any], count: int, rope: RopeConfig
+) -> tuple[LayerConfig, ...]:
+    """`ModelConfig.layers`, of which files say the window and seldom more: the rest is llama.cpp's for the family."""
+    if architecture == "smollm3":  # every fourth layer has no positions
+        kinds = LayerConfig(None, rope), LayerConfig(None, RopeConfig(kind="none"))
+        return tuple(kinds[(i + 1) % 4 == 0] for i in range(count))
+    if not architecture.startswith("gemma"):
+        return ()
+    default = FAMILIES[architecture].defaults["sliding_window_pattern"]
+    pattern = field("attention.sliding_window_pattern", default)
+    if type(pattern) is int and pattern > 0:
+        pattern = tuple((i + 1) % pattern != 0 for i in range(count))
+    elif not isinstance(pattern, tuple) or len(pattern) != count:
+        raise ModelError(
+            f"attention.sliding_window_pattern must be a positive integer or {count} booleans, got "
+            f"{reprlib.repr(pattern)}"
+        )
+    local = rope
+    if architecture == "gemma3_text":  # a scaling is of the layers that see everything
+        local = RopeConfig(field("rope.freq_base_swa", 10000.0))
+    sliding = LayerConfig(field("attention.sliding_window"), local)
+    return tuple(sliding if windowed else LayerConfig(None, rope) for windowed in pattern)
 
 
 def _rope(file: GGUFFile, field: Callable[..., Any], head_dim: int) -> RopeConfig:
@@ -248,7 +299,10 @@ class GGUFWeights:
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.file, self.config = file, config
-        self._names = {_hf_name(name): name for name in file.tensors if name != _ROPE_DIVISORS}
+        names = {**_LAYER_NAMES, **(_POST_NORM_NAMES if config.family.post_norms else _NORM_NAMES)}
+        self._names = {
+            _hf_name(name, names): name for name in file.tensors if name != _ROPE_DIVISORS
+        }
         self.shapes = {name: file.tensors[theirs].shape for name, theirs in self._names.items()}
 
     def where(self, name: str) -> str:
@@ -256,18 +310,20 @@ class GGUFWeights:
 
     def read(self, name: str) -> Tensor:
         tensor = self.file.read(self._names[name])
-        # llama.cpp rotates neighbouring elements of llama's heads, and its converter interleaves the
-        # two halves of each head's rows to suit. qwen3 files keep the half-split order.
-        if self.config.architecture == "llama" and re.search(r"self_attn\.[qk]_proj", name):
+        # llama.cpp rotates neighbouring elements of these families' heads, and its converter interleaves the
+        # two halves of each head's rows to suit. The others' files keep the half-split order.
+        if self.config.family.gguf_interleaved and re.search(r"self_attn\.[qk]_proj", name):
             heads = tensor.shape[0] // self.config.head_dim
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if self.config.family.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - 1  # the converter adds it
         return tensor
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, of_layers: Mapping[str, str]) -> str:
     """blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight; unknown names stay as they are."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
-        return f"layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else name
+        return f"layers.{layer}.{of_layers[part]}.{kind}" if part in of_layers else name
     stem, _, kind = name.rpartition(".")
     return f"{_TOP_NAMES[stem]}.{kind}" if stem in _TOP_NAMES else name

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch_fdattn.models.config_keys import check_gguf_tokenizer_keys
 from torch_fdattn.models.encoding import (
     AddedToken,
     BPETokenizer,
@@ -20,6 +19,7 @@ from torch_fdattn.models.encoding import (
 )
 from torch_fdattn.models.errors import ModelError, expect_text, reading, require
 from torch_fdattn.models.gguf import GGUFFile
+from torch_fdattn.models.gguf_keys import check_gguf_tokenizer_keys
 
 # Token types, the same in GGUF and sentencepiece.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch_fdattn.dist.tensor_parallel.attention import TPAttention
 from torch_fdattn.dist.tensor_parallel.fused_inference import (
     add_norm,
+    glu_linear,
     norm_and_rotate_heads,
-    swiglu_linear,
 )
 from torch_fdattn.dist.tensor_parallel.inference import FusedTPLayer
 from torch_fdattn.dist.tensor_parallel.layers import TPMLP
+from torch_fdattn.models.gemma import GemmaBlock
 from torch_fdattn.models.transformer import (
     MLP,
     Attention,
@@ -49,6 +50,7 @@ class FusedAttention(nn.Module):
     def __init__(self, module: Attention) -> None:
         super().__init__()
         self.layer, self.head_dim = module.layer, module.head_dim
+        self.mask_options = module.mask_options
         self.qkv_proj = merge_linears(module.q_proj, module.k_proj, module.v_proj)
         self.o_proj = frozen_copy(module.o_proj)
         self.q_norm, self.k_norm = frozen_copy(module.q_norm), frozen_copy(module.k_norm)
@@ -60,7 +62,7 @@ class FusedAttention(nn.Module):
         q, k, v = (self._heads(y) for y in self.qkv_proj(x))
         q, k = norm_and_rotate_heads(q, k, self.q_norm, self.k_norm, cos, sin)
         v = v.transpose(1, 2)
-        return self.o_proj(attend(self.layer, q, k, v, cache))
+        return self.o_proj(attend(self.layer, q, k, v, cache, self.mask_options))
 
     # The layers of the plain form, over their rows of the merged weight: what `parallelize` slices.
     @property
@@ -77,15 +79,17 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """`MLP` with gate and up as one product, and SwiGLU in it or in one launch behind it."""
+    """`MLP` with gate and up as one product, and SwiGLU in it or in one launch behind it; GeGLU behind it."""
 
     def __init__(self, module: MLP) -> None:
         super().__init__()
+        self.activation = module.activation
         self.gate_up_proj = merge_linears(module.gate_proj, module.up_proj)
         self.down_proj = frozen_copy(module.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias))
+        merged = self.gate_up_proj
+        return self.down_proj(glu_linear(x, merged.weight, merged.bias, self.activation))
 
     # As `FusedAttention`'s.
     @property
@@ -136,6 +140,23 @@ class FusedBlock(nn.Module):
         return _add_norm(self.mlp, (normed,), x, next_norm)
 
 
+class FusedGemmaBlock(GemmaBlock):
+    """`GemmaBlock` with fused attention and MLP; its norms, by 1 + weight in fp32, are launches of their own."""
+
+    def __init__(self, block: GemmaBlock) -> None:
+        nn.Module.__init__(self)
+        self.self_attn, self.mlp = fused(block.self_attn), fused(block.mlp)
+        for name, module in block.named_children():
+            if name not in ("self_attn", "mlp"):
+                self.add_module(name, frozen_copy(module))
+
+
+def fused_block(block: nn.Module) -> nn.Module:
+    """The inference form of a block; the block itself where it has none."""
+    forms = {Block: FusedBlock, GemmaBlock: FusedGemmaBlock}
+    return forms[type(block)](block) if type(block) in forms else block
+
+
 def _add_norm(
     module: nn.Module, inputs: tuple, residual: Tensor, norm: nn.Module
 ) -> tuple[Tensor, Tensor]:
@@ -170,10 +191,11 @@ class InferenceTransformer(nn.Module):
         self.embed_tokens = frozen_copy(model.embed_tokens)
         self.layers = nn.ModuleList()
         for block in model.layers:
-            self.layers.append(FusedBlock(block) if type(block) is Block else block)
+            self.layers.append(fused_block(block))
             if self.embed_tokens.weight.is_cuda:
                 torch.cuda.empty_cache()  # of parts, which are too small for the next merged weight
         self.norm, self.rotary = frozen_copy(model.norm), frozen_copy(model.rotary)
+        self.rope_indices = model.rope_indices
         if not self.config.tie_embeddings:
             self.lm_head = frozen_copy(model.lm_head)
         #: How a tensor-parallel step spreads its tokens over the ranks; `parallelize` sets it.
@@ -183,21 +205,28 @@ class InferenceTransformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
+        x = self.hidden(tokens, cache)
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """As `Transformer.hidden`."""
         refuse_gradients(self)
-        cos, sin = self.angles(tokens, cache)
+        angles = self.angles(tokens, cache)
         x, normed = self.embed_tokens(tokens), None
         if self.sharded_tokens is not None:
             x = self.sharded_tokens.take_rows(x)
-        for block, next_norm in zip(self.layers, self._next_norms(), strict=True):
+        next_norms = self._next_norms()
+        for i, block in enumerate(self.layers):
+            turns = angles[self.rope_indices[i]]
             if isinstance(block, FusedBlock):
-                x, normed = block(x, cos, sin, cache, normed, next_norm)
+                x, normed = block(x, *turns, cache, normed, next_norms[i])
             else:
-                x = block(x, cos, sin, cache)
+                x = block(x, *turns, cache)
         if self.sharded_tokens is not None:
             x = self.sharded_tokens.join_rows(x)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.logits(x[:, -1:] if last_only else x)
+        return x
 
     angles, logits = Transformer.angles, Transformer.logits  # of the same attributes
 

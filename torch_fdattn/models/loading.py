@@ -11,6 +11,7 @@ import importlib.util
 import re
 import reprlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,28 +119,85 @@ def load_model(
         >>> model.config.num_layers, model.config.head_dim
         (30, 64)
     """
-    path, device = resolve(name_or_path), torch.device(device)
-    if path.is_dir():
-        config = ModelConfig.from_file(path / "config.json")
-        weights: Weights = SafetensorsWeights(path, config.tie_embeddings)
-    else:
-        file = GGUFFile(path)
-        config = gguf_config(file)
-        weights = GGUFWeights(file, config)
-    last = f"layers.{config.num_layers - 1}.input_layernorm.weight"
-    if last not in weights.shapes:  # before a model of a corrupt file's million layers is built
-        raise ModelError(f"{path}: tensor {last} missing from the weights")
-    dtype = dtype or config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    try:
-        with torch.device("meta"), _NoInitialisation():
-            model = Transformer(config).to(dtype)
-    except RuntimeError as error:  # on meta tensors only sizes can go wrong
-        raise ModelError(f"{path}: the configuration's sizes are too large ({error})") from None
-    _check_names(model, weights, path)
-    _check_tied(config, weights)
-    _fill(model, weights, device, progress)
-    model.rotary = Rotary(config).to(device)
+    checkpoint = Checkpoint.open(name_or_path, dtype, device)
+    model = checkpoint.empty_model()
+    fill = checkpoint.filling(model, progress)
+    for name, parameter in list(model.named_parameters()):
+        fill(name, parameter)
+    model.rotary = Rotary(checkpoint.config).to(device)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files, opened and checked against their configuration; nothing of the weights is read.
+
+    Args:
+        path: the folder or .gguf file.
+        config, weights: what they hold.
+        dtype, device: of the parameters to be.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: Weights
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def open(
+        cls, name_or_path: str | Path, dtype: torch.dtype | None, device: torch.device | str
+    ) -> Checkpoint:
+        """dtype, device: as `load_model`'s.
+
+        Raises:
+            ModelError: no such model, or files that are broken or not supported.
+        """
+        path, device = resolve(name_or_path), torch.device(device)
+        if path.is_dir():
+            config = ModelConfig.from_file(path / "config.json")
+            weights: Weights = SafetensorsWeights(path, config.tie_embeddings)
+        else:
+            file = GGUFFile(path)
+            config = gguf_config(file)
+            weights = GGUFWeights(file, config)
+        last = f"layers.{config.num_layers - 1}.input_layernorm.weight"
+        if (
+            last not in weights.shapes
+        ):  # before a model of a corrupt file's thousand layers is built
+            raise ModelError(f"{path}: tensor {last} missing from the weights")
+        dtype = dtype or config.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        return cls(path, config, weights, dtype, device)
+
+    def empty_model(self) -> Transformer:
+        """The model on the meta device, whose parameters the weights have by name and shape."""
+        try:
+            with torch.device("meta"), _NoInitialisation():
+                model = Transformer(self.config).to(self.dtype)
+        except RuntimeError as error:  # on meta tensors only sizes can go wrong
+            raise ModelError(
+                f"{self.path}: the configuration's sizes are too large ({error})"
+            ) from None
+        _check_names(model, self.weights, self.path)
+        _check_tied(self.config, self.weights)
+        return model
+
+    def filling(
+        self, model: Transformer, progress: Progress | None
+    ) -> Callable[[str, nn.Parameter], None]:
+        """fill(name, parameter) puts the file's tensor in the place of the model's empty parameter."""
+        total, done = sum(parameter.nbytes for parameter in model.parameters()), 0
+
+        def fill(name: str, empty: nn.Parameter) -> None:
+            nonlocal done
+            module, _, leaf = name.rpartition(".")
+            read = self.weights.read(name).to(self.device, empty.dtype)
+            setattr(model.get_submodule(module), leaf, nn.Parameter(read, requires_grad=False))
+            done += read.nbytes
+            if progress is not None:
+                progress(done, total)
+
+        return fill
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -227,6 +285,10 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         with reading(index):
             places = read_json(index)["weight_map"]
             for tensor, name in places.items():
+                if Path(name).name != name or name == "..":
+                    raise ModelError(
+                        f"{tensor} must be in a file of the folder itself, got {reprlib.repr(name)}"
+                    )
                 if not (folder / name).exists():
                     raise ModelError(f"{folder / name}: no such file ({_INDEX} has {tensor} in it)")
             return [folder / name for name in sorted(set(places.values()))], places
@@ -315,17 +377,3 @@ def _check_names(model: Transformer, weights: Weights, path: Path) -> None:
 def _listing(what: str, names: Iterable[str]) -> str:
     first, *rest = sorted(names)
     return f"{what} {first}" + (f" (and {len(rest)} more)" if rest else "")
-
-
-def _fill(
-    model: Transformer, weights: Weights, device: torch.device, progress: Progress | None
-) -> None:
-    parameters = dict(model.named_parameters())
-    total, done = sum(parameter.nbytes for parameter in parameters.values()), 0
-    for name, empty in parameters.items():
-        module, _, leaf = name.rpartition(".")
-        value = nn.Parameter(weights.read(name).to(device, empty.dtype), requires_grad=False)
-        setattr(model.get_submodule(module), leaf, value)
-        done += value.nbytes
-        if progress is not None:
-            progress(done, total)

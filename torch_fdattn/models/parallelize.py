@@ -12,7 +12,7 @@ logits and loss are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def parallelize(
     model: nn.Module, mesh: Group, strategy: str = "auto", allreduce_method: str = "auto",
     linear_strategy: str = "auto", fused: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Splits a dense Llama or Qwen3 model over a tensor-parallel group, in place.
+    """Splits a dense model over a tensor-parallel group, in place.
 
     Every rank calls it with the same full model, already on its device and in its dtype; nothing is
     communicated. Afterwards the model is called as before, with the same input on every rank; a KV
@@ -73,6 +73,14 @@ def parallelize(
         >>> parallel(torch.ones(1, 4, dtype=torch.long)).shape  # the same on all ranks
         torch.Size([1, 4, 64])
     """
+    return replace_layers(model, mesh, strategy, allreduce_method, linear_strategy, fused)
+
+
+def replace_layers(
+    model: nn.Module, mesh: Group, strategy: str, allreduce_method: str, linear_strategy: str, fused: bool,
+    before: Callable[[nn.Module, str], None] = lambda module, name: None,
+) -> nn.Module:  # fmt: skip
+    """`parallelize`; before(module, name) is called with each layer, and a head, before it is sliced."""
     group_name, fused = name_of(mesh, "mesh"), fused or isinstance(model, InferenceTransformer)
     _, world_size = rank_and_size(group_name, "mesh")
     check_strategy(strategy, allreduce_method, linear_strategy)
@@ -91,19 +99,22 @@ def parallelize(
     inner = split_evenly(layers[0].mlp.gate_proj.out_features, world_size)[0]
     tokens = ShardedTokens(group_name, world_size, strategy, inner)
     options = (group_name, strategy, allreduce_method, tokens, linear_strategy)
-    for layer in layers:
+    for i, layer in enumerate(layers):
+        before(layer, f"layers.{i}")
         layer.self_attn = TPAttention.from_module(layer.self_attn, *options)
         layer.mlp = TPMLP.from_module(layer.mlp, *options)
         if fused:
             layer.self_attn = layer.self_attn.for_inference()
             layer.mlp = layer.mlp.for_inference()
     if untied:
+        before(model.lm_head, "lm_head")
         model.lm_head = TPHead(model.lm_head, group_name)
     if strategy == "ag_rs" and not fused:
         for layer in layers:  # their norms see this rank's rows alone
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                for parameter in norm.parameters():
-                    sum_gradient(parameter, group_name)
+            for name, norm in layer.named_children():
+                if name not in ("self_attn", "mlp"):
+                    for parameter in norm.parameters():
+                        sum_gradient(parameter, group_name)
     if strategy != "all_reduce":
         if not isinstance(model, InferenceTransformer):
             layers[0].register_forward_pre_hook(tokens.before_first)

@@ -1,4 +1,6 @@
-"""A dense decoder-only transformer, Llama and Qwen3, in plain PyTorch over torch_fdattn's attention.
+"""A dense decoder-only transformer in plain PyTorch over torch_fdattn's attention.
+
+It is Llama; what other families do otherwise is an option of their `ModelConfig`, or in a file of their own (gemma.py).
 
 Parameter names are those of Hugging Face checkpoints without the leading `model.`. One forward serves
 training and scoring (no cache: causal attention over the tokens given) and generation (a cache: the
@@ -17,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fdattn.dist.kv_cache.mask_options import MaskOptions
 from torch_fdattn.functional import attention
 from torch_fdattn.models.config import ModelConfig
+from torch_fdattn.models.norms import norm_of
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.ops.rotary import rotate
 
@@ -32,25 +36,31 @@ class KVCache(Protocol):
     lengths: Tensor  # (B,) tokens stored before this step
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None: ...
-    def attend(self, layer: int, q: Tensor) -> Tensor: ...
+    def attend(self, layer: int, q: Tensor, **options) -> Tensor: ...  # MaskOptions.keywords()
     def advance(self, tokens: int) -> None: ...
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped KV heads; Qwen3 also norms the heads of q and k."""
+    """Causal self-attention with rotary positions and grouped KV heads; Qwen3 and Gemma 3 norm the heads of q and k.
+
+    Attributes:
+        mask_options: the layer's window, softcap and scale, a `torch_fdattn.dist.MaskOptions`.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
+        self.mask_options = config.mask_options(layer)
+        hidden = config.hidden_size
+        bias = config.attention_bias or config.family.qkv_bias
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, bias=bias)
         self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
         self.v_proj = nn.Linear(hidden, kv_size, bias=bias)
-        self.o_proj = nn.Linear(q_size, hidden, bias=bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=config.attention_bias)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
+            self.q_norm = norm_of(config, self.head_dim)
+            self.k_norm = norm_of(config, self.head_dim)
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
@@ -63,31 +73,36 @@ class Attention(nn.Module):
         k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)  # (B, K, T, D)
         v = self._heads(self.v_proj(x)).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v, cache))
+        return self.o_proj(attend(self.layer, q, k, v, cache, self.mask_options))
 
 
-def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
+def attend(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None, options: MaskOptions
+) -> Tensor:
     """q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H · D): among these tokens, or over the cache they go into."""
     if cache is None:
-        out, _ = attention(q, k, v, causal=True)
+        out, _ = attention(q, k, v, causal=True, **options.keywords())
     else:
         cache.append(layer, k, v)
-        out = cache.attend(layer, q)
+        out = cache.attend(layer, q, **options.keywords())
     return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU, or GeGLU in Gemma (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.activation = config.family.activation
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -95,9 +110,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = norm_of(config, config.hidden_size)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = norm_of(config, config.hidden_size)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
@@ -127,39 +142,50 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        from torch_fdattn.models.gemma import GemmaBlock, ScaledEmbedding
+
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        embedding = ScaledEmbedding if config.family.scaled_embeddings else nn.Embedding
+        block = GemmaBlock if config.family.post_norms else Block
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
+        self.norm = norm_of(config, config.hidden_size)
         self.rotary = Rotary(config)
+        self.rope_indices = config.rope_indices
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
-        cos, sin = self.angles(tokens, cache)
-        x = self.embed_tokens(tokens)
-        for block in self.layers:
-            x = block(x, cos, sin, cache)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+        x = self.hidden(tokens, cache)
         return self.logits(x[:, -1:] if last_only else x)
 
-    def angles(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """cos and sin (B or 1, 1, T, D / 2) of the positions that the tokens (B, T) stand at."""
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) -> (B, T, C) behind the last block: what `logits` takes, of some rows or of all."""
+        angles = self.angles(tokens, cache)
+        x = self.embed_tokens(tokens)
+        for i, block in enumerate(self.layers):
+            x = block(x, *angles[self.rope_indices[i]], cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return x
+
+    def angles(self, tokens: Tensor, cache: KVCache | None) -> list[tuple[Tensor, Tensor]]:
+        """For each of `config.ropes`, cos and sin (B or 1, 1, T, D / 2) of the positions of the tokens (B, T)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if cache is not None:
             positions = cache.lengths[:, None] + positions
-        return self.rotary(positions)
+        return [self.rotary(positions, rope) for rope in range(len(self.rotary.frequencies))]
 
     def logits(self, x: Tensor) -> Tensor:
         """(…, C) behind the last block -> (…, vocab)."""
         x = self.norm(x)
-        if self.config.tie_embeddings:
-            return F.linear(x, self.embed_tokens.weight)
-        return self.lm_head(x)
+        tied = self.config.tie_embeddings
+        logits = F.linear(x, self.embed_tokens.weight) if tied else self.lm_head(x)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def for_inference(self) -> InferenceTransformer:
         """This model in merged and fused layers: the same results in fewer launches, without gradients.

@@ -6,11 +6,21 @@ silently stop being planted when the code changes.
 
 from __future__ import annotations
 
-from tests.mutants.faults import attention, caches, compiled, distributed, dropins, host, tuned
+from tests.mutants.faults import (
+    attention,
+    caches,
+    compiled,
+    distributed,
+    dropins,
+    host,
+    models,
+    tuned,
+)
 from tests.mutants.faults.fault import Fault, Tests
 
 __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
-    *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS, *tuned.FAULTS,
+    *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
+    *models.FAULTS, *tuned.FAULTS,
 )  # fmt: skip

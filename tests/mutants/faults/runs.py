@@ -116,3 +116,6 @@ FLASH_ATTN = Tests(
     ),
 )
 FLASH_ATTN_INSTALLED = Tests("install", (f"{_FLASH_ATTN}/test_install.py",))
+FAMILIES = Tests("model families", ("tests/models/test_families.py", "tests/models/test_gguf.py"))
+HF_CONFIG = Tests("config.json of families", ("tests/models/test_hf_config.py",))
+HOSTILE = Tests("hostile model files", ("tests/models/test_hostile_files.py",))

@@ -90,16 +90,18 @@ class BatchKVCache:
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float | None = None,
-        window: tuple[int, int] | None = None,
+        window: tuple[int, int] | None = None, softcap: float = 0,
     ) -> Tensor:  # fmt: skip
         """Causal attention of the step's queries q (batch, heads, T, head_dim) over the whole cache.
 
-        Call it after `append` of the same T tokens: they are among the keys.
+        Call it after `append` of the same T tokens: they are among the keys. scale, window and softcap as
+        `torch_fdattn.attention`; tokens that a window has left behind stay stored.
         """
         expect_tensor("q", q)
         new = q.shape[2] if q.dim() == 4 else 0  # any other shape is refused by the op
         longest = min(max(self.held) + new, self.capacity)
-        return self._attend(layer, q, self.lengths + new, longest, scale, window)
+        options = dict(scale=scale, window=window, softcap=softcap)
+        return self._attend(layer, q, self.lengths + new, longest, **options)
 
     def advance(self, tokens: int) -> None:
         """Ends a step: the tokens appended to every layer now count as stored."""
@@ -188,11 +190,10 @@ class BatchKVCache:
         self._store(layer, k, v, columns)
 
     def _attend(
-        self, layer: int, q: Tensor, lengths: Tensor, longest: int, scale: float | None = None,
-        window: tuple[int, int] | None = None,
+        self, layer: int, q: Tensor, lengths: Tensor, longest: int, **options
     ) -> Tensor:  # fmt: skip
         """The queries are the last of `lengths` tokens, of which no sequence has more than `longest`."""
-        options = dict(causal=True, scale=scale, window=window)
+        options["causal"] = True
         if q.dim() == 4 and 1 <= q.shape[2] <= MAX_QUERY_TOKENS:
             return self._decode(layer, q, lengths, **options, **self._scales_of(layer))
         k, v = self._contiguous(layer, longest, q.dtype)
@@ -271,9 +272,10 @@ class RaggedStep:
         # Before anything is reserved a step stores nothing: it warms up for a capture.
         self._cache._write(layer, k, v, self._columns, stores=max(self._cache.held) > 0)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, **options) -> Tensor:
+        """`BatchKVCache.attend`, with its keywords."""
         longest = max(self._cache.held) if self._longest is None else self._longest
-        return self._cache._attend(layer, q, self._ends, longest)
+        return self._cache._attend(layer, q, self._ends, longest, **options)
 
     def advance(self, tokens: int) -> None:
         self._cache.lengths += self._counts

@@ -28,6 +28,7 @@ from torch_fdattn.functional import append_kv
 from torch_fdattn.functional import decode as local_decode
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.reference import append_slices
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 from torch_fdattn.ops.library import INTERPRET, can_bypass_dispatcher
 from torch_fdattn.ops.positions import key_positions
 
@@ -113,19 +114,24 @@ class SharedKVCache(BatchKVCache):
         return k, v, share.begins, share.counts
 
     def _attend(
-        self, layer: int, q: Tensor, lengths: Tensor, longest: int, scale: float | None = None,
-        window: tuple[int, int] | None = None,
+        self, layer: int, q: Tensor, lengths: Tensor, longest: int, **options
     ) -> Tensor:  # fmt: skip
         if self.group_name is None:
-            return super()._attend(layer, q, lengths, longest, scale, window)
+            return super()._attend(layer, q, lengths, longest, **options)
         if q.dim() == 4 and runs_decode(q):
             shard = dict(self._shard(layer), **self._scales_of(layer))
         else:
+            if options.get("softcap"):
+                raise NotImplementedError(
+                    f"softcap over a cache that ranks share takes passes of 1 to {MAX_QUERY_TOKENS} query tokens, got "
+                    f"softcap {options['softcap']} and {q.shape[2]} tokens: give the Engine "
+                    f"prefill_chunk={MAX_QUERY_TOKENS}, or share the model instead (tp_group)"
+                )
             k, v = self._contiguous(layer, self.shards.local_capacity(longest), q.dtype)
             shard = dict(k_shard=k, v_shard=v)
         return sharded_decode(
-            q, kv_lens=lengths, group=self.group_name, kv_block=self.shards.kv_block, scale=scale,
-            window=window, strategy=self.strategy, hierarchy=self.hierarchy, **shard,
+            q, kv_lens=lengths, group=self.group_name, kv_block=self.shards.kv_block,
+            strategy=self.strategy, hierarchy=self.hierarchy, **options, **shard,
         )[0]  # fmt: skip
 
     def _shard(self, layer: int) -> dict[str, Tensor]:

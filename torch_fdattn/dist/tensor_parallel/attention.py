@@ -1,4 +1,4 @@
-"""Tensor-parallel attention: a drop-in replacement of a dense Llama's or Qwen3's attention layer.
+"""Tensor-parallel attention: a drop-in replacement of a dense decoder's attention layer.
 
 Each rank holds whole KV groups, or, with more ranks than KV heads, a part of one group's query heads
 and that group's KV head (`head_sharding.py`). Strategies and gradients: `layers.py`.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
+from torch_fdattn.dist.kv_cache.mask_options import MaskOptions
 from torch_fdattn.dist.tensor_parallel.head_sharding import shard_heads
 from torch_fdattn.dist.tensor_parallel.layers import TokenRows, TPLayer
 from torch_fdattn.dist.tensor_parallel.weights import (
@@ -75,6 +76,7 @@ class TPAttention(TPLayer):
 
     Attributes:
         heads, kv_heads: how many of them this rank holds.
+        mask_options: the layer's window, softcap and scale.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
@@ -96,6 +98,7 @@ class TPAttention(TPLayer):
         rank, world_size = rank_and_size(group_name)
         check_attention(module, world_size)
         self.head_dim, self.scale = module.head_dim, getattr(module, "scaling", None)
+        self.mask_options = getattr(module, "mask_options", MaskOptions())
         self.layer = module.layer_idx if hasattr(module, "layer_idx") else module.layer
         all_heads, all_kv_heads = _head_counts(module)
         shard = shard_heads(all_heads, all_kv_heads, rank, world_size)
@@ -170,9 +173,9 @@ class TPAttention(TPLayer):
         """What attention gives for this rank's heads: (B, H, T, D)."""
         q, k, v = self._qkv(x, cos, sin)
         if cache is None:
-            return attention(q, k, v, causal=True)[0]
+            return attention(q, k, v, causal=True, **self.mask_options.keywords())[0]
         cache.append(self.layer, k, v)
-        return cache.attend(self.layer, q)
+        return cache.attend(self.layer, q, **self.mask_options.keywords())
 
     def _flat(self, out: Tensor) -> Tensor:
         """out (B, H, T, D) as `_row` takes it."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fdattn.ops import swiglu
+from torch_fdattn.ops.glu import glu
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 from torch_fdattn.ops.rotary import norm_and_rotate, rotate
 
@@ -48,6 +49,13 @@ def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
                 inner = swiglu_gemm.silu_mul_linear(rows, weight)
                 return inner.view(*x.shape[:-1], inner.shape[-1])
     return swiglu.silu_mul(*F.linear(x, weight, bias).chunk(2, -1))
+
+
+def glu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """`swiglu_linear`, or with another activation a product and `torch_fdattn.ops.glu.glu`."""
+    if activation == "silu":
+        return swiglu_linear(x, weight, bias)
+    return glu(*F.linear(x, weight, bias).chunk(2, -1), activation)
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

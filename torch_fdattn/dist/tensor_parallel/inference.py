@@ -4,7 +4,7 @@ They compute what the layers that they are made of compute, over the same memory
 
 - q, k and v are one product, and so are gate and up (`ops/merged_linear.py`);
 - norms and rotary positions of q and k are one launch (`ops/rotary.py`);
-- SwiGLU is part of gate's and up's product where that is faster (`fused_inference.swiglu_linear`);
+- SwiGLU is part of gate's and up's product where that is faster (`fused_inference.swiglu_linear`); GeGLU is not;
 - `add_norm` also adds the residual and computes the norm behind it: with replicated activations and one of our own
   all-reduces, in the launch of the all-reduce.
 
@@ -20,10 +20,11 @@ from torch_fdattn.dist.tensor_parallel.attention import TPAttention, Transformer
 from torch_fdattn.dist.tensor_parallel.functional import matmul_all_reduce_rms_norm
 from torch_fdattn.dist.tensor_parallel.fused_inference import (
     add_norm,
+    glu_linear,
     norm_and_rotate_heads,
-    swiglu_linear,
 )
 from torch_fdattn.dist.tensor_parallel.layers import TPMLP, TPLayer
+from torch_fdattn.ops.glu import glu
 from torch_fdattn.ops.merged_linear import can_merge, frozen_copy, merge_linears, refuse_gradients
 
 
@@ -71,6 +72,7 @@ class FusedTPMLP(FusedTPLayer):
 
     def __init__(self, layer: TPMLP) -> None:
         super().__init__(layer)
+        self.activation = layer.activation
         self.gate_up_proj = merge_linears(layer.gate_proj, layer.up_proj)
         self.down_proj = frozen_copy(layer.down_proj)
 
@@ -83,11 +85,14 @@ class FusedTPMLP(FusedTPLayer):
         return self._row_add_norm(self._inner(x), self.down_proj, residual, norm)
 
     def _inner(self, x: Tensor) -> Tensor:
-        """silu(gate(x)) * up(x) of all tokens."""
+        """activation(gate(x)) * up(x) of all tokens."""
         refuse_gradients(self, x)
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
         if self.form != "ag_rs":
-            return swiglu_linear(x, weight, bias)
+            return glu_linear(x, weight, bias, self.activation)
+        if self.activation != "silu":
+            (both,) = self._gathered(x, [weight], [bias])
+            return glu(*both.chunk(2, -1), self.activation)
         (inner,) = self._gathered(x, [weight], [bias], "swiglu")
         return inner
 
@@ -98,6 +103,7 @@ class FusedTPAttention(FusedTPLayer, TPAttention):
     def __init__(self, layer: TPAttention) -> None:
         super().__init__(layer)
         self.layer, self.head_dim, self.scale = layer.layer, layer.head_dim, layer.scale
+        self.mask_options = layer.mask_options
         self.heads, self.kv_heads = layer.heads, layer.kv_heads
         self.qkv_proj = merge_linears(layer.q_proj, layer.k_proj, layer.v_proj)
         self.o_proj = frozen_copy(layer.o_proj)

@@ -1,6 +1,6 @@
 """Tensor-parallel layers: what they share, the MLP and the LM head; attention is in `attention.py`.
 
-They replace the layers of a dense Llama or Qwen3. Two forms of activations, the strategies:
+They replace the layers of a dense decoder, ours or transformers'. Two forms of activations, the strategies:
 
 - ``all_reduce``: activations are replicated, (B, T, C) on every rank; one all-reduce after each layer.
   For few tokens (decode).
@@ -41,7 +41,7 @@ from torch_fdattn.dist.tensor_parallel.functional import (
 )
 from torch_fdattn.dist.tensor_parallel.op import check_linear_strategy, check_method
 from torch_fdattn.dist.tensor_parallel.weights import expect_linear, sliced_linear, sum_gradient
-from torch_fdattn.ops.swiglu import silu_mul
+from torch_fdattn.ops.glu import ACTIVATIONS, glu
 
 STRATEGIES = ("ag_rs", "all_reduce")
 AUTO = "auto"
@@ -66,11 +66,15 @@ def check_strategy(strategy: str, allreduce_method: str, linear_strategy: str) -
 
 
 def check_mlp(module: nn.Module) -> None:
-    """Refuses an MLP that is not ``down(silu(gate(x)) * up(x))``."""
+    """Refuses an MLP that is not ``down(activation(gate(x)) * up(x))``; transformers' must be of SiLU."""
     expect_linear(module, "gate_proj", "up_proj", "down_proj")
     activation = type(getattr(module, "act_fn", nn.SiLU())).__name__
     if activation not in ("SiLU", "SiLUActivation"):
         raise ValueError(f"module's activation must be SiLU, got {activation}")
+    if (ours := getattr(module, "activation", "silu")) not in ACTIVATIONS:
+        raise ValueError(
+            f"module's activation must be one of {', '.join(ACTIVATIONS)}, got {ours!r}"
+        )
 
 
 class TPLayer(nn.Module):
@@ -152,7 +156,7 @@ class TPLayer(nn.Module):
 
 
 class TPMLP(TPLayer):
-    """``down(silu(gate(x)) * up(x))``: x and the result (m_r, C) with ag_rs, (…, C) with all_reduce, and with auto
+    """``down(activation(gate(x)) * up(x))``: x and the result (m_r, C) with ag_rs, (…, C) with all_reduce, and with auto
     either, as `tokens` has it.
 
     Args:
@@ -162,6 +166,7 @@ class TPMLP(TPLayer):
         strategy, allreduce_method: see the module's and `matmul_all_reduce`'s documentation.
         tokens: how the rows are spread under ag_rs; None: as many on every rank.
         linear_strategy: how matmuls and communication are combined, of `all_gather_matmul` and its variants.
+        activation: "silu" or "gelu_tanh".
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("llama", 64, 32, 48, 1, 2, 2, 16, 128)
@@ -175,9 +180,10 @@ class TPMLP(TPLayer):
     def __init__(
         self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, group: Group,
         strategy: str, allreduce_method: str = "auto", tokens: TokenRows | None = None,
-        linear_strategy: str = "auto",
+        linear_strategy: str = "auto", activation: str = "silu",
     ) -> None:  # fmt: skip
         super().__init__(group, strategy, allreduce_method, tokens, linear_strategy)
+        self.activation = activation
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         if strategy == "ag_rs":
             sum_gradient(down_proj.bias, self.group_name)
@@ -187,8 +193,8 @@ class TPMLP(TPLayer):
         cls, module: nn.Module, group: Group, strategy: str, allreduce_method: str = "auto",
         tokens: TokenRows | None = None, linear_strategy: str = "auto",
     ) -> TPMLP:  # fmt: skip
-        """This rank's part of an MLP with gate_proj, up_proj, down_proj and SiLU: ours, or transformers'
-        LlamaMLP and Qwen3MLP. The inner features are split as evenly as possible.
+        """This rank's part of an MLP with gate_proj, up_proj, down_proj: ours, or transformers'
+        LlamaMLP and Qwen3MLP, with SiLU. The inner features are split as evenly as possible.
 
         Raises:
             ValueError, TypeError: another activation or layer, or an unknown strategy or method.
@@ -209,13 +215,14 @@ class TPMLP(TPLayer):
             allreduce_method,
             tokens,
             linear_strategy,
+            getattr(module, "activation", "silu"),
         )
         layer._largest = 2 * shares[0], shares[0]
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._columns(x, (self.gate_proj, self.up_proj))
-        return self._row(silu_mul(gate, up), self.down_proj)
+        return self._row(glu(gate, up, self.activation), self.down_proj)
 
     def for_inference(self) -> TPLayer:
         """A `FusedTPMLP` over this layer's weights; the layer itself where they cannot be merged (DTensors)."""

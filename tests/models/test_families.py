@@ -1,0 +1,142 @@
+"""Each family through the Engine: paged and contiguous caches, prompts in chunks, across a window's border, and text."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from tests.models.hf_models import CONFIGS, FAMILIES, reference
+from torch_fdattn.engine import Engine
+from torch_fdattn.models import ModelConfig, Transformer, load_model
+from torch_fdattn.models.families import FAMILIES as ALL_FAMILIES
+
+TOLERANCE = 2e-4  # logits spread over about ±5
+WINDOW = 24  # of the models that have one
+GREEDY = 14
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """(transformers' model, ours read from the folder that transformers saved)."""
+    theirs = reference(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(folder)
+    return theirs, load_model(folder)
+
+
+def prompts(config) -> list[list[int]]:
+    """Shorter than the window, at its border, and beyond it."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(config.vocab_size, (n,), generator=generator).tolist()
+        for n in (WINDOW - 3, WINDOW, 61)
+    ]
+
+
+def test_every_family_is_tested() -> None:
+    assert {CONFIGS[name][0] for name in FAMILIES} == set(ALL_FAMILIES)
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+@torch.no_grad()
+def test_chunks_and_steps_equal_transformers(pair, device, cache: str) -> None:
+    """Prompts of several lengths in chunks of 20 columns, then teacher-forced steps over the border of the window."""
+    theirs, ours = (model.to(device) for model in pair)
+    given = prompts(theirs.config)
+    tail = torch.randint(theirs.config.vocab_size, (len(given), 6)).tolist()
+    options = dict(batch=len(given), capacity=80, prefill_chunk=20, kv_cache=cache, page_size=8)
+    engine = Engine(ours, **options)
+    found = [engine.prefill(given)]
+    for step in zip(*tail, strict=True):
+        found.append(engine.step(torch.tensor(step, device=device)[:, None]).clone())
+    for i, prompt in enumerate(given):
+        tokens = torch.tensor([prompt + tail[i]], device=device)
+        expected = theirs(tokens).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(
+            torch.stack([logits[i] for logits in found]), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+@torch.no_grad()
+def test_greedy_text_equals_transformers_generate(pair, device) -> None:
+    theirs, ours = (model.to(device) for model in pair)
+    prompt = prompts(theirs.config)[0]  # it grows over the window's border
+    tokens = torch.tensor([prompt], device=device)
+    expected = theirs.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=GREEDY, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    engine = Engine(ours, capacity=64, prefill_chunk=16, kv_cache="paged", page_size=4)
+    assert list(engine.stream(prompt, GREEDY)) == expected[0, len(prompt) :].tolist()
+
+
+def changed(model: Transformer, **changes) -> Transformer:
+    """The same weights under another configuration."""
+    other = Transformer(dataclasses.replace(model.config, **changes)).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@torch.no_grad()
+def test_every_option_of_a_layer_matters(pair) -> None:
+    """Without its window, rope, softcap or scale a model of these weights is another: the comparisons see them."""
+    ours = pair[1].cpu()
+    config, tokens = ours.config, torch.arange(60)[None]
+    without = {
+        "layers": (), "softcap": 0.0, "logit_softcap": 0.0, "attention_scale": None,
+    }  # fmt: skip
+    for name, value in without.items():
+        if getattr(config, name) != value:
+            other = changed(ours, **{name: value})
+            assert (other(tokens) - ours(tokens)).abs().max() > 50 * TOLERANCE, name
+
+
+@torch.no_grad()
+def test_bf16_is_as_near_as_transformers_bf16(pair) -> None:
+    """The error rule on logits: twice transformers' own error at this dtype, and two roundings."""
+    theirs, ours = (copy.deepcopy(model.cpu()) for model in pair)
+    tokens = torch.arange(60)[None]
+    exact = theirs.double()(tokens).logits
+    error = (theirs.bfloat16()(tokens).logits.double() - exact).abs().max()
+    rounding = ((exact + 0.3).bfloat16() - 0.3 - exact).abs().max()
+    plain = ours.bfloat16()
+    for form in (plain, plain.for_inference()):
+        assert (form(tokens).double() - exact).abs().max() <= 2 * error + 2 * rounding
+
+
+def test_layers_say_how_they_attend() -> None:
+    """What a cache of another engine is asked for."""
+    model = Transformer(
+        ModelConfig.from_hf({**reference("gemma2").config.to_dict(), "model_type": "gemma2"})
+    )
+    first, second = (model.layers[i].self_attn.mask_options for i in range(2))
+    assert first.keywords() == {"window": (WINDOW - 1, 0), "softcap": 5.0, "scale": 20**-0.5}
+    assert second.keywords() == {"softcap": 5.0, "scale": 20**-0.5}
+    fused = model.for_inference()
+    assert [block.self_attn.mask_options for block in fused.layers] == [first, second, first]
+    plain = Transformer(ModelConfig("llama", 64, 32, 48, 1, 2, 1, 16, 8))
+    assert plain.layers[0].self_attn.mask_options.keywords() == {}
+
+
+class Forgetful:
+    """A cache that knows no options."""
+
+    def __init__(self) -> None:
+        self.lengths = torch.zeros(1, dtype=torch.int32)
+
+    def append(self, layer, k, v) -> None:
+        self.kv = k, v
+
+    def attend(self, layer, q):
+        return q
+
+
+def test_a_cache_without_options_refuses_a_layer_that_has_them() -> None:
+    model = Transformer(
+        ModelConfig("gemma2", 64, 32, 48, 1, 2, 1, 16, 8, softcap=50.0)
+    )  # fmt: skip
+    with torch.no_grad(), pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
+        model(torch.tensor([[1, 2]]), Forgetful())
