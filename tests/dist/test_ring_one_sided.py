@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -146,6 +147,51 @@ def test_a_call_that_fails_half_way(group, rank_device, monkeypatch, who) -> Non
         if i != 1:
             expected = ring_attention(*own, group, shards=shards, strategy="all_gather")
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> None:
+    """On all ranks: the next call is as if nothing was. On one: an error that says so, there and on the others."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    new = dist.new_group()
+    shards = SequenceShards.contiguous(16 * world, world)
+    own = [torch.randn(1, 2, 16, 32, device=rank_device).requires_grad_() for _ in range(3)]
+
+    def gradients() -> list[Tensor]:
+        out = ring_attention(*own, new.group_name, shards=shards, strategy="one_sided")[0]
+        return torch.autograd.grad(out.sum(), own)
+
+    def fails(*_: object) -> None:
+        raise Failure
+
+    set_timeout(5)
+    try:
+        expected = None if first else gradients()
+        with monkeypatch.context() as patch:
+            if who == "all" or rank == 0:
+                patch.setattr(one_sided, "unsharded_gradients", fails)
+                with pytest.raises(Failure):
+                    gradients()
+            else:
+                _, *dkv = gradients()
+                assert all(x.isnan().all() for x in dkv)
+        if who == "all":
+            found = gradients()
+            assert expected is None or all(map(torch.equal, found, expected))
+            return
+        begin = time.monotonic()
+        said = "left ring_attention's backward" if rank == 0 else "waited for rank 0 "
+        with pytest.raises(PeerTimeout, match=said):
+            gradients()
+        assert time.monotonic() - begin < 30  # an unbounded wait is one of minutes
+    finally:
+        set_timeout(10)
+        dist.barrier()
+        dist.destroy_process_group(new)
 
 
 @needs_kernels
