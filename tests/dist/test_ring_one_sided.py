@@ -243,8 +243,10 @@ def test_refusals(group, rank_device) -> None:
     if rank_device.type == "cpu":
         with pytest.raises(TypeError, match="q must not be float64 with strategy='one_sided'"):
             ring_attention(x.double(), x.double(), x.double(), group, strategy="one_sided")
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"must not be 'one_sided' under torch\.compile"):
-        torch.compile(
-            lambda x: ring_attention(x, x, x, group, strategy="one_sided")[0], backend="aot_eager", fullgraph=True
-        )(x)  # fmt: skip
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"must not be 'one_sided' under torch\.compile"):
+            torch.compile(
+                lambda x: ring_attention(x, x, x, group, strategy="one_sided")[0], backend="aot_eager",
+                fullgraph=fullgraph,
+            )(x)  # fmt: skip
