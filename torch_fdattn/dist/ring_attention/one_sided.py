@@ -53,7 +53,7 @@ def _all_keys(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V (B, K, total, D) in the order of positions, until the end of the block.
 
-    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten.
+    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten; on CPUs that raises.
     """
     if problem.world_size == 1:
         yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2)
@@ -82,6 +82,7 @@ def _all_keys(
         for i in range(1, copies.world):
             copies.await_((copies.rank + i) % copies.world)
         yield tuple(x.permute(1, 2, 0, 3) for x in there)
+    copies.raise_if_lost()
 
 
 class _SumsOfShards:
@@ -121,4 +122,5 @@ class _SumsOfShards:
                 copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
             if out.numel():
                 sum_received(copies, own, out)
+        copies.raise_if_lost()
         return out
