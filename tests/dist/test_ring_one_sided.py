@@ -218,8 +218,10 @@ def test_no_tokens_and_no_sequences(group, rank_device, batch, length) -> None:
 def test_a_wait_that_is_too_short(group, rank_device, monkeypatch, where) -> None:
     """A rank that is slow, as on a busy machine: results that are right or an exception, and NaN nowhere."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1 or rank_device.type != "cpu":
+    if world == 1:
         pytest.skip("needs 2 ranks")
+    if rank_device.type != "cpu":
+        pytest.skip("of memory that CPU processes share")
     new = dist.new_group()
     shards = SequenceShards.contiguous(16 * world, world)
     own = [torch.randn(1, 1, 16, 32).requires_grad_() for _ in range(3)]
@@ -241,14 +243,11 @@ def test_a_wait_that_is_too_short(group, rank_device, monkeypatch, where) -> Non
     with monkeypatch.context() as patch:
         if rank == 0:
             patch.setattr(one_sided, where, slow)
-        for _ in range(
-            2
-        ):  # in the forward others wait for what a slow rank has not used: at its next call
-            try:
-                found = gradients()
-            except PeerTimeout:
-                raised = 1
-                break
+        try:  # of a slow forward the others notice in the backward, whose copies it keeps waiting
+            found = gradients()
+        except PeerTimeout:
+            raised = 1
+        else:
             assert all(map(torch.equal, found, expected))
     set_timeout(10)
     times_out = torch.tensor([raised])
