@@ -25,7 +25,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -94,6 +94,10 @@ drawn-masks: $(TESTED)  ## A thousand compositions of masks through the compile 
 
 drawn-forms: $(TESTED)  ## Five hundred forms of attention as models write it through the compile backend, against eager: a table, of about five minutes; DRAWN=N for another number.
 	$(PYTHON) -m tests.compile_backend.drawn_forms $(if $(DRAWN),--count $(DRAWN))
+
+drawn-rings: $(TESTED)  ## Five hundred cases of ring attention over RANKS=2 processes, against one: masks, documents, shards, dtypes, strategies; DRAWN=N for another number.
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) --redirects 3 --tee 0:3 \
+		-m tests.dist.drawn_rings $(if $(DRAWN),--count $(DRAWN))
 
 FUZZ := -m pytest -q -n 2 -k drawn tests/ops/decode/test_serving_drawn.py tests/ops/attention/test_attention_features.py tests/ops/varlen_attention/test_varlen_drawn.py
 

@@ -139,6 +139,8 @@ def test_balanced_shards(world, causal) -> None:
         pairs = mask.sum(1)
         work = [int(pairs[shards.positions(r)].sum()) for r in range(world)]
         assert max(work) <= 1.1 * sum(work) / world
+        given = pairs if total % 2 else pairs.tolist()
+        assert SequenceShards.balanced(total, world, keys_per_query=given) == shards
     assert SequenceShards.balanced(0, world).total == 0
     for wrong, text in (
         (dict(cu_seqlens=[0, 9]), "cu_seqlens must begin with 0, end with the 10"),
@@ -146,6 +148,10 @@ def test_balanced_shards(world, causal) -> None:
         (dict(cu_seqlens=[0, 1.5, 10]), "cu_seqlens must be an integer tensor"),
         (dict(window=(-7, 2)), "window"),
         (dict(chunks=1.5), "chunks must be an int"),
+        (dict(keys_per_query=[1] * 9), r"keys_per_query must have shape \(10,\), .* got \(9,\)"),
+        (dict(keys_per_query=[11] * 10), "keys_per_query must be from 0 to 10, got 11 to 11"),
+        (dict(keys_per_query=[0.5] * 10), "keys_per_query must hold integers"),
+        (dict(keys_per_query=[1] * 10, window=(3, 0)), "cu_seqlens and window must be None with"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             SequenceShards.balanced(10, world, **wrong)

@@ -102,7 +102,17 @@ def test_what_names_the_group(group, kind):
         ({"cache": True}, ValueError, "cache must be 'contiguous' or the block .*, got True"),
         ({"cache": 0}, ValueError, "cache must be 'contiguous' or the block .*, got 0"),
         ({"strategy": "query_split"}, ValueError, "strategy must be one of .*'query_split'"),
-        ({"strategy": "ulysses_ring"}, NotImplementedError, "strategy must not be 'ulysses_ring'"),
+        (
+            {"strategy": "ulysses_ring"},
+            ValueError,
+            "hierarchy must be a pair of groups .*, got None",
+        ),
+        (
+            {"strategy": "ulysses_ring", "hierarchy": 3},
+            TypeError,
+            "hierarchy must be a pair .*, got 3",
+        ),
+        ({"hierarchy": ("a", "b")}, ValueError, "hierarchy must be None with strategy='ring'"),
         ({"strategy": "pigeon"}, ValueError, "strategy must be one of .*'pigeon'"),
     ],
 )

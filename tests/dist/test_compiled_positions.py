@@ -94,6 +94,67 @@ def attended(make):
     return run
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+def numbers(mask, hidden: float = LOWEST):
+    """As transformers makes them for eager attention."""
+    return torch.where(mask, torch.zeros((), dtype=torch.float32, device=mask.device), hidden)
+
+
+def weighed(scores, mask, v):
+    return torch.softmax(scores + mask, -1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def eager(q, k, v, mask):
+    return weighed(q @ k.transpose(2, 3) * 0.25, numbers(mask), v)
+
+
+def by_infinity(q, k, v, mask):
+    return weighed(q @ k.transpose(2, 3) * 0.25, numbers(mask, -torch.inf), v)
+
+
+def capped(q, k, v, mask):
+    return weighed(torch.tanh(q @ k.transpose(2, 3) / 3) * 3, numbers(mask), v)
+
+
+def with_sinks(q, k, v, mask):
+    scores = q @ k.transpose(2, 3) * 0.25 + numbers(mask)
+    sinks = v.new_full((1, 4, 1, 1), 0.5).expand(q.shape[0], -1, q.shape[2], -1)
+    joined = torch.cat([scores, sinks], -1)
+    joined = joined - joined.max(-1, keepdim=True).values
+    return torch.softmax(joined, -1)[..., :-1] @ v
+
+
+def added_to_sdpa(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, numbers(mask))
+
+
+def filled(q, k, v, mask):
+    return torch.softmax((q @ k.transpose(2, 3) * 0.25).masked_fill(~mask, LOWEST), -1) @ v
+
+
+def hidden_by_little(q, k, v, mask):
+    return weighed(q @ k.transpose(2, 3), numbers(mask, -1e4), v)
+
+
+def with_a_bias(q, k, v, mask):
+    near = torch.arange(k.shape[2], device=k.device) * 0.1
+    return weighed(q @ k.transpose(2, 3), numbers(mask) + near, v)
+
+
+def with_a_second_mask(q, k, v, mask):
+    index = torch.arange(k.shape[2], device=k.device)
+    return weighed(q @ k.transpose(2, 3) + numbers(index <= index[:, None]), numbers(mask), v)
+
+
+def masked_by(make, form):
+    def run(q, k, v, positions, others):
+        return form(q, k, v, make(positions, others))
+
+    return run
+
+
 def given(group, device):
     world = dist.get_world_size()
     shards = SequenceShards.zigzag(8 * world, world)
@@ -118,6 +179,49 @@ def test_understood(group, rank_device, make) -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "make"),
+    [
+        (eager, causal), (eager, packed), (by_infinity, window), (capped, window), (with_sinks, packed),
+        (added_to_sdpa, both_sides), (filled, window),
+    ],
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_numbers_understood(group, rank_device, form, make) -> None:
+    """Masks of numbers, of eager attention's; gradients too."""
+    shards, whole, own, compiled = given(group, rank_device)
+    run, rank = masked_by(make, form), dist.get_rank()
+    for x in (*whole[:3], *own[:3]):
+        x.requires_grad_()
+    expected, found = run(*whole), compiled(run)(*own)
+    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), whole[:3])
+    grads = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), own[:3])
+    for value, right in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(value, shards.shard(right, rank, 2))
+
+
+@pytest.mark.parametrize(
+    ("form", "make", "said"),
+    [
+        (hidden_by_little, causal, "a mask of local tokens that is no window"),
+        (with_a_bias, causal, "a mask of local tokens that is no window"),
+        (with_a_second_mask, causal, "a mask of local tokens that is no window"),
+        (eager, by_other_numbers, "a mask of local tokens that is no window"),
+        (eager, before_it, "a mask of local tokens that is no window"),
+        (eager, written_to, "a mask of local tokens that is no window"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)  # fmt: skip
+def test_numbers_not_understood(group, rank_device, form, make, said) -> None:
+    _, _, own, compiled = given(group, rank_device)
+    with pytest.raises(Exception, match=said) as raised:
+        compiled(masked_by(make, form))(*own)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+    assert f"{__file__}:" in str(raised.value)
+
+
+@pytest.mark.parametrize(
     "make", [by_other_numbers, by_other_steps, counted_by_sequences, second_differences, before_it, of_two_inputs, of_a_sum, written_to],
     ids=lambda x: x.__name__,
 )  # fmt: skip
@@ -137,13 +241,22 @@ def made_outside(q, k, v, positions, others):
     return q
 
 
+def numbers_made_outside(q, k, v, positions, others):
+    mask = numbers(window(positions, others))
+    for _ in range(2):
+        q = checkpoint(lambda q, k, v, mask: weighed(q @ k.transpose(2, 3), mask, v), q, k, v, mask, use_reentrant=False)  # fmt: skip
+    return q
+
+
 def made_inside(q, k, v, positions, others):
     for _ in range(2):
         q = checkpoint(attended(window), q, k, v, positions, others, use_reentrant=False)
     return q
 
 
-@pytest.mark.parametrize("run", [made_outside, made_inside], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "run", [made_outside, numbers_made_outside, made_inside], ids=lambda x: x.__name__
+)
 def test_in_checkpoints(group, rank_device, run) -> None:
     """Whose graphs have inputs of their own."""
     shards, whole, own, compiled = given(group, rank_device)

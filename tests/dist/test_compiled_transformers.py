@@ -23,6 +23,9 @@ KINDS = {
     "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "Qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
     "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
+    "Gemma2": (
+        transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"query_pre_attn_scalar": 16}
+    ),
     "Gemma3": (
         transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 16}
     ),
@@ -32,7 +35,7 @@ KINDS = {
 def made(kind: str, device, **more):
     config_class, model_class, own = KINDS[kind]
     torch.manual_seed(0)
-    return model_class(config_class(**SMALL, **own, **more)).to(device)
+    return model_class(config_class(**{**SMALL, **own, **more})).to(device)
 
 
 def compiled(model, group, shards, lower: str = "aot_eager"):
@@ -99,9 +102,27 @@ def test_follows_the_model_on_one_process(group, rank_device, kind, window, layo
 
 
 @by_position
-def test_activation_checkpointing(group, rank_device) -> None:
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        pytest.param("Llama", None, marks=pytest.mark.slow),
+        ("Mistral", 12),
+        ("Gemma2", 5),  # softcap
+        pytest.param("Gemma3", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_eager_follows_the_model_on_one_process(group, rank_device, kind, window) -> None:
+    """Its masks are numbers that are added to the scores."""
+    more = {} if window is None else {"sliding_window": window}
+    model = made(kind, rank_device, attn_implementation="eager", **more)
+    check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
+
+
+@by_position
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_activation_checkpointing(group, rank_device, implementation) -> None:
     """Layers are given the mask that the model has made."""
-    model = made("Mistral", rank_device, sliding_window=5).train()
+    model = made("Mistral", rank_device, sliding_window=5, attn_implementation=implementation).train()  # fmt: skip
     model.gradient_checkpointing_enable({"use_reentrant": False})
     check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
 
@@ -139,9 +160,10 @@ def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_d
     assert torch.equal(run(ids, position_ids=positions, use_cache=False).logits, expected)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("given", ["no positions", "a padding mask"])
-def test_masks_that_show_no_positions_are_refused(group, rank_device, given) -> None:
-    model = made("Llama", rank_device)
+def test_masks_that_show_no_positions_are_refused(group, rank_device, given, implementation) -> None:  # fmt: skip
+    model = made("Llama", rank_device, attn_implementation=implementation)
     shards = shards_of("contiguous", dist.get_world_size())
     ids, positions = shard_batch(group, shards, *batch(shards.total, rank_device))
     more = {} if given == "no positions" else dict(position_ids=positions, attention_mask=torch.ones_like(ids))  # fmt: skip

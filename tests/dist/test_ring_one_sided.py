@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -119,6 +121,11 @@ def test_in_a_graph(group, rank_device) -> None:
             torch.testing.assert_close(found, call("all_gather"), rtol=0, atol=0)
 
 
+def raising_on_cpus(device: torch.device):
+    """There a call whose wait timed out has no result, not even NaN."""
+    return pytest.raises(PeerTimeout) if device.type == "cpu" else contextlib.nullcontext()
+
+
 class Failure(RuntimeError):
     """As if memory ran out."""
 
@@ -149,6 +156,52 @@ def test_a_call_that_fails_half_way(group, rank_device, monkeypatch, who) -> Non
 
 
 @needs_kernels
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> None:
+    """On all ranks: the next call is as if nothing was. On one: an error that says so, there and on the others."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    new = dist.new_group()
+    shards = SequenceShards.contiguous(16 * world, world)
+    own = [torch.randn(1, 2, 16, 32, device=rank_device).requires_grad_() for _ in range(3)]
+
+    def gradients() -> list[Tensor]:
+        out = ring_attention(*own, new.group_name, shards=shards, strategy="one_sided")[0]
+        return torch.autograd.grad(out.sum(), own)
+
+    def fails(*_: object) -> None:
+        raise Failure
+
+    set_timeout(5)
+    try:
+        expected = None if first else gradients()
+        with monkeypatch.context() as patch:
+            if who == "all" or rank == 0:
+                patch.setattr(one_sided, "unsharded_gradients", fails)
+                with pytest.raises(Failure):
+                    gradients()
+            else:
+                with raising_on_cpus(rank_device):
+                    _, *dkv = gradients()
+                    assert all(x.isnan().all() for x in dkv)
+        if who == "all":
+            found = gradients()
+            assert expected is None or all(map(torch.equal, found, expected))
+            return
+        begin = time.monotonic()
+        said = "left ring_attention's backward" if rank == 0 else "waited for rank 0 "
+        with pytest.raises(PeerTimeout, match=said):
+            gradients()
+        assert time.monotonic() - begin < 30  # an unbounded wait is one of minutes
+    finally:
+        set_timeout(10)
+        dist.barrier()
+        dist.destroy_process_group(new)
+
+
+@needs_kernels
 @pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 8)])
 def test_no_tokens_and_no_sequences(group, rank_device, batch, length) -> None:
     world = dist.get_world_size()
@@ -161,8 +214,52 @@ def test_no_tokens_and_no_sequences(group, rank_device, batch, length) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("where", ["attend_unsharded", "unsharded_gradients"])
+def test_a_wait_that_is_too_short(group, rank_device, monkeypatch, where) -> None:
+    """A rank that is slow, as on a busy machine: results that are right or an exception, and NaN nowhere."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    if rank_device.type != "cpu":
+        pytest.skip("of memory that CPU processes share")
+    new = dist.new_group()
+    shards = SequenceShards.contiguous(16 * world, world)
+    own = [torch.randn(1, 1, 16, 32).requires_grad_() for _ in range(3)]
+
+    def gradients() -> list[Tensor]:
+        out = ring_attention(*own, new.group_name, shards=shards, strategy="one_sided")[0]
+        assert not out.isnan().any()
+        return torch.autograd.grad(out.sum(), own)
+
+    computed = getattr(one_sided, where)
+
+    def slow(*given: object) -> object:
+        time.sleep(3.0)
+        return computed(*given)
+
+    expected = gradients()
+    set_timeout(0.5)
+    raised = 0
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(one_sided, where, slow)
+        try:  # of a slow forward the others notice in the backward, whose copies it keeps waiting
+            found = gradients()
+        except PeerTimeout:
+            raised = 1
+        else:
+            assert all(map(torch.equal, found, expected))
+    set_timeout(10)
+    times_out = torch.tensor([raised])
+    dist.all_reduce(times_out)
+    assert times_out.item() >= 1
+    assert raised or rank == 0
+    dist.destroy_process_group(new)
+
+
+@needs_kernels
 def test_a_rank_that_does_not_come(group, rank_device) -> None:
-    """NaN and an exception on the others."""
+    """An exception on the others, on GPUs NaN before it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         pytest.skip("needs 2 ranks")
@@ -179,7 +276,7 @@ def test_a_rank_that_does_not_come(group, rank_device) -> None:
     dist.barrier()
     set_timeout(1)
     if rank:
-        with assume_equal_on_all_ranks():
+        with assume_equal_on_all_ranks(), raising_on_cpus(rank_device):
             assert call().isnan().all()
         with pytest.raises(PeerTimeout, match="waited for rank 0 "):
             check(new.group_name)
@@ -197,8 +294,10 @@ def test_refusals(group, rank_device) -> None:
     if rank_device.type == "cpu":
         with pytest.raises(TypeError, match="q must not be float64 with strategy='one_sided'"):
             ring_attention(x.double(), x.double(), x.double(), group, strategy="one_sided")
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"must not be 'one_sided' under torch\.compile"):
-        torch.compile(
-            lambda x: ring_attention(x, x, x, group, strategy="one_sided")[0], backend="aot_eager", fullgraph=True
-        )(x)  # fmt: skip
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"must not be 'one_sided' under torch\.compile"):
+            torch.compile(
+                lambda x: ring_attention(x, x, x, group, strategy="one_sided")[0], backend="aot_eager",
+                fullgraph=fullgraph,
+            )(x)  # fmt: skip

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fdattn
+from torch_fdattn.compile_backend.options import split
 from torch_fdattn.dist import SequenceShards, context_parallel, ring_attention, shard_batch
 
 from .test_rank_invariant import drawn_shards as drawn_blocks
@@ -159,3 +160,39 @@ def test_refusals(group, hierarchies, rank_device) -> None:
             ring_attention(q, k, k, group, **given)
     with pytest.raises(ValueError, match="hierarchy must name groups of this rank's row and column"):  # fmt: skip
         ring_attention(x, x, x, group, strategy="ulysses_ring", hierarchy=hierarchy[:1] * 2)
+
+
+def test_option_of_the_compile_backend(group, hierarchies, rank_device) -> None:
+    """SDPA of one rank's tokens, of every mesh; gradients too."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world + 3, world)
+    heads = 2 * world, world, world
+    whole = [torch.randn(2, h, shards.total, 16, device=rank_device).requires_grad_() for h in heads]  # fmt: skip
+    own = [shards.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    expected = attend(*whole)
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), whole)
+    for hierarchy in hierarchies:
+        option = dict(group=group, shards=shards, strategy="ulysses_ring", hierarchy=hierarchy)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            attend, backend="fdattn", fullgraph=True,
+            options={"context_parallel": option, "lower": "aot_eager"},
+        )  # fmt: skip
+        found = compiled(*own)
+        grads = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), own)
+        for value, right in zip((found, *grads), (expected, *expected_grads), strict=True):
+            torch.testing.assert_close(value, shards.shard(right, rank, 2))
+
+
+def test_a_hierarchy_that_is_no_mesh_of_the_ranks_is_named(group, hierarchies) -> None:
+    if dist.get_world_size() < 2:
+        pytest.skip("needs 2 ranks")
+    option = dict(group=group, strategy="ulysses_ring", hierarchy=hierarchies[0][:1] * 2)
+    with pytest.raises(ValueError, match="hierarchy must name groups of this rank's row") as raised:
+        split({"context_parallel": option}, None)
+    assert 'options["context_parallel"]' in str(raised.value)

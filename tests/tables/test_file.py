@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,20 @@ def test_processes_that_write_at_once(tmp_path: Path) -> None:
         writer.join()
         assert writer.exitcode == 0
     assert {x["ranks"] for x in tables.read(path)[0]["dist_decode"]} == set(range(2, 22))
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_without_fcntl(tmp_path: Path, monkeypatch, exists) -> None:
+    """As on Windows: the table and nothing else, whether one was there or not."""
+    path = tmp_path / "tables.json"
+    if exists:
+        tables.write(path, record(dist_decode=[FUSED | {"ranks": 8}]))
+        path.with_name(f"{path.name}.lock").unlink()
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    tables.write(path, record(dist_decode=[FUSED]))
+    ranks = {entry["ranks"] for entry in tables.read(path)[0]["dist_decode"]}
+    assert ranks == {FUSED["ranks"], *([8] if exists else [])}
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
 
 def _write_ten(path: Path, first: int) -> None:

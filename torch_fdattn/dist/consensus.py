@@ -7,6 +7,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
 from torch_fdattn.dist.groups import is_traced
-from torch_fdattn.dist.symm.faults import raise_faults
+from torch_fdattn.dist.symm.faults import PeerTimeout, raise_faults, timeout_ns
 
 _MAX_REMEMBERED = 4096  # kinds of call that are remembered of a group
 #: Digests of what this rank has compared.
@@ -27,6 +28,8 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = 
 _consensus: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
     weakref.WeakKeyDictionary()
 )
+#: Groups in which this rank left a call by an exception where the others may wait for it, and which call that was.
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
 
@@ -82,7 +85,7 @@ def check_equal_on_all_ranks(
     raise_faults(group_name)  # a dead rank would not come to the comparison
     if digest is None:
         digest = _digest(key)
-    if not (on_cpu and _digests_are_equal(group, digest)):
+    if not (on_cpu and _digests_are_equal(group, group_name, digest)):
         _compare(group, values)
     if len(compared) >= _MAX_REMEMBERED:  # on all ranks at once: all have compared the same values
         compared.clear()
@@ -93,6 +96,20 @@ def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn
     """Raises NotImplementedError; ranks that come to `check_equal_on_all_ranks` of the same call raise it as well."""
     check_equal_on_all_ranks(group_name, like, {_REFUSED: message})
     raise NotImplementedError(message)
+
+
+@contextlib.contextmanager
+def leaving_by_exceptions(group_name: str, call: str) -> Iterator[None]:
+    """A part of a call that the other ranks wait for, without a collective of the group.
+
+    After an exception in it they time out, and come to no comparison; or they had one as well, and come. So this rank's next
+    comparison waits for them no longer than they do.
+    """
+    try:
+        yield
+    except BaseException:
+        _left[distributed_c10d._resolve_process_group(group_name)] = call
+        raise
 
 
 @contextlib.contextmanager
@@ -154,6 +171,20 @@ def _gather(group: dist.ProcessGroup, value: object) -> list:
     return gathered
 
 
+def _await_after_leaving(work: dist.Work, group_name: str, call: str) -> None:
+    limit = timeout_ns() / 1e9
+    try:
+        work.wait(timedelta(seconds=limit))
+    except RuntimeError as error:
+        rank = dist.get_rank(distributed_c10d._resolve_process_group(group_name))
+        raise PeerTimeout(
+            group_name, rank, -1, call, 0,
+            f"rank {rank} left {call} by an exception, and the other ranks of group {group_name!r} did not come to its next "
+            f"call within {limit:g} s: they time out in the one that it left, and raise PeerTimeout; make a new process "
+            "group to go on",
+        ) from error  # fmt: skip
+
+
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
     """Raises on every rank, naming what differs."""
     by_rank = _gather(group, {name: str(value) for name, value in values.items()})
@@ -174,7 +205,13 @@ def _digest(key: tuple) -> Tensor:
     return torch.tensor([number])
 
 
-def _digests_are_equal(group: dist.ProcessGroup, digest: Tensor) -> bool:
+def _digests_are_equal(group: dist.ProcessGroup, group_name: str, digest: Tensor) -> bool:
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(digests, digest, group=group)
+    call = _left.get(group)
+    if call is None:
+        dist.all_gather(digests, digest, group=group)
+    else:
+        work = dist.all_gather(digests, digest, group=group, async_op=True)
+        _await_after_leaving(work, group_name, call)
+        del _left[group]
     return all(torch.equal(x, digest) for x in digests)

@@ -15,7 +15,7 @@ Cache = ShardedKVCache | PagedKVCache
 def make_cache(
     model: Transformer | InferenceTransformer, batch: int, capacity: int, kind: str, *, kv_group: Group,
     kv_block: int | None, strategy: str, hierarchy: tuple[Group, Group] | None, page_size: int,
-    pages: int | None, kv_dtype: str | None,
+    pages: int | None, kv_dtype: str | None, invariant_block: int | None,
 ) -> Cache:  # fmt: skip
     """The cache of `Engine`'s arguments of these names; kind is its kv_cache."""
     if kind not in KV_CACHES:
@@ -24,7 +24,7 @@ def make_cache(
     sizes = config.num_layers, batch, local_kv_heads(model), capacity, config.head_dim
     common = dict(
         dtype=weight.dtype, device=weight.device, kv_dtype=kv_dtype, group=kv_group,
-        kv_block=kv_block, strategy=strategy, hierarchy=hierarchy,
+        kv_block=kv_block, strategy=strategy, hierarchy=hierarchy, invariant_block=invariant_block,
     )  # fmt: skip
     if kind == "contiguous":
         if pages is not None:

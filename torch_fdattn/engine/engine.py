@@ -52,6 +52,8 @@ class Engine:
         kv_group: the process group that shards the cache by position: itself, its name or a DeviceMesh of one
             dimension; None keeps it whole.
         kv_block, strategy, hierarchy: how positions are dealt and partial results travel; see ShardedKVCache.
+        invariant_block: None, or keys of a block (1024, say), by which logits have the same bits on any number of ranks of
+            kv_group, one included; see ShardedKVCache.
         tp_group: the process group that the model is parallelised over.
         sync_group: the group of all ranks of this engine. By default the one group given, and
             the default group where both are.
@@ -93,7 +95,7 @@ class Engine:
         prefill_chunk: int = 512, cuda_graph: bool | None = None, strategy: str = "auto",
         kv_cache: str = "contiguous", page_size: int = 16, pages: int | None = None,
         kv_dtype: str | None = None, hierarchy: tuple[Group, Group] | None = None,
-        prefill_widths: Sequence[int] | None = None, fused: bool = True,
+        prefill_widths: Sequence[int] | None = None, fused: bool = True, invariant_block: int | None = None,
     ) -> None:  # fmt: skip
         weight = model.norm.weight
         if prefill_chunk < 1:
@@ -114,7 +116,7 @@ class Engine:
         self.cache = make_cache(
             model, batch, capacity, kv_cache, kv_group=kv_group, kv_block=kv_block,
             strategy=strategy, hierarchy=hierarchy, page_size=page_size, pages=pages,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype, invariant_block=invariant_block,
         )  # fmt: skip
         waits = kv_group is not None and strategy not in COLLECTIVES_ALONE
         #: Groups in whose exchanges a step may wait for a rank that died.

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.decode.rank_invariant import check_pages
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.dist.kv_cache.batch_cache import Columns, expect_positive
 from torch_fdattn.dist.kv_cache.sharded_cache import SharedKVCache
@@ -39,7 +40,8 @@ class PagedKVCache(SharedKVCache):
         capacity: tokens a sequence; it sets the table's width and takes no memory.
         page_size: tokens a page.
         pages: of each rank, shared by the sequences; default: enough for all of them at full capacity.
-        dtype, device, kv_dtype, group, kv_block, strategy, hierarchy: as `ShardedKVCache`.
+        dtype, device, kv_dtype, group, kv_block, strategy, hierarchy, invariant_block: as `ShardedKVCache`;
+            invariant_block must be whole pages.
 
     Attributes:
         lengths: int32 (batch,) on the device, tokens stored before the current step.
@@ -66,18 +68,21 @@ class PagedKVCache(SharedKVCache):
         dtype: torch.dtype, device: torch.device | str, page_size: int = 16,
         pages: int | None = None, kv_dtype: str | None = None, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
-        hierarchy: tuple[Group, Group] | None = None,
+        hierarchy: tuple[Group, Group] | None = None, invariant_block: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
             kv_dtype=kv_dtype, group=group, kv_block=kv_block, strategy=strategy,
-            hierarchy=hierarchy,
+            hierarchy=hierarchy, invariant_block=invariant_block,
         )  # fmt: skip
         expect_positive("page_size", page_size)
-        # Rank 0 holds the most tokens at any length. All ranks have its number of pages, and so all of them
-        # run out of pages at the same step.
-        self._fullest = self.shards._replace(rank=0)
-        most = self._fullest.local_capacity(capacity)
+        if invariant_block is not None:
+            check_pages(invariant_block, page_size)
+        # All ranks have the fullest one's number of pages, and so all of them run out of pages at the same step.
+        if invariant_block is None:
+            most = self._fullest.local_capacity(capacity)
+        else:
+            most = self._local_capacity(capacity)
         pages = batch * -(-most // page_size) if pages is None else pages
         expect_positive("pages", pages)
         self.table = PageTable(batch, most, page_size, pages, device)

@@ -101,7 +101,7 @@ def write(path: Path, record: dict) -> None:
             if name in old or name in record:
                 merged[name] = merge(name, old.get(name, []), record.get(name, []))
         records = [*(x for x in records if x is not old), merged]
-        partial = path.with_name(f"{path.name}.partial")
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             partial.write_text(_text(records), encoding="utf-8")
             partial.replace(path)  # whole or not at all
@@ -112,9 +112,15 @@ def write(path: Path, record: dict) -> None:
 
 @contextlib.contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """One process at a time, or what another one has just written would be lost."""
-    import fcntl  # where it is missing, on Windows, tables are read and not written
+    """One process at a time, or what another one has just written would be lost.
 
+    Without fcntl (Windows) nothing waits: each file is one that a process has written, and the last one stays.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed

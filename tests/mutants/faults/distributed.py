@@ -113,6 +113,10 @@ FAULTS = (
         "elif node is not positions or distance < 0:", "elif node is not positions:", COMPILED_POSITIONS,
     ),
     Fault(
+        "what a mask adds to scores that are seen, lost", "torch_fdattn/compile_backend/masks/recovery.py",
+        "if any(read.bias is None or read.bias.terms for read in reads):", "if False:", COMPILED_POSITIONS,
+    ),
+    Fault(
         "positions that the graph writes to", f"{_OVER_RANKS}/local_masks.py",
         "while not flow.is_written(positions, until):", "while True:", COMPILED_POSITIONS,
     ),

@@ -3,7 +3,8 @@
 transformers' models, given `position_ids`, compare these: causal and windows by their differences, and packed documents, which
 begin where a position is not the one before it and 1 (`find_packed_sequence_indices`). That they are the positions of this
 rank's tokens is seen when the graph runs (`positions.py`): then one document is all there is, whatever jumps a shard has, and
-the mask is a window over all tokens.
+the mask is a window over all tokens. Whether it is boolean, or holds 0 and a number that hides (eager attention's), says
+nothing else: each query sees its own key, so that what hides the others weighs nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from torch_fdattn.compile_backend.graph.data_flow import DataFlow
 from torch_fdattn.compile_backend.graph.nodes import op_name, value
 from torch_fdattn.compile_backend.masks.entries import axis
 from torch_fdattn.compile_backend.masks.expressions import (
+    TRUE,
     Condition,
     IsZero,
     Lookup,
     NonNegative,
     Poly,
+    conjuncts,
 )
 from torch_fdattn.compile_backend.masks.recovery import MaskRecovery
 from torch_fdattn.compile_backend.masks.structure import Structure
-from torch_fdattn.compile_backend.masks.terms import RecoveredMask
+from torch_fdattn.compile_backend.masks.terms import MaskTerm, RecoveredMask
 from torch_fdattn.compile_backend.match.attention import MatchedAttention
 
 
@@ -32,14 +35,17 @@ def over_all_tokens(attention: MatchedAttention, flow: DataFlow) -> Node | None:
     """Gives the attention its mask in positions of all tokens, and returns the input of the outermost graph that must hold
     these of its tokens; None where the mask is no such one, and stays.
     """
-    mask, until = _where_it_is_made(attention, flow)
-    # One mask that is the conditions that are left, and nothing else.
-    plain = mask.slopes is None and mask.levels is None and len(mask.kept) == 1
-    if not plain or mask.kept[0].condition is not None or mask.kept[0].limited:
+    result = attention.result
+    terms, until = _where_they_are_made(attention.mask.terms, result, flow)
+    # Between a mask and the checkpoint that is given it, the flow has seen that nothing writes to it.
+    read_at = result if until is result else terms[0].node
+    condition = MaskRecovery().condition(
+        terms, attention.sizes, value(result).dtype, read_at, sinks=attention.sinks is not None,
+        groups=attention.groups,
+    )  # fmt: skip
+    if condition is None or condition == TRUE:
         return None
-    conditions = mask.structure.rest
-    if not conditions or replace(mask.structure, rest=[]) != Structure():
-        return None
+    conditions = conjuncts(condition)
     compared = [_difference(x) for x in conditions]
     if None in compared:
         return None
@@ -58,30 +64,27 @@ def over_all_tokens(attention: MatchedAttention, flow: DataFlow) -> Node | None:
             structure.right = _nearer(structure.right, distance)
         else:
             structure.left = _nearer(structure.left, distance)
-    # Every query sees its own key.
     attention.mask = RecoveredMask(structure, nodes=attention.mask.nodes)
     attention.masked = False
     return given
 
 
-def _where_it_is_made(attention: MatchedAttention, flow: DataFlow) -> tuple[RecoveredMask, Node]:
-    """The mask as the graph shows it that makes it, and the node there by which it is needed: a checkpoint is given its
+def _where_they_are_made(
+    terms: list[MaskTerm], until: Node, flow: DataFlow
+) -> tuple[list[MaskTerm], Node]:
+    """A mask as the graph shows it that makes it, and the node there by which it is needed: a checkpoint is given its
     layers' masks.
     """
-    mask, until = attention.mask, attention.result
-    while len(mask.kept) == 1 and mask.kept[0].condition is None:
-        term = mask.kept[0].term
+    while len(terms) == 1:
+        (term,) = terms
         call = flow.caller(term.node)
         given = (
             flow.sources(term.node) if term.node.op == "placeholder" and call is not None else []
         )
-        if len(given) != 1 or term.is_added or flow.is_written(given[0], call):
+        if len(given) != 1 or flow.is_written(given[0], call):
             break
-        outer = replace(term, node=given[0])
-        dtype = value(attention.result).dtype
-        mask = MaskRecovery().recover([outer], attention.sizes, dtype, given[0], safe=True)
-        until = call
-    return mask, until
+        terms, until = [replace(term, node=given[0])], call
+    return terms, until
 
 
 def _outermost(positions: Node, until: Node, flow: DataFlow) -> Node | None:

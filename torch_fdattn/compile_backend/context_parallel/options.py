@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch_fdattn.dist import SequenceShards
 
 OPTION = 'options["context_parallel"]'
-_KEYS = ("group", "shards", "strategy", "cache")
+_KEYS = ("group", "shards", "strategy", "cache", "hierarchy")
 
 
 class ContextParallel(NamedTuple):
@@ -23,6 +23,8 @@ class ContextParallel(NamedTuple):
     strategy: str
     #: "contiguous" shards of a KV cache, or round-robin in blocks of as many
     cache: int | str | None = None
+    #: names of this rank's (inner, outer) groups, for "ulysses_ring"
+    hierarchy: tuple[str, str] | None = None
 
     def operands(self, length: object) -> tuple[str, list[int]]:
         """What `ring_attention` takes behind q, k and v, of `length` local tokens.
@@ -47,7 +49,15 @@ class ContextParallel(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(rank=self.rank, world_size=self.world_size, strategy=self.strategy)
+        given = dict(rank=self.rank, world_size=self.world_size, strategy=self.strategy)
+        if self.hierarchy is not None:
+            given["inner_group"], given["outer_group"] = self.hierarchy
+        return given
+
+    @property
+    def takes_dropout(self) -> bool:
+        """Whether a rank counts heads from the first of all."""
+        return self.world_size == 1 or self.strategy not in ("ulysses", "ulysses_ring")
 
 
 def parse(option: object) -> ContextParallel | None:
@@ -59,8 +69,11 @@ def parse(option: object) -> ContextParallel | None:
     """
     if option is None:
         return None
-    from torch_fdattn.dist.groups import name_of, rank_and_size
+    from torch_fdattn.dist.decode.hierarchical import check_hierarchy
+    from torch_fdattn.dist.decode.partial_states import MergeGroup
+    from torch_fdattn.dist.groups import name_of, pair_of_names, rank_and_size
     from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
+    from torch_fdattn.dist.ring_attention.op import expect_hierarchy
     from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 
     given = option if isinstance(option, dict) else {"group": option}
@@ -83,19 +96,21 @@ def parse(option: object) -> ContextParallel | None:
             f"{OPTION}'s shards must be 'contiguous', 'zigzag' or a SequenceShards, got {shards!r}"
         )
     check_strategy(strategy, OPTION)
-    if strategy == "ulysses_ring":
-        raise NotImplementedError(
-            f"{OPTION}'s strategy must not be 'ulysses_ring', whose hierarchy the backend does not know: call "
-            "torch_fdattn.dist.ring_attention in the model"
-        )
     if strategy == "one_sided":
         raise NotImplementedError(
             f"{OPTION}'s strategy must not be 'one_sided', whose copies no graph has: use 'ring' or 'all_gather'"
         )
+    try:
+        hierarchy = pair_of_names(given.get("hierarchy"))
+        expect_hierarchy(strategy, hierarchy)
+        if hierarchy is not None:
+            check_hierarchy(MergeGroup(name, rank, world_size, False, *hierarchy))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{OPTION}'s {error}") from error
     cache = given.get("cache")
     if cache is not None and cache != "contiguous" and (type(cache) is not int or cache < 1):
         raise ValueError(
             f"{OPTION}'s cache must be 'contiguous' or the block of a round-robin map (an int of at least 1), "
             f"got {cache!r}"
         )
-    return ContextParallel(name, rank, world_size, shards, strategy, cache)
+    return ContextParallel(name, rank, world_size, shards, strategy, cache, hierarchy)

@@ -124,8 +124,26 @@ class MaskRecovery:
         positions = (found.structure.start, found.structure.lengths)
         if any(x is not None and isinstance(x.constant, sympy.Expr) for x in positions):
             found = rows.all_kept(reads, "mask-symbol")
-        found.nodes = makers
+        found.nodes, found.terms = makers, terms
         return found
+
+    def condition(
+        self, terms: list[MaskTerm], sizes: Sizes, dtype: torch.dtype, until: Node, *,
+        sinks: bool = False, groups: tuple[int, int] | None = None,
+    ) -> Condition | None:  # fmt: skip
+        """Where scores are seen, if all masks together say that and nothing else of queries that see a key.
+
+        Of a query that sees none they may say more (`hidden_rows.py`). None: they add something to what is seen, or may.
+        """
+        indices = (index_of(term.dims, sizes, groups) for term in terms)
+        reads = [
+            self._parsed(term, index, sizes, dtype, until, sinks)[0]
+            for term, index in zip(terms, indices, strict=True)
+        ]
+        _check_writes(reads)
+        if any(read.bias is None or read.bias.terms for read in reads):
+            return None
+        return both(*(read.condition for read in reads))
 
     def _parsed(
         self, term: MaskTerm, index: Index, sizes: Sizes, dtype: torch.dtype, until: Node,

@@ -94,6 +94,7 @@ class NanGradients:
 @dataclass
 class RecoveredMask:
     structure: Structure = field(default_factory=Structure)
+    terms: list[MaskTerm] = field(default_factory=list)  #: all that it was recovered of
     slopes: Poly | None = None
     #: in the order in which they are applied to the scores
     kept: list[ExplicitMask] = field(default_factory=list)

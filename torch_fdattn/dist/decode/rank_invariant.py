@@ -33,10 +33,7 @@ def check(
 ) -> None:
     """That no block of keys is on two ranks, and what else cannot be."""
     expect_block(block)
-    if strategy not in STRATEGIES:
-        raise NotImplementedError(
-            f"strategy must be one of {STRATEGIES} with invariant_block: others merge by ranks, got {strategy!r}"
-        )
+    check_strategy(strategy)
     if trained:
         raise NotImplementedError(
             "dist.decode has no gradient with invariant_block: call it under torch.no_grad()"
@@ -48,10 +45,20 @@ def check(
     for name, run in (("kv_block", kv_block), ("k_shard's capacity", shard.capacity)):
         if run is not None and run % block:
             raise ValueError(f"{name} must be a multiple of invariant_block={block}, got {run}")
-    if shard.page_table is not None and block % shard.k.shape[2]:
-        raise ValueError(
-            f"invariant_block must be whole pages of {shard.k.shape[2]} tokens, got {block}"
+    if shard.page_table is not None:
+        check_pages(block, shard.k.shape[2])
+
+
+def check_strategy(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise NotImplementedError(
+            f"strategy must be one of {STRATEGIES} with invariant_block: others merge by ranks, got {strategy!r}"
         )
+
+
+def check_pages(block: int, page_size: int) -> None:
+    if block % page_size:
+        raise ValueError(f"invariant_block must be whole pages of {page_size} tokens, got {block}")
 
 
 def decode(
@@ -218,7 +225,8 @@ def _of_all_ranks(outs: Tensor, lses: Tensor, each: int, group: MergeGroup, one_
         rows = torch.ops.fdattn.merge_tree_rows(outs, lses, leaves)
     else:
         rows = pack(outs, lses)
-    each //= together
+    # Where a run is longer than the capacity, other ranks than the first have no keys: where they stand changes no bit.
+    each = min(each // together, rows.shape[0])
     missing = -rows.shape[0] % each
     if missing:  # the last round is a part of one
         rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), float("-inf"))])

@@ -16,7 +16,8 @@ class DistributedDecodeAttention(nn.Module):
     decode steps (few) go through the same call.
 
     Args:
-        batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy: as `ShardedKVCache`.
+        batch, kv_heads, capacity, head_dim, dtype, device, kv_block, strategy, hierarchy, invariant_block: as
+            `ShardedKVCache`.
         group: as `ShardedKVCache`.
         window, scale: as `torch_fdattn.attention`; the mask is causal.
 
@@ -39,14 +40,14 @@ class DistributedDecodeAttention(nn.Module):
         dtype: torch.dtype, device: torch.device | str, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto",
         window: tuple[int, int] | None = None, scale: float | None = None,
-        hierarchy: tuple[Group, Group] | None = None,
+        hierarchy: tuple[Group, Group] | None = None, invariant_block: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.window, self.scale = window, scale
         self.cache = ShardedKVCache(
             1, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
             group=group, kv_block=kv_block, strategy=strategy,
-            hierarchy=hierarchy,
+            hierarchy=hierarchy, invariant_block=invariant_block,
         )  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
+from torch_fdattn.dist.decode import rank_invariant
 from torch_fdattn.dist.decode.inputs import runs_decode
 from torch_fdattn.dist.decode.op import check_strategy
 from torch_fdattn.dist.functional import decode as sharded_decode
@@ -24,6 +25,7 @@ from torch_fdattn.dist.kv_cache.batch_cache import (
     expect_positive,
 )
 from torch_fdattn.dist.kv_cache.shard_map import ShardMap
+from torch_fdattn.dist.state_tree import expect_block
 from torch_fdattn.functional import append_kv
 from torch_fdattn.functional import decode as local_decode
 from torch_fdattn.ops.append_kv.arguments import Append
@@ -53,31 +55,49 @@ class SharedKVCache(BatchKVCache):
             None keeps all of it here.
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
-        strategy, hierarchy: of `torch_fdattn.dist.decode`.
+        strategy, hierarchy, invariant_block: of `torch_fdattn.dist.decode`.
 
     Attributes:
         shards: the positions that this rank holds.
+        invariant_block: keys of a block, or None.
     """
 
     def __init__(
         self, *sizes: int, dtype: torch.dtype, device: torch.device | str, kv_dtype: str | None,
         group: Group, kv_block: int | None, strategy: str,
-        hierarchy: tuple[Group, Group] | None,
+        hierarchy: tuple[Group, Group] | None, invariant_block: int | None,
     ) -> None:  # fmt: skip
         super().__init__(*sizes, dtype=dtype, device=device, kv_dtype=kv_dtype)
         if kv_block is not None:
             expect_positive("kv_block", kv_block)
         hierarchy = pair_of_names(hierarchy)
         check_strategy(strategy, hierarchy)
+        _check_invariant(invariant_block, kv_block, strategy, group)
         rank, world_size = 0, 1
         group_name = None
         if group is not None:
             group_name = name_of(group)
             rank, world_size = rank_and_size(group_name)
         # A block larger than the capacity holds it whole, as one of exactly that size does.
-        kv_block = min(kv_block or -(-self.capacity // world_size), self.capacity)
+        of_one = _multiple(self.capacity, invariant_block)
+        own = _multiple(-(-self.capacity // world_size), invariant_block)
+        kv_block = min(kv_block or own, of_one)
         self.shards = ShardMap(rank, world_size, kv_block)
+        self.invariant_block = invariant_block
         self.group_name, self.strategy, self.hierarchy = group_name, strategy, hierarchy
+
+    @property
+    def _fullest(self) -> ShardMap:
+        """The map of rank 0, which holds the most tokens at any length."""
+        return self.shards._replace(rank=0)
+
+    def _local_capacity(self, length: int) -> int:
+        """Rows of this rank's shard that hold its part of as many tokens: with invariant_block whole blocks, on all ranks
+        as many.
+        """
+        if self.invariant_block is None:
+            return self.shards.local_capacity(length)
+        return _multiple(self._fullest.local_capacity(length), self.invariant_block)
 
     def bytes_used(self) -> int:
         """Bytes of K and V that hold tokens on this rank."""
@@ -127,16 +147,35 @@ class SharedKVCache(BatchKVCache):
                     f"softcap {options['softcap']} and {q.shape[2]} tokens: give the Engine "
                     f"prefill_chunk={MAX_QUERY_TOKENS}, or share the model instead (tp_group)"
                 )
-            k, v = self._contiguous(layer, self.shards.local_capacity(longest), q.dtype)
+            k, v = self._contiguous(layer, self._local_capacity(longest), q.dtype)
             shard = dict(k_shard=k, v_shard=v)
         return sharded_decode(
             q, kv_lens=lengths, group=self.group_name, kv_block=self.shards.kv_block,
-            strategy=self.strategy, hierarchy=self.hierarchy, **options, **shard,
+            strategy=self.strategy, hierarchy=self.hierarchy, invariant_block=self.invariant_block,
+            **options, **shard,
         )[0]  # fmt: skip
 
     def _shard(self, layer: int) -> dict[str, Tensor]:
         """`dist.decode`'s arguments k_shard, v_shard and, for pages, page_table."""
         raise NotImplementedError
+
+
+def _check_invariant(block: int | None, kv_block: int | None, strategy: str, group: Group) -> None:
+    expect_block(block)
+    if block is None:
+        return
+    rank_invariant.check_strategy(strategy)
+    if group is None:
+        raise ValueError(
+            "group must be a process group with invariant_block, of this process alone for a cache that is not shared, got None"
+        )
+    if kv_block is not None and kv_block % block:
+        raise ValueError(f"kv_block must be a multiple of invariant_block={block}, got {kv_block}")
+
+
+def _multiple(length: int, block: int | None) -> int:
+    """The next multiple of a block, if there are blocks."""
+    return length if block is None else -(-length // block) * block
 
 
 class ShardedKVCache(SharedKVCache):
@@ -154,6 +193,8 @@ class ShardedKVCache(SharedKVCache):
         kv_block: None for block sharding (each rank one contiguous run of positions), else positions go
             round the ranks in blocks of this many.
         strategy, hierarchy: of `torch_fdattn.dist.decode`.
+        invariant_block: of `torch_fdattn.dist.decode`: results have the same bits on any number of ranks, 1 included, with
+            any kv_block that is a multiple of it (1024, say; kv_block None is rounded up to one). It needs a group.
         kv_dtype: None stores in dtype; "fp8_e4m3", "fp8_e5m2" or "int8" in a byte, with the scales of
             `torch_fdattn.dist.kv_cache.scales`: from all new tokens, so the same on every rank.
 
@@ -181,14 +222,14 @@ class ShardedKVCache(SharedKVCache):
         self, num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device | str, group: Group = None,
         kv_block: int | None = None, strategy: str = "auto", kv_dtype: str | None = None,
-        hierarchy: tuple[Group, Group] | None = None,
+        hierarchy: tuple[Group, Group] | None = None, invariant_block: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, batch, kv_heads, capacity, head_dim, dtype=dtype, device=device,
             kv_dtype=kv_dtype, group=group, kv_block=kv_block, strategy=strategy,
-            hierarchy=hierarchy,
+            hierarchy=hierarchy, invariant_block=invariant_block,
         )  # fmt: skip
-        shape = (num_layers, batch, kv_heads, self.shards.local_capacity(capacity), head_dim)
+        shape = (num_layers, batch, kv_heads, self._local_capacity(capacity), head_dim)
         self._k = torch.zeros(shape, dtype=self.stored_dtype, device=device)
         self._v = torch.zeros(shape, dtype=self.stored_dtype, device=device)
         # Once: a view takes the host as long as a launch.

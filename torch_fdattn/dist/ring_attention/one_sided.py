@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.consensus import leaving_by_exceptions
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 from torch_fdattn.ops.library import launches
@@ -34,10 +35,15 @@ def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     results: list[Tensor] = []
-    with _all_keys(saved.k, saved.v, problem, results) as (k, v):
-        results += unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
-    dq, dkv = results
-    dk, dv = _own_sum(dkv, problem).unbind()
+    # The others wait for this rank's part of the sums, and had the same exception or time out.
+    with leaving_by_exceptions(
+        problem.group_name, "ring_attention's backward (strategy 'one_sided')"
+    ):
+        sums = _SumsOfShards(saved.k, problem)
+        with _all_keys(saved.k, saved.v, problem, results) as (k, v):
+            results += unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
+        dq, dkv = results
+        dk, dv = sums.own(dkv).unbind()
     return dq, dk, dv
 
 
@@ -47,7 +53,7 @@ def _all_keys(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V (B, K, total, D) in the order of positions, until the end of the block.
 
-    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten.
+    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten; on CPUs that raises.
     """
     if problem.world_size == 1:
         yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2)
@@ -76,29 +82,45 @@ def _all_keys(
         for i in range(1, copies.world):
             copies.await_((copies.rank + i) % copies.world)
         yield tuple(x.permute(1, 2, 0, 3) for x in there)
+    copies.raise_if_lost()
 
 
-def _own_sum(x: Tensor, problem: Problem) -> Tensor:
-    """This rank's shard of the sum over all ranks of x (…, total, D), all positions, in fp32."""
-    parts = [
-        problem.shards.shard(x, rank, dim=-2).contiguous() for rank in range(problem.world_size)
-    ]
-    if problem.world_size == 1:
-        return parts[0]
-    from torch_fdattn.dist.symm.copies import Copies
-    from torch_fdattn.dist.symm.received_sums import sum_received
+class _SumsOfShards:
+    """Sums over all ranks, of which each gets those of its own shard.
 
-    launches["ring_attention/one_sided_sum"] += 1
-    largest = max(part.numel() for part in parts)
-    nbytes = problem.world_size * largest * x.element_size()
-    copies = Copies(problem.group_name, "ring_attention/sum", nbytes, x.device)
-    own = parts[copies.rank]
-    out = torch.empty_like(own)
-    copies.begin()
-    with copies.until_finished([out]):
-        for i in range(1, copies.world):
-            owner = (copies.rank + i) % copies.world
-            copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
-        if out.numel():
-            sum_received(copies, own, out)
-    return out
+    Made before anything that may fail: all ranks make the memory together (`dist/symm/channel.py`), without a time limit.
+    """
+
+    def __init__(self, k: Tensor, problem: Problem) -> None:
+        """k: this rank's keys, of which dK and dV are summed in fp32."""
+        self._problem = problem
+        if problem.world_size == 1:
+            return
+        from torch_fdattn.dist.symm.copies import Copies
+
+        batch, heads, _, dim = k.shape
+        largest = 2 * batch * heads * max(problem.shards.lengths) * dim
+        nbytes = problem.world_size * largest * torch.float32.itemsize
+        self._copies = Copies(problem.group_name, "ring_attention/sum", nbytes, k.device)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's shard of the sum of x (2, B, K, total, D), all positions, in fp32."""
+        shards, world = self._problem.shards, self._problem.world_size
+        parts = [shards.shard(x, rank, dim=-2).contiguous() for rank in range(world)]
+        if world == 1:
+            return parts[0]
+        from torch_fdattn.dist.symm.received_sums import sum_received
+
+        launches["ring_attention/one_sided_sum"] += 1
+        copies = self._copies
+        own = parts[copies.rank]
+        out = torch.empty_like(own)
+        copies.begin()
+        with copies.until_finished([out]):
+            for i in range(1, world):
+                owner = (copies.rank + i) % world
+                copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
+            if out.numel():
+                sum_received(copies, own, out)
+        copies.raise_if_lost()
+        return out

@@ -95,7 +95,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
         )
     if strategy == "one_sided":
         if is_traced(q):
-            raise NotImplementedError(
+            # Of a NotImplementedError Dynamo makes a graph break, and traces what then runs eagerly, waits and all.
+            raise ValueError(
                 "strategy must not be 'one_sided' under torch.compile, which does not see its copies: use 'ring' or 'all_gather'"
             )
         if q.dtype == torch.float64:

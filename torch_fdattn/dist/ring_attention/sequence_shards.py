@@ -62,6 +62,7 @@ class SequenceShards(NamedTuple):
     def balanced(
         cls, total: int, world_size: int, *, cu_seqlens: Sequence[int] | Tensor | None = None,
         causal: bool = True, window: tuple[int, int] | None = None, chunks: int = 8,
+        keys_per_query: Sequence[int] | Tensor | None = None,
     ) -> SequenceShards:  # fmt: skip
         """Shards in which each rank sees about as many pairs, whatever the mask, and holds at most as many chunks.
 
@@ -72,6 +73,8 @@ class SequenceShards(NamedTuple):
             cu_seqlens: where packed documents begin, and where the last one ends, as for `ring_attention`.
             causal, window: the mask, as for `torch_fdattn.attention`.
             chunks: more balance better, and make more and smaller kernel calls.
+            keys_per_query: of any other mask, in place of these: how many keys each of the total queries sees, integers from
+                0 to total. (Of a prefix that all queries see, `torch.arange(1, total + 1).clamp(min=prefix)`.)
 
         Examples:
             >>> shards = torch_fdattn.dist.SequenceShards.balanced(64, 2, cu_seqlens=[0, 48, 64])
@@ -81,9 +84,15 @@ class SequenceShards(NamedTuple):
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"chunks must be an int of at least 1, got {chunks!r}")
         runs = [run for run in _runs(_even(total, chunks * world_size)) if run.length]
-        work = torch.cat(
-            [torch.zeros(1, dtype=torch.int64), _seen(total, cu_seqlens, causal, window).cumsum(0)]
-        )
+        if keys_per_query is None:
+            seen = _seen(total, cu_seqlens, causal, window)
+        elif cu_seqlens is not None or window is not None:
+            raise ValueError(
+                "cu_seqlens and window must be None with keys_per_query, which says what they say: give it alone"
+            )
+        else:
+            seen = _numbers_of_keys(keys_per_query, total)
+        work = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
         of_run = {run: int(work[run.end] - work[run.start]) for run in runs}
         own: list[list[Run]] = [[] for _ in range(world_size)]
         done = [0] * world_size
@@ -226,6 +235,22 @@ def _seen(
     if right >= 0:
         last = torch.minimum(last, position + right)
     return last - first + 1
+
+
+def _numbers_of_keys(given: Sequence[int] | Tensor, total: int) -> Tensor:
+    """int64 (total,), of `balanced`'s keys_per_query."""
+    numbers = torch.as_tensor(given).cpu()
+    if numbers.dtype == torch.bool or (numbers.is_floating_point() and numbers.numel()):
+        raise TypeError(f"keys_per_query must hold integers, got {numbers.dtype}")
+    if numbers.shape != (total,):
+        raise ValueError(
+            f"keys_per_query must have shape {(total,)}, a number for each query, got {tuple(numbers.shape)}"
+        )
+    if total and not 0 <= int(numbers.min()) <= int(numbers.max()) <= total:
+        raise ValueError(
+            f"keys_per_query must be from 0 to {total}, got {int(numbers.min())} to {int(numbers.max())}"
+        )
+    return numbers.long()
 
 
 def named_shards(name: str, local: int, world_size: int) -> SequenceShards:

@@ -290,6 +290,12 @@ class Copies:
             finally:
                 self.join()
 
+    def raise_if_lost(self) -> None:
+        """On CPUs, whose kernels have run by now: PeerTimeout where a wait of this call timed out, in place of a result that
+        is NaN. On GPUs the next call raises it, or `check`."""
+        if self._device.type == "cpu":
+            self._channel.fault.raise_if_set()
+
     def finish(self, outputs: Sequence[Tensor]) -> None:
         # None are there where what makes them raised; a kernel's tuple must not be empty.
         outputs = tuple(outputs) or (torch.empty(0, device=self._device),)

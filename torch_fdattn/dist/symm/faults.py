@@ -25,8 +25,8 @@ class PeerTimeout(RuntimeError):
     """A rank's data did not come in time.
 
     Attributes:
-        rank: this process's rank in the group.    peer: the rank that was waited for.
-        strategy: who waited, e.g. "fused".        epoch: which of its calls on the group.
+        rank: this process's rank in the group.    peer: the rank that was waited for; -1: any other one.
+        strategy: who waited, e.g. "fused".        epoch: which of its calls on the group; 0: none of them.
 
     Examples:
         >>> try:
@@ -35,10 +35,14 @@ class PeerTimeout(RuntimeError):
         ...     print(f"rank {lost.peer} did not come")
     """
 
-    def __init__(self, group_name: str, rank: int, peer: int, strategy: str, epoch: int) -> None:
+    def __init__(
+        self, group_name: str, rank: int, peer: int, strategy: str, epoch: int, said: str = "",
+    ) -> None:  # fmt: skip
+        """said: what happened, if not that a rank waited in vain."""
         self.rank, self.peer, self.strategy, self.epoch = rank, peer, strategy, epoch
         super().__init__(
-            f"rank {rank} waited for rank {peer} of group {group_name!r} in vain (strategy {strategy!r}, "
+            said
+            or f"rank {rank} waited for rank {peer} of group {group_name!r} in vain (strategy {strategy!r}, "
             f"epoch {epoch}): it died, hangs, or did not make the same call. The results since are NaN; "
             "make a new process group of the surviving ranks to go on"
         )
