@@ -183,6 +183,11 @@ class InferenceTransformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
+        x = self.hidden(tokens, cache)
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """As `Transformer.hidden`."""
         refuse_gradients(self)
         cos, sin = self.angles(tokens, cache)
         x, normed = self.embed_tokens(tokens), None
@@ -197,7 +202,7 @@ class InferenceTransformer(nn.Module):
             x = self.sharded_tokens.join_rows(x)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.logits(x[:, -1:] if last_only else x)
+        return x
 
     angles, logits = Transformer.angles, Transformer.logits  # of the same attributes
 

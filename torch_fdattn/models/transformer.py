@@ -139,13 +139,18 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
+        x = self.hidden(tokens, cache)
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) -> (B, T, C) behind the last block: what `logits` takes, of some rows or of all."""
         cos, sin = self.angles(tokens, cache)
         x = self.embed_tokens(tokens)
         for block in self.layers:
             x = block(x, cos, sin, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.logits(x[:, -1:] if last_only else x)
+        return x
 
     def angles(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """cos and sin (B or 1, 1, T, D / 2) of the positions that the tokens (B, T) stand at."""
