@@ -160,7 +160,9 @@ class ModelRunner:
         if self._graphs is not None:
             logits = self._graphs(row_ids, positions)
         else:
-            logits = self._decode(row_ids, positions, self._table_width(decodes))
+            # Of one width always where sums over masked keys must not depend on others.
+            width = None if self._batch_invariant else self._table_width(decodes)
+            logits = self._decode(row_ids, positions, width)
         sampling = [i for i, chunk in enumerate(decodes) if chunk.samples]
         if len(sampling) == len(decodes):
             return logits[: len(decodes)]
