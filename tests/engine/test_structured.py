@@ -111,7 +111,8 @@ def test_grammars_beside_plain_requests(llm):
 
 def test_bad_grammars_are_named(llm):
     for options, message in (
-        ({"json_schema": "{"}, "json_schema must be a JSON schema, got"),
+        ({"json_schema": "{"}, "json_schema must be a JSON text: Expecting property name"),
+        ({"json_schema": "3"}, "json_schema must be a JSON object, got int"),
         ({"json_schema": '{"type": "nothing"}'}, "json_schema must be one that llguidance takes"),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
     ):

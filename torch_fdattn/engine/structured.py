@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor
 
@@ -65,13 +67,20 @@ class Grammars:
         library, name = self._library.LLMatcher, "grammar"
         if params.json_schema is not None:
             name = "json_schema"
-            try:
-                text = library.grammar_from_json_schema(params.json_schema)
-            except ValueError as error:
-                raise ValueError(f"json_schema must be a JSON schema, got {error}") from None
+            text = library.grammar_from_json_schema(_schema(params.json_schema))
         else:
             text = library.grammar_from_lark(params.grammar)
         inner = library(self._tokenizer, text, log_level=0)
         if inner.is_error():
             raise ValueError(f"{name} must be one that llguidance takes: {inner.get_error()}")
         return Matcher(inner, self._vocab_size)
+
+
+def _schema(text: str) -> dict:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema must be a JSON text: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema must be a JSON object, got {type(schema).__name__}")
+    return schema
