@@ -43,7 +43,8 @@ class LLM:
         max_model_len: tokens of a prompt and its completion. None: the model's own length.
         pages, page_size: of the KV cache. pages None: for max_num_seqs of max_model_len, or what fits into 85 % of the
             GPU's free memory, or into 1 GiB of a CPU's.
-        kv_dtype: None; other formats are refused.
+        kv_dtype: None, the model's dtype; or "fp8_e4m3", "fp8_e5m2", "int8", with a scale for each token and KV head. Chunks of
+            prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
         tp_group: the process group that the model is parallelised over. All of its ranks make the same calls; the first

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.groups import Group, name_of
+from torch_fdattn.dist.kv_cache.scales import kv_format
 from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.engine.runner import ModelRunner
 from torch_fdattn.engine.sequence_rows import SequenceRows
@@ -42,8 +43,7 @@ def make_runner(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, page_size=page_size,
         max_model_len=max_model_len, pages=pages,
     )  # fmt: skip
-    if kv_dtype is not None:
-        raise NotImplementedError(f"kv_dtype must be None (the model's dtype), got {kv_dtype!r}")
+    form = kv_format(kv_dtype)
     model = model.for_inference() if type(model) is Transformer else model
     config, weight = model.config, model.norm.weight
     if max_model_len is not None and max_model_len > config.max_positions:
@@ -60,11 +60,13 @@ def make_runner(
     longest = config.max_positions if max_model_len is None else max_model_len
     shape = config.num_layers, page_size, local_kv_heads(model), config.head_dim
     if pages is None:
-        page_bytes = 2 * torch.Size(shape).numel() * weight.dtype.itemsize
+        page_bytes = PagedKV.page_bytes(*shape, weight.dtype, form)
         pages = _default_pages(
             max_num_seqs * -(-longest // page_size), page_bytes, weight.device, group
         )
-    kv = PagedKV(config.num_layers, pages, *shape[1:], dtype=weight.dtype, device=weight.device)
+    kv = PagedKV(
+        config.num_layers, pages, *shape[1:], dtype=weight.dtype, device=weight.device, form=form
+    )
     rows = SequenceRows(max_num_seqs, longest, page_size, weight.device)
     graphs = weight.is_cuda if cuda_graph is None else cuda_graph
     runner = ModelRunner(

@@ -32,16 +32,16 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
 
 
 def to_dicts(
-    found: TokenLogprobs, counts: list[int], text_of: Callable[[int], str]
+    logprobs: TokenLogprobs, counts: list[int], text_of: Callable[[int], str]
 ) -> list[dict[int, Logprob]]:
-    """By token id, for each of n tokens: itself and its `counts` most likely ones; found on the host."""
+    """By token id, for each of n tokens: itself and its `counts` most likely ones; logprobs on the host."""
     listed = []
-    for token, logprob, rank, top, values, count in zip(
-        *(x.tolist() for x in found), counts, strict=True
+    for token, value, rank, top, values, count in zip(
+        *(x.tolist() for x in logprobs), counts, strict=True
     ):
-        entries = {token: Logprob(logprob, rank, text_of(token))}
-        for i, (other, value) in enumerate(zip(top[:count], values[:count], strict=True)):
+        entries = {token: Logprob(value, rank, text_of(token))}
+        for i, (other, other_value) in enumerate(zip(top[:count], values[:count], strict=True)):
             if other != token:
-                entries[other] = Logprob(value, i + 1, text_of(other))
+                entries[other] = Logprob(other_value, i + 1, text_of(other))
         listed.append(entries)
     return listed
