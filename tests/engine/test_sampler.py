@@ -37,7 +37,7 @@ def rows_of(params, tokens, prompt_lengths, device):
 def drawn(logits, params, device, constraints=None, tokens=None):
     tokens = [[1, 2, 3]] * len(params) if tokens is None else tokens
     rows, row_ids, lengths = rows_of(params, tokens, [1] * len(params), device)
-    needs = SampleNeeds.of(params)
+    needs = SampleNeeds.of(params, [len(x) for x in tokens])
     return sample(logits, rows, row_ids, lengths, needs, constraints or Constraints())
 
 
@@ -105,7 +105,7 @@ def test_penalties_follow_the_definition(device):
     tokens, prompt_lengths = [[5, 6, 6, 7, 7, 7, 0]] * 5, [2, 3, 1, 4, 2]
     rows, row_ids, lengths = rows_of(params, tokens, prompt_lengths, device)
     logits = torch.randn(5, VOCAB, device=device)
-    found = penalise(logits, rows, row_ids, lengths)
+    found = penalise(logits, rows, row_ids, lengths, longest=7)
     for i, (repetition, presence, frequency) in enumerate(cases):
         outputs = tokens[i][prompt_lengths[i] :]
         for token in range(VOCAB):

@@ -12,6 +12,8 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 
+import torch
+
 from torch_fdattn.engine.llm import LLM, Prompt
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
@@ -122,6 +124,8 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
+            if (device := self._llm.device).type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
             while self._obey():
                 for output in self._llm.step():
                     self._deliver(output.request_id, output)
@@ -129,12 +133,14 @@ class AsyncLLM:
             self._error = error
         with self._lock:
             self._ended = True
-        for request_id in list(self._mailboxes):
+        pending = list(self._mailboxes)
+        for request_id in pending:
             self._deliver(request_id, self._dead())
-            self._llm.abort(request_id)
         while not self._commands.empty():  # their mailboxes must learn of it too
             if (command := self._commands.get()) is not None:
                 command()
+        for request_id in pending:
+            self._llm.abort(request_id)
 
     def _obey(self) -> bool:
         """Runs the commands that there are, and waits for one while there is no other work; False: it is to end."""

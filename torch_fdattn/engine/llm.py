@@ -52,7 +52,7 @@ class LLM:
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
 
     Attributes:
-        model, tokenizer: what runs.
+        model, tokenizer, device: what runs, and where.
         max_model_len, page_size: as above.
 
     Raises:
@@ -93,6 +93,7 @@ class LLM:
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
         self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.device = self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:

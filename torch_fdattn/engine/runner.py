@@ -99,10 +99,9 @@ class ModelRunner:
         if not samples:
             return torch.empty(0, dtype=torch.int64), None, []
         params = [chunk.sequence.params for chunk in samples]
-        row_ids, lengths = to_device(
-            [[chunk.row for chunk in samples], [chunk.end for chunk in samples]], self._device
-        )
-        needs = SampleNeeds.of(params)
+        ends = [chunk.end for chunk in samples]
+        row_ids, lengths = to_device([[chunk.row for chunk in samples], ends], self._device)
+        needs = SampleNeeds.of(params, ends)
         tokens = sample(logits, self.rows, row_ids, lengths, needs, constraints)
         if self._group is not None:
             dist.broadcast(tokens, group=self._group, group_src=0)

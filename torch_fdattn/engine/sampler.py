@@ -28,13 +28,14 @@ class SampleNeeds(NamedTuple):
     min_p: bool
     sorts: bool
     penalties: bool
+    longest: int  # tokens of the longest sequence: how far penalties look
 
     @classmethod
-    def of(cls, params: list[SamplingParams]) -> SampleNeeds:
+    def of(cls, params: list[SamplingParams], lengths: list[int]) -> SampleNeeds:
         draws = [x for x in params if x.temperature > 0]
         return cls(
             bool(draws), any(x.min_p > 0 for x in draws),
-            any(x.top_k > 0 or x.top_p < 1 for x in draws), any(x.has_penalties for x in params),
+            any(x.top_k > 0 or x.top_p < 1 for x in draws), any(x.has_penalties for x in params), max(lengths),
         )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def sample(
     """
     logits = logits.float()
     if needs.penalties:
-        logits = penalise(logits, rows, row_ids, lengths)
+        logits = penalise(logits, rows, row_ids, lengths, needs.longest)
     logits = constrain(logits, constraints)
     largest, greedy = logits.max(-1)
     drawable = largest.isfinite()  # the maximum of what holds NaN is NaN
@@ -83,9 +84,11 @@ def sample(
     return tokens.where(drawable, NO_TOKEN)
 
 
-def penalise(logits: Tensor, rows: SequenceRows, row_ids: Tensor, lengths: Tensor) -> Tensor:
+def penalise(
+    logits: Tensor, rows: SequenceRows, row_ids: Tensor, lengths: Tensor, longest: int
+) -> Tensor:
     """Repetition, presence and frequency penalties by the tokens that stand in the sequences' rows."""
-    history = rows.tokens[row_ids]  # (n, max_length)
+    history = rows.tokens[row_ids, :longest]
     position = torch.arange(history.shape[1], device=logits.device)
     is_output = position >= rows.prompt_lengths[row_ids][:, None]
     is_there = position < lengths[:, None]
