@@ -245,6 +245,29 @@ def test_nan_is_named(model):
     assert llm.stats().pages_used == 0
 
 
+def test_a_step_that_fails_leaves_no_trace(model, monkeypatch):
+    """Pages are registered before they are computed: none of them may be found after an error."""
+    llm = engine(model)
+    prompt = list(range(40))
+    for attempt in range(3):
+        llm.add_request("a", prompt, GREEDY)
+        for _ in range(attempt):
+            llm.step()
+
+        def fail(*_):
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model, "hidden", fail)
+            with pytest.raises(MemoryError):
+                llm.step()
+        assert not llm.has_unfinished
+        assert llm.stats().pages_used == 0
+    (output,) = llm.generate([prompt], GREEDY)
+    assert output.num_cached_tokens == 0
+    expect_greedy(model, prompt, output.outputs[0])
+
+
 def test_batch_invariant_bits(model):
     """Log-probabilities of a request are the same bits alone, among others, with prefix hits and after a preemption."""
     options = dict(batch_invariant=True, max_num_seqs=6, page_size=4, max_batch_tokens=16)

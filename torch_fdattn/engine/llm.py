@@ -175,8 +175,19 @@ class LLM:
         """Queues one step of the model, reads the tokens of the one before it, and gives the requests that these changed.
 
         Raises:
-            LogitsError: the model gave NaN or inf to draw from.
+            LogitsError: the model gave NaN or inf to draw from. After this and any other error all requests are aborted, and
+                the prefix cache is empty: what stands in its pages is uncertain.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._in_flight = None
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._pool.forget_all()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         scheduled = self._scheduler.schedule()
         launched = None if scheduled is None else self._launch(scheduled)
         before, self._in_flight = self._in_flight, launched

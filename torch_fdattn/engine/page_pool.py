@@ -80,6 +80,12 @@ class PagePool:
                 # Without a name nothing is lost when it is taken.
                 self._free.move_to_end(page, last=self._hashes[page] is not None)
 
+    def forget_all(self) -> None:
+        """No page is found by its hash any more."""
+        for page in self._by_hash.values():
+            self._hashes[page] = None
+        self._by_hash.clear()
+
     def _forget(self, page: int) -> None:
         if (name := self._hashes[page]) is not None:
             del self._by_hash[name]
