@@ -143,6 +143,15 @@ def test_generate(run):
     assert number(r"8 tokens, (\S+) a second on cpu", rate) > 0
 
 
+@needs_smollm2
+def test_serve_requests(run):
+    japan, france, sum_, total = run("serve_requests.py")
+    assert "The capital of Japan is Tokyo. (0 tokens of the prompt from the cache)" in japan
+    assert "The capital of France is Paris. (16 tokens of the prompt from the cache)" in france
+    assert re.match(r"step \d+: What is 2 \+ 2\? .*4\. \(16 tokens", sum_)
+    assert re.fullmatch(r"28 tokens in 22 steps on cpu, pages used: 0", total)
+
+
 def test_ring_strategy(run):
     outputs, gradients = run("ring_strategy.py", ranks=2)
     assert number(r"outputs, largest difference from SDPA: (\S+)", outputs) < 1e-5

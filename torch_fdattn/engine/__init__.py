@@ -1,10 +1,17 @@
 """Text generation over torch_fdattn's models and caches."""
 
+from torch_fdattn.engine.async_llm import AsyncLLM, EngineDead
 from torch_fdattn.engine.chat import Chat
 from torch_fdattn.engine.engine import Engine
+from torch_fdattn.engine.llm import LLM
+from torch_fdattn.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from torch_fdattn.engine.paged_kv_cache import PagedKVCache
 from torch_fdattn.engine.prompts import PromptError
 from torch_fdattn.engine.sampling import LogitsError, Sampling
+from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.stats import Stats
 
-__all__ = ["Chat", "Engine", "LogitsError", "PagedKVCache", "PromptError", "Sampling", "Stats"]
+__all__ = [
+    "LLM", "AsyncLLM", "Chat", "CompletionOutput", "Engine", "EngineDead", "EngineStats", "LogitsError",
+    "Logprob", "PagedKVCache", "PromptError", "RequestOutput", "Sampling", "SamplingParams", "Stats",
+]  # fmt: skip

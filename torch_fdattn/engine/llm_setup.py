@@ -1,0 +1,112 @@
+"""From `LLM`'s arguments to its runner: checks, sizes, memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torch_fdattn.dist.groups import Group, name_of
+from torch_fdattn.dist.kv_cache.scales import kv_format
+from torch_fdattn.engine.paged_step import PagedKV
+from torch_fdattn.engine.runner import ModelRunner
+from torch_fdattn.engine.sequence_rows import SequenceRows
+from torch_fdattn.models import InferenceTransformer, Transformer
+from torch_fdattn.models.parallelize import local_kv_heads
+
+#: Of a GPU's free memory, what the pages take where nobody says how many; the rest is for activations.
+_GPU_SHARE = 0.85
+_CPU_BYTES = 2**30
+_LARGEST_CHUNK = 512
+
+
+class Sizes(NamedTuple):
+    """What follows from the arguments and the memory."""
+
+    max_model_len: int
+    pages: int
+
+
+def make_runner(
+    model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
+    max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None, cuda_graph: bool | None,
+    tp_group: Group, batch_invariant: bool,
+) -> tuple[ModelRunner, Sizes]:  # fmt: skip
+    """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
+    if not isinstance(model, (Transformer, InferenceTransformer)):
+        raise TypeError(
+            f"model must be a Transformer or its inference form, got {type(model).__name__}: see models.load_model"
+        )
+    _expect_positive(
+        max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, page_size=page_size,
+        max_model_len=max_model_len, pages=pages,
+    )  # fmt: skip
+    form = kv_format(kv_dtype)
+    model = model.for_inference() if type(model) is Transformer else model
+    config, weight = model.config, model.norm.weight
+    if max_model_len is not None and max_model_len > config.max_positions:
+        raise ValueError(
+            f"max_model_len must be at most the model's {config.max_positions} positions, got {max_model_len}"
+        )
+    if cuda_graph and not weight.is_cuda:
+        raise ValueError(
+            f"cuda_graph must be None or False where the model is on {weight.device}, got True"
+        )
+    group = None
+    if tp_group is not None:
+        group = distributed_c10d._resolve_process_group(name_of(tp_group, "tp_group"))
+    longest = config.max_positions if max_model_len is None else max_model_len
+    shape = config.num_layers, page_size, local_kv_heads(model), config.head_dim
+    if pages is None:
+        page_bytes = PagedKV.page_bytes(*shape, weight.dtype, form)
+        pages = _default_pages(
+            max_num_seqs * -(-longest // page_size), page_bytes, weight.device, group
+        )
+    kv = PagedKV(
+        config.num_layers, pages, *shape[1:], dtype=weight.dtype, device=weight.device, form=form
+    )
+    rows = SequenceRows(max_num_seqs, longest, page_size, weight.device)
+    graphs = weight.is_cuda if cuda_graph is None else cuda_graph
+    runner = ModelRunner(
+        model, kv, rows, max_num_seqs, cuda_graph=graphs, group=group,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return runner, Sizes(longest, pages)
+
+
+def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> int:
+    """Tokens of a chunk in batch-invariant mode: whole pages, and always room for one beside all decodes."""
+    largest = min(max_batch_tokens - max_num_seqs, max(_LARGEST_CHUNK, page_size))
+    if largest < page_size:
+        raise ValueError(
+            f"max_batch_tokens must be at least max_num_seqs + page_size = {max_num_seqs + page_size} where "
+            f"batch_invariant is True, got {max_batch_tokens}"
+        )
+    return largest // page_size * page_size
+
+
+def _default_pages(
+    enough: int, page_bytes: int, device: torch.device, group: dist.ProcessGroup | None
+) -> int:
+    """`enough`, or what fits; the same on all ranks of the group."""
+    free = _CPU_BYTES
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    pages = max(min(enough, free // page_bytes), 1)
+    if group is not None:
+        smallest = torch.tensor(pages, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+        pages = int(smallest)
+    return pages
+
+
+def _expect_positive(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is None and name in ("max_model_len", "pages"):
+            continue
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

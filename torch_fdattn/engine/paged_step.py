@@ -1,0 +1,163 @@
+"""K and V in pages, and one step's passes over them: what a model's forward is given as its cache.
+
+A model sees a batch of T sequences with one token each, (T, 1), which takes no part of its own for continuous batching: the
+token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
+packed. Per layer:
+
+    append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
+    attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
+
+So all of a step's tokens are stored in a layer before any attends there: chunks of one step may share pages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.dist.kv_cache.scales import KVFormat
+from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
+
+
+class PagedKV:
+    """The pages of all layers, in memory (layers, pages, page_size, kv_heads, head_dim).
+
+    form: None, or how elements are stored in one byte, under a scale for each token and KV head: its largest absolute value
+    over the format's largest. So no token decides about another's precision, and nothing saturates.
+
+    Attributes:
+        k, v: views (layers, pages, kv_heads, page_size, head_dim), as the ops take them.
+        scales: fp32 (2, layers, pages + 1, kv_heads, page_size), of k and of v; None without a form. The last page takes what
+            padding would store.
+    """
+
+    def __init__(
+        self, num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, *,
+        dtype: torch.dtype, device: torch.device, form: KVFormat | None = None,
+    ) -> None:  # fmt: skip
+        shape = num_layers, pages, page_size, kv_heads, head_dim
+        stored = dtype if form is None else form.dtype
+        # Zeros: a masked key's weight of 0 times what happens to be in memory may be NaN.
+        self.k, self.v = (
+            torch.zeros(shape, dtype=stored, device=device).transpose(2, 3) for _ in range(2)
+        )
+        self.page_size, self._form, self.scales = page_size, form, None
+        if form is not None:
+            self.scales = torch.ones(2, num_layers, pages + 1, kv_heads, page_size, device=device)
+
+    @staticmethod
+    def page_bytes(
+        num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+        form: KVFormat | None,
+    ) -> int:  # fmt: skip
+        """Bytes of one page in all layers."""
+        head = head_dim * dtype.itemsize
+        if form is not None:
+            head = head_dim * form.dtype.itemsize + torch.float32.itemsize
+        return 2 * num_layers * page_size * kv_heads * head
+
+    def store(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
+        """k and v (T, kv_heads, 1, head_dim) into these slots of these pages, int32 (T,); a page of -1: nowhere."""
+        if self.scales is not None:
+            for scales, x in zip(self.scales[:, layer], (k, v), strict=True):
+                largest = x[:, :, 0].float().abs().amax(-1).clamp(min=1e-20)  # (T, kv_heads)
+                scales[pages, :, slots] = largest / self._form.largest
+        paged_append_kv(
+            self.k[layer], self.v[layer], pages[:, None], k, v, slots, **self.scales_of(layer)
+        )
+
+    def scales_of(self, layer: int) -> dict[str, Tensor]:
+        """The keywords k_scale and v_scale (pages, kv_heads, page_size) of the ops."""
+        if self.scales is None:
+            return {}
+        k_scale, v_scale = self.scales[:, layer, :-1]
+        return dict(k_scale=k_scale, v_scale=v_scale)
+
+    def pages_for_prefill(
+        self, layer: int, page_table: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v and a page table (P, n) for `varlen_attention`, which takes no scales: the pages themselves, or copies in
+        dtype of those that the table names, one sequence's behind the other's."""
+        if self.scales is None:
+            return self.k[layer], self.v[layer], page_table
+        ids = page_table.clamp(min=0).flatten()
+        scales = self.scales[:, layer, :-1]
+        k, v = (
+            (x[layer][ids].float() * scale[ids][..., None]).to(dtype)
+            for x, scale in zip((self.k, self.v), scales, strict=True)
+        )
+        own = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        return k, v, own.view(page_table.shape)
+
+
+class Decodes(NamedTuple):
+    """D sequences that compute one token each."""
+
+    page_table: Tensor  # int32 (D, pages of a sequence)
+    kv_lens: Tensor  # int32 (D,), the new tokens included
+
+
+class Prefills(NamedTuple):
+    """P chunks of sequences."""
+
+    cu_seqlens: Tensor  # int32 (P + 1,)
+    page_table: Tensor  # int32 (P, pages of a sequence)
+    kv_lens: Tensor  # int32 (P,), the chunk included
+
+
+class PagedStep:
+    """A step over `PagedKV`, in the place of a model's cache.
+
+    Args:
+        positions: int64 (T,) of each token in its sequence.
+        pages: int32 (T,), the page of each token; negative: it is padding, and stored nowhere.
+        decodes, prefills: of the first D tokens and of the others; None: there are none.
+        batch_invariant: as `paged_decode`'s.
+
+    Attributes:
+        lengths: the positions, which the model takes for the lengths before the step.
+    """
+
+    def __init__(
+        self, kv: PagedKV, positions: Tensor, pages: Tensor, decodes: Decodes | None,
+        prefills: Prefills | None, batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        self._kv, self.lengths = kv, positions
+        self._pages, self._slots = pages, (positions % kv.page_size).int()
+        self._decodes, self._prefills = decodes, prefills
+        self._batch_invariant = batch_invariant
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores k and v (T, kv_heads, 1, head_dim)."""
+        self._kv.store(layer, k, v, self._pages, self._slots)
+
+    def attend(
+        self, layer: int, q: Tensor, *, scale: float | None = None,
+        window: tuple[int, int] | None = None, softcap: float = 0,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q (T, heads, 1, head_dim) over what each token's sequence has stored up to it."""
+        options = dict(causal=True, scale=scale, window=window, softcap=softcap)
+        outs, split = [], 0
+        if self._decodes is not None:
+            table, kv_lens = self._decodes
+            split = len(kv_lens)
+            k, v = self._kv.k[layer], self._kv.v[layer]
+            scales, invariant = self._kv.scales_of(layer), self._batch_invariant
+            outs.append(
+                paged_decode(
+                    q[:split], k, v, table, kv_lens, batch_invariant=invariant, **scales, **options
+                )[0]
+            )
+        if self._prefills is not None:
+            cu_seqlens, table, kv_lens = self._prefills
+            k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
+            packed, _ = varlen_attention(
+                q[split:, :, 0], k, v, cu_seqlens, page_table=table, kv_lens=kv_lens, **options
+            )
+            outs.append(packed[:, :, None])
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def advance(self, tokens: int) -> None:
+        """The scheduler counts what is stored."""

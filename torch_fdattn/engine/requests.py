@@ -1,0 +1,129 @@
+"""What the engine knows of a request: its completions, each a sequence of tokens that it runs for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch_fdattn.engine.detokenizer import TextStream
+from torch_fdattn.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from torch_fdattn.engine.random_numbers import seed_of_completion
+from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.structured import Matcher
+
+TokenLogprobs = dict[int, Logprob]
+
+
+class Sequence:
+    """One completion of a request: the prompt and the tokens behind it.
+
+    Attributes:
+        tokens: those that the host has: the prompt, and what was drawn and read back.
+        in_flight: tokens that are drawn, or will be by a step on its way, and not read back: 0 or 1.
+        num_computed: tokens whose K and V are in the cache, those of steps on their way included.
+        max_length: tokens at which it ends, prompt included.
+        pages: of the cache, in the order of its tokens; hashes: names of its full pages, as far as they were asked for.
+        num_registered: pages that the prefix cache was told of.
+        row: of `SequenceRows`, while it runs.
+        matcher: what the grammar allows next; None without one.
+    """
+
+    def __init__(
+        self, request: Request, index: int, seed: int, max_length: int, text: TextStream | None,
+        matcher: Matcher | None,
+    ) -> None:  # fmt: skip
+        self.request, self.index = request, index
+        self.seed = seed_of_completion(seed, index)
+        self.max_length, self.matcher = max_length, matcher
+        self.tokens = list(request.prompt)
+        self.in_flight = self.num_computed = self.num_registered = self.preemptions = 0
+        self.pages: list[int] = []
+        self.hashes: list[bytes] = []
+        self.row: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self._text = text
+        self._logprobs: list[TokenLogprobs] | None = None if self.params.logprobs is None else []
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has, the one in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None, eos_ids: Collection[int]) -> None:
+        """A token drawn for it has been read back; this may end it."""
+        self.in_flight -= 1
+        self.tokens.append(token)
+        if self._logprobs is not None:
+            self._logprobs.append(logprobs)
+        if self._ends_with(token, eos_ids):
+            self.finish("stop")
+        elif len(self.tokens) >= self.max_length:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        if self._text is not None and self._text.flush():
+            reason = "stop"  # what was held back has become a stop string
+        self.finish_reason = reason
+
+    def _ends_with(self, token: int, eos_ids: Collection[int]) -> bool:
+        params = self.params
+        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+            return True
+        stops = len(self.tokens) - self.prompt_length >= params.min_tokens
+        if self._text is not None and self._text.push(token, stops):
+            return True
+        return self.matcher is not None and self.matcher.accept(token)
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            self.index,
+            "" if self._text is None else self._text.text,
+            self.tokens[self.prompt_length :],
+            None if self._logprobs is None else list(self._logprobs),
+            self.finish_reason,
+        )
+
+
+class Request:
+    """A prompt and its n sequences.
+
+    Attributes:
+        prompt_logprobs: of the prompt's tokens, as far as they are computed; None where not asked for.
+        num_cached: what the prefix cache had for the first sequence.
+    """
+
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.sequences: list[Sequence] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.num_cached = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Those of the tokens from position `start` on; what is there already, from before a preemption or by another
+        sequence of this prompt, stays."""
+        have = len(self.prompt_logprobs)
+        self.prompt_logprobs += logprobs[max(have - start, 0) :]
+
+    def output(self) -> RequestOutput:
+        """What there is now; it does not change with the request."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            [sequence.output() for sequence in self.sequences],
+            self.finished,
+            self.num_cached,
+        )

@@ -1,0 +1,138 @@
+"""Draws the next token of every sequence of a batch, on the device, in a fixed number of operations.
+
+    logits (n, vocab) → penalties → bans and grammars → temperature → min_p → top_k → top_p → draw
+
+Each row depends on its own logits, parameters and random number alone. What no row of a step asks for is left out: that
+changes no other row's result, since the operations left out would have changed nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fdattn.engine.random_numbers import uniform
+from torch_fdattn.engine.sampling import NO_TOKEN
+from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.sequence_rows import SequenceRows
+
+HIDDEN = float("-inf")
+
+
+class SampleNeeds(NamedTuple):
+    """What any row of a batch asks for."""
+
+    draws: bool
+    min_p: bool
+    sorts: bool
+    penalties: bool
+    longest: int  # tokens of the longest sequence: how far penalties look
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], lengths: list[int]) -> SampleNeeds:
+        draws = [x for x in params if x.temperature > 0]
+        return cls(
+            bool(draws), any(x.min_p > 0 for x in draws),
+            any(x.top_k > 0 or x.top_p < 1 for x in draws), any(x.has_penalties for x in params), max(lengths),
+        )  # fmt: skip
+
+
+class Constraints(NamedTuple):
+    """What may not be drawn.
+
+    banned: int64 (2, m), row of the batch and token; None: nothing is.
+    allowed: bool (g, vocab) for the rows `allowed_rows` (g,) of the batch; None: no row has a grammar.
+    """
+
+    banned: tuple[Tensor, Tensor] | None = None
+    allowed_rows: Tensor | None = None
+    allowed: Tensor | None = None
+
+
+def sample(
+    logits: Tensor, rows: SequenceRows, row_ids: Tensor, lengths: Tensor, needs: SampleNeeds,
+    constraints: Constraints,
+) -> Tensor:  # fmt: skip
+    """Tokens int64 (n,) drawn from logits (n, vocab); NO_TOKEN for a row of no distribution (NaN, inf, or -inf alone).
+
+    row_ids: int64 (n,), whose logits these are.
+    lengths: int64 (n,), tokens that each sequence has: the drawn one stands at this position.
+    """
+    logits = logits.float()
+    if needs.penalties:
+        logits = penalise(logits, rows, row_ids, lengths, needs.longest)
+    logits = constrain(logits, constraints)
+    largest, greedy = logits.max(-1)
+    drawable = largest.isfinite()  # the maximum of what holds NaN is NaN
+    tokens = greedy
+    if needs.draws:
+        temperature = rows.parameter("temperature", row_ids)
+        # Relative to the largest, and never divided by what fp32 takes for 0: no inf - inf, no 0 / 0.
+        scaled = (logits - largest[:, None]).where(drawable[:, None], 0)
+        scaled = scaled / temperature.clamp(min=1e-30)
+        if needs.min_p:
+            # Of probabilities p / p_max, which is exp of these.
+            scaled = scaled.masked_fill(scaled.exp() < rows.parameter("min_p", row_ids), HIDDEN)
+        if needs.sorts:
+            top_p = rows.parameter("top_p", row_ids)
+            scaled = keep_top(scaled, rows.top_k[row_ids][:, None], top_p)
+        indices = lengths - rows.prompt_lengths[row_ids]
+        drawn = draw(scaled, uniform(rows.seeds[row_ids], indices))
+        tokens = torch.where(temperature[:, 0] > 0, drawn, greedy)
+    return tokens.where(drawable, NO_TOKEN)
+
+
+def penalise(
+    logits: Tensor, rows: SequenceRows, row_ids: Tensor, lengths: Tensor, longest: int
+) -> Tensor:
+    """Repetition, presence and frequency penalties by the tokens that stand in the sequences' rows."""
+    history = rows.tokens[row_ids, :longest]
+    position = torch.arange(history.shape[1], device=logits.device)
+    is_output = position >= rows.prompt_lengths[row_ids][:, None]
+    is_there = position < lengths[:, None]
+    zeros = torch.zeros_like(logits)
+    outputs = zeros.scatter_add(1, history, (is_output & is_there).float())
+    tokens = zeros.scatter_add(1, history, is_there.float())
+
+    repetition = rows.parameter("repetition_penalty", row_ids)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(tokens > 0, repeated, logits)
+    logits = logits - rows.parameter("frequency_penalty", row_ids) * outputs
+    return logits - rows.parameter("presence_penalty", row_ids) * (outputs > 0)
+
+
+def constrain(logits: Tensor, constraints: Constraints) -> Tensor:
+    """-inf for what may not be drawn."""
+    banned, allowed_rows, allowed = constraints
+    if banned is None and allowed is None:
+        return logits
+    logits = logits.clone()
+    if banned is not None:
+        logits[banned] = HIDDEN
+    if allowed is not None:
+        logits[allowed_rows] = logits[allowed_rows].masked_fill(~allowed, HIDDEN)
+    return logits
+
+
+def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """scaled (n, vocab) with -inf outside of each row's top_k (n, 1; 0: all) and of the nucleus of top_p (n, 1) in it."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    ordered = ordered.masked_fill((rank >= top_k) & (top_k > 0), HIDDEN)
+    weights = torch.softmax(ordered, -1, dtype=torch.float64)
+    # A token stays while those before it hold less than top_p. Without the second condition rounding could drop
+    # the last tokens of a row whose top_p is 1.
+    outside = (weights.cumsum(-1) - weights >= top_p) & (top_p < 1)
+    outside[:, 0] = False
+    return torch.empty_like(scaled).scatter_(-1, order, ordered.masked_fill(outside, HIDDEN))
+
+
+def draw(scaled: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens (n,) of softmax(scaled (n, vocab)) by the inverse of its distribution function at numbers (n,), float64."""
+    sums = torch.softmax(scaled, -1, dtype=torch.float64).cumsum(-1)
+    total = sums[:, -1]
+    number = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
+    # The first token whose sum is above the number: its own weight is above 0, however sums are rounded.
+    return torch.searchsorted(sums, number[:, None], right=True)[:, 0]
