@@ -53,8 +53,8 @@ def test_defaults_of_each_architecture():
     ("change", "message"),
     [
         (
-            {"model_type": "gemma3"},
-            "model_type must be one of llama, .*, gemma3_text, got 'gemma3'",
+            {"model_type": "gemma3n"},
+            "model_type must be one of llama, .*, gemma3_text, got 'gemma3n'",
         ),
         ({"model_type": None}, "model_type must be one of llama, mistral, .*, got None"),
         (

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from tests.models.hf_models import CONFIGS, FAMILIES, reference
 from torch_fdattn.engine import Engine
-from torch_fdattn.models import ModelConfig, Transformer, load_model
+from torch_fdattn.models import ModelConfig, ModelError, Transformer, load_model
 from torch_fdattn.models.families import FAMILIES as ALL_FAMILIES
 
+transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 TOLERANCE = 2e-4  # logits spread over about ±5
 WINDOW = 24  # of the models that have one
 GREEDY = 14
@@ -46,7 +49,8 @@ def test_chunks_and_steps_equal_transformers(pair, device, cache: str) -> None:
     """Prompts of several lengths in chunks of 20 columns, then teacher-forced steps over the border of the window."""
     theirs, ours = (model.to(device) for model in pair)
     given = prompts(theirs.config)
-    tail = torch.randint(theirs.config.vocab_size, (len(given), 6)).tolist()
+    generator = torch.Generator().manual_seed(5)
+    tail = torch.randint(theirs.config.vocab_size, (len(given), 6), generator=generator).tolist()
     options = dict(batch=len(given), capacity=80, prefill_chunk=20, kv_cache=cache, page_size=8)
     engine = Engine(ours, **options)
     found = [engine.prefill(given)]
@@ -140,3 +144,44 @@ def test_a_cache_without_options_refuses_a_layer_that_has_them() -> None:
     )  # fmt: skip
     with torch.no_grad(), pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
         model(torch.tensor([[1, 2]]), Forgetful())
+
+
+@pytest.mark.parametrize("form", ["new", "hub"])
+@torch.no_grad()
+def test_the_text_model_of_a_gemma_3_that_takes_images(tmp_path, form: str) -> None:
+    """As transformers saves it, and with the names of the hub's files."""
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    text = reference("gemma3").config
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    for parameter in theirs.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    if form == "hub":
+        path = tmp_path / "model.safetensors"
+        tensors = {
+            name.replace("model.language_model.", "language_model.model.").removeprefix("model."): x
+            for name, x in safetensors_torch.load_file(path).items()
+        }
+        safetensors_torch.save_file(tensors, path)
+    tokens = torch.arange(60)[None]
+    expected = theirs(tokens, token_type_ids=torch.zeros_like(tokens)).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(load_model(tmp_path)(tokens), expected, atol=TOLERANCE, rtol=0)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+        ({"text_config": {"model_type": "gemma2"}}, "text_config must have model_type gemma3_text"),
+        ({"architectures": ["Gemma3Model"]}, "architectures must be"),
+        ({"tie_word_embeddings": False, "text_config": {**raw["text_config"], "tie_word_embeddings": True}},
+         "tie_word_embeddings must be the same in text_config, got True"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_hf({**raw, **changes})

@@ -174,6 +174,21 @@ def test_named_configurations_have_the_published_sizes(name):
     assert 0.95 * size < parameters < 1.35 * size
 
 
+def test_the_hubs_sparse_text_config_of_gemma_3():
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    around = {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+        "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+        "mm_tokens_per_image": 256, "transformers_version": "4.50.0.dev0", "vision_config": {"hidden_size": 1152},
+    }  # fmt: skip
+    assert ModelConfig.from_hf({**around, "text_config": text}) == named_config("gemma-3-4b")
+    bf16 = ModelConfig.from_hf({**around, "torch_dtype": "bfloat16", "text_config": text})
+    assert bf16.dtype is torch.bfloat16
+
+
 def test_an_unknown_name_names_the_others():
     with pytest.raises(ModelError, match=r"name must be one of Llama-2-7b, .*, got 'GPT-5'"):
         named_config("GPT-5")

@@ -34,7 +34,7 @@ _NOPE = RopeConfig(kind="none")
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig.from_hf`."""
     try:
-        return _Reader(raw).config()
+        return _Reader(_text_of_gemma3(raw) if raw.get("model_type") == "gemma3" else raw).config()
     except ModelError:
         raise
     except KeyError as error:
@@ -212,6 +212,36 @@ class _Reader:
                 f"no_rope_layers must have a 0 or 1 for each of {count} layers, got {reprlib.repr(given)}"
             )
         return tuple(bool(x) for x in given[:count])
+
+
+#: Of a Gemma 3 that takes images: what is not of its text model, and what its text model's file may leave out.
+_OF_IMAGES = frozenset((
+    "text_config", "vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image",
+    "boi_token_id", "eoi_token_id", "image_token_id",
+))  # fmt: skip
+_GEMMA3_SIZES = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}  # fmt: skip
+
+
+def _text_of_gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model within one that takes images: text alone gives the same there."""
+    text = raw["text_config"]
+    if text.get("model_type") != "gemma3_text":
+        raise ModelError(
+            f"text_config must have model_type gemma3_text, got {reprlib.repr(text.get('model_type'))}"
+        )
+    if raw.get("architectures") not in (None, ["Gemma3ForConditionalGeneration"]):
+        raise ModelError(
+            "architectures must be ['Gemma3ForConditionalGeneration'] or absent, got "
+            f"{reprlib.repr(raw['architectures'])}"
+        )
+    around = {key: value for key, value in raw.items() if key not in _OF_IMAGES}
+    tied = "tie_word_embeddings"
+    if tied in around and text.get(tied, around[tied]) != around[tied]:
+        raise ModelError(f"{tied} must be the same in text_config, got {reprlib.repr(text[tied])}")
+    return {**_GEMMA3_SIZES, **around, **text, "architectures": ["Gemma3ForCausalLM"]}
 
 
 def _expect_layer_types(raw: Mapping[str, Any], kind: str) -> None:

@@ -156,7 +156,8 @@ class Checkpoint:
         path, device = resolve(name_or_path), torch.device(device)
         if path.is_dir():
             config = ModelConfig.from_file(path / "config.json")
-            weights: Weights = SafetensorsWeights(path, config.tie_embeddings)
+            takes_images = config.architecture == "gemma3_text"
+            weights: Weights = SafetensorsWeights(path, config.tie_embeddings, takes_images)
         else:
             file = GGUFFile(path)
             config = gguf_config(file)
@@ -222,10 +223,14 @@ class Weights(Protocol):
 
 
 class SafetensorsWeights:
-    """The safetensors files of a folder."""
+    """The safetensors files of a folder.
 
-    def __init__(self, folder: Path, tied: bool = False) -> None:
+    takes_images: the files may be of a Gemma 3 that takes images, of which the text model's tensors are read.
+    """
+
+    def __init__(self, folder: Path, tied: bool = False, takes_images: bool = False) -> None:
         library = require("safetensors", "Reading safetensors")
+        self._takes_images = takes_images
         self._files: dict[str, Any] = {}  # by our name of the tensor
         self._paths: dict[str, Path] = {}
         self._names: dict[str, str] = {}
@@ -245,7 +250,8 @@ class SafetensorsWeights:
                 if theirs in slices and alias not in slices:
                     self._add(path, file, alias, theirs, slices[theirs])
         found = {theirs: self._paths[name].name for name, theirs in self._names.items()}
-        if lost := {theirs for theirs, name in places.items() if found.get(theirs) != name}:
+        expected = {theirs: at for theirs, at in places.items() if not self._is_of_images(theirs)}
+        if lost := {theirs for theirs, name in expected.items() if found.get(theirs) != name}:
             first = min(lost)
             raise ModelError(
                 f"{folder / places[first]}: {_listing('tensor', lost)} missing from the file, where "
@@ -259,8 +265,12 @@ class SafetensorsWeights:
 
     def _add(self, path: Path, file: Any, called: str, theirs: str, entry: Any) -> None:
         """The file's tensor `theirs`, under our form of the name `called`."""
+        if self._is_of_images(called):
+            return
         _refuse_wrapped(path, called)
         name = called.removeprefix("model.")
+        if self._takes_images:
+            name = called.replace("language_model.", "", 1).removeprefix("model.")
         if name in self._files:
             raise ModelError(f"{path}: tensor {called} is in {self.where(name)} too")
         if (dtype := entry.get_dtype()) not in _DTYPES:  # to cast it would leave out its scales
@@ -270,6 +280,10 @@ class SafetensorsWeights:
             )
         self._files[name], self._paths[name], self._names[name] = file, path, theirs
         self.shapes[name] = tuple(entry.get_shape())
+
+    def _is_of_images(self, called: str) -> bool:
+        part = called.removeprefix("model.").partition(".")[0]
+        return self._takes_images and part in ("vision_tower", "multi_modal_projector")
 
     def where(self, name: str) -> str:
         return f"{self._paths[name]}: tensor {self._names[name]}"

@@ -36,6 +36,7 @@ _LLAMA31 = {
     },
 }  # fmt: skip
 _LLAMA32 = {**_LLAMA31, "rope_scaling": {**_LLAMA31["rope_scaling"], "factor": 32.0}}
+_GEMMA3 = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 _TIED = {"tie_word_embeddings": True}
 _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Llama-2-7b": ("llama", (32000, 4096, 11008, 32, 32, 32, 4096), dict(rms_norm_eps=1e-5)),
@@ -76,6 +77,12 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
         "gemma3_text", (262144, 640, 2048, 18, 4, 1, 32768), dict(sliding_window=512),
     ),
     "gemma-3-1b": ("gemma3_text", (262144, 1152, 6912, 26, 4, 1, 32768), dict(sliding_window=512)),
+    "gemma-3-4b": ("gemma3_text", (262208, 2560, 10240, 34, 8, 4, 131072), _GEMMA3),
+    "gemma-3-12b": ("gemma3_text", (262208, 3840, 15360, 48, 16, 8, 131072), _GEMMA3),
+    "gemma-3-27b": (
+        "gemma3_text", (262208, 5376, 21504, 62, 32, 16, 131072),
+        {**_GEMMA3, "head_dim": 128, "query_pre_attn_scalar": 168},
+    ),
 }  # fmt: skip
 #: The names that `named_config` knows.
 CONFIG_NAMES = tuple(_SHAPES)
