@@ -66,6 +66,7 @@ ALLOWED = {
     "dist/consensus.py": {
         "_compared": "what a group's ranks have compared: a collective",
         "_consensus": "what a group's ranks have answered: a collective",
+        "_left": "which call this rank left by an exception, until the others have come to the next one",
     },
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
     "dist/symm/symmetric_memory.py": {"_workspaces": "symmetric memory, which only a collective makes"},
