@@ -1,7 +1,8 @@
 """`LLM` behind coroutines: one thread steps it, any number of iterators wait for their outputs.
 
-Iterators and the thread share two things: a queue of commands to the thread, and a mailbox for each request, which holds the
-newest output alone. Outputs are cumulative, so a slow reader misses nothing but intermediate states, and takes no memory.
+Iterators and the thread share two things: a queue of commands to the thread, and a mailbox for each request, which holds
+the newest output alone. Outputs are cumulative, so a slow reader misses nothing but intermediate states, and takes no
+memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import torch
@@ -181,17 +183,18 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
-        self._result: RequestOutput | Exception | None = None
+        self._results: deque[RequestOutput | Exception | None] = deque(maxlen=1)
 
     def put(self, result: RequestOutput | Exception | None) -> None:
-        self._result = result
+        self._results.append(result)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def take(self) -> RequestOutput | None:
-        await self._event.wait()
-        self._event.clear()
-        result = self._result
+        while not self._results:  # an event may be that of a result which was taken already
+            await self._event.wait()
+            self._event.clear()
+        result = self._results.pop()
         if isinstance(result, Exception):
             raise result
         return result

@@ -1,8 +1,8 @@
 """Passes of decodes alone in CUDA graphs, one for each bucket of batch sizes.
 
-A pass of n sequences runs in the graph of the smallest bucket that holds it, filled up with the padding row, which has no
-pages: what it would store is dropped, and it sees no key. Token ids, page tables and slots are looked up inside the graph, from
-`SequenceRows`; the host gives rows and positions alone. Sampling stays outside: what it does depends on what
+A pass of n sequences runs in the graph of the smallest bucket that holds it, filled up with the padding row, which has
+no pages: what it would store is dropped, and it sees no key. Token ids, page tables and slots are looked up inside the
+graph, from `SequenceRows`; the host gives rows and positions alone. Sampling stays outside: what it does depends on what
 the batch asks for.
 """
 
@@ -27,8 +27,8 @@ def decode_buckets(largest: int, smallest: int = 1) -> list[int]:
 
 
 class DecodeGraphs:
-    """`run(rows, positions) -> logits (B, vocab)`, captured for every bucket when this is made, the largest first: the others
-    fit into its memory.
+    """`run(rows, positions) -> logits (B, vocab)`, captured for every bucket when this is made, the largest first: the
+    others fit into its memory.
 
     Raises:
         RuntimeError: torch's, where a capture fails.

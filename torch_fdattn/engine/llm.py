@@ -2,8 +2,8 @@
 
     add_request → waiting → running (row, pages) → chunks of the prompt → a token a step → ended: pages go back
 
-`step` queues the next step first and then reads what the one before has drawn, so that the host schedules while the device
-runs. docs/engine.md draws the life of a request.
+`step` queues the next step first and then reads what the one before has drawn, so that the host schedules while the
+device runs. docs/engine.md draws the life of a request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LLM:
     """Generates for many requests at the same time, over pages that they take as they grow.
 
     Args:
-        model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its inference
-            form, which shares its weights.
-        tokenizer: for prompts and answers as text, stop strings and end tokens. Without it prompts are token ids, and only
-            stop_token_ids and max_tokens end a completion.
+        model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its
+            inference form, which shares its weights.
+        tokenizer: for prompts and answers as text, stop strings and end tokens. Without it prompts are token ids, and
+            only stop_token_ids and max_tokens end a completion.
         max_num_seqs: completions that run at the same time.
         max_batch_tokens: tokens that one step computes, of prompts and completions together.
         max_model_len: tokens of a prompt and its completion. None: the model's own length.

@@ -1,7 +1,7 @@
 """K and V in pages, and one step's passes over them: what a model's forward is given as its cache.
 
-A model sees a batch of T sequences with one token each, (T, 1), which takes no part of its own for continuous batching: the
-token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
+A model sees a batch of T sequences with one token each, (T, 1), and needs nothing of its own for continuous batching:
+the token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
 packed. Per layer:
 
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token

@@ -1,8 +1,8 @@
-"""Runs a scheduled step on the device: inputs, the model's forward over pages, sampling, results on their way to the host.
+"""Runs a scheduled step on the device: inputs, the model's forward over pages, sampling, results.
 
 Everything is queued; nothing waits for the device. `LaunchedStep.read` waits, a step later.
 
-    update rows → [positions, page tables, slots] → forward → logits of the rows asked for → sample → write to rows → copy
+    update rows → positions, page tables, slots → forward → logits of the rows asked for → sample → rows → copy to host
 
 A step is one pass of the model, decodes first. In batch-invariant mode it is one pass of all decodes, padded to
 `max_num_seqs`, and one for each chunk of a prompt, so that no shape depends on what else is in the batch.

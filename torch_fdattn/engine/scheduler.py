@@ -159,12 +159,12 @@ class Scheduler:
     def _compute(self, step: ScheduledStep, sequence: Sequence, count: int) -> None:
         start = sequence.num_computed
         sequence.num_computed += count
-        # Others of this very step may read its pages: in every layer all of a step's tokens are stored before any attends.
+        # Others of this step may read its pages: in a layer all of a step's tokens are stored before any attends.
         self._register(sequence)
         samples = sequence.num_computed == sequence.length
         sequence.in_flight += samples
         chunk = Chunk(sequence, sequence.row, start, count, samples)
-        # In batch-invariant mode passes run one after the other: chunks of prompts in the order in which they are found here.
+        # In batch-invariant mode passes run one after the other: chunks of prompts in the order of this list.
         decodes = count == 1 and (self.chunk_size is None or start >= sequence.prompt_length)
         (step.decodes if decodes else step.prefills).append(chunk)
 
