@@ -60,7 +60,7 @@ class MissingExtra(ImportError):
     """
 
 
-def require(module: str, purpose: str) -> ModuleType:
+def require(module: str, purpose: str, extra: str = "models") -> ModuleType:
     """Import `module`, or say which extra of torch-fdattn installs it and what it is needed for."""
     try:
         return importlib.import_module(module)
@@ -68,5 +68,5 @@ def require(module: str, purpose: str) -> ModuleType:
         if error.name != module.partition(".")[0]:
             raise  # the package is there and something below it is missing: not ours to explain
         raise MissingExtra(
-            f"{purpose} needs the package {error.name}: {install_command('models')}"
+            f"{purpose} needs the package {error.name}: {install_command(extra)}"
         ) from None
