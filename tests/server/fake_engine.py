@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from torch_fdattn.engine.async_llm import EngineDead
@@ -120,10 +121,8 @@ class FakeEngine:
 
     async def _step(self) -> None:
         if self.delay:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._dead.wait(), self.delay)
-            except TimeoutError:
-                pass
         else:
             await asyncio.sleep(0)
         self._check_alive()

@@ -11,8 +11,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
-uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
-httpx = pytest.importorskip("httpx", reason="needs the package httpx")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+pytest.importorskip("httpx", reason="needs the package httpx")
+
+import httpx
+import uvicorn
 
 from tests.server.fake_engine import FakeEngine
 from torch_fdattn.server import ServerOptions

@@ -39,7 +39,9 @@ def read_conversation(
     template = tokenizer.chat_template
     if template is None:
         raise APIError(
-            400, "this model has no chat template: use /v1/completions", param="messages"
+            400,
+            "messages need a chat template, which this model has not: use /v1/completions",
+            param="messages",
         )
     _check_tools(template, tools)
     special = tokenizer.special_texts

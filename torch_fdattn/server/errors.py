@@ -98,8 +98,13 @@ def install(app: FastAPI) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first of pydantic's errors, by its field: an unknown field before all others."""
-    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    """One of pydantic's errors, by its field: an unknown field before others, then the first field.
+
+    Of a field of several types each has its error; the one that got the furthest says most.
+    """
+    unknown = [x for x in errors if x["type"] == "extra_forbidden"]
+    alike = [x for x in errors if x["loc"][:2] == errors[0]["loc"][:2]]
+    first = unknown[0] if unknown else max(alike, key=lambda x: len(x["loc"]))
     param = field_name(first["loc"])
     name = param or "the body"
     kind, given = first["type"], reprlib.repr(first.get("input"))
