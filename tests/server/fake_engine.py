@@ -38,6 +38,7 @@ class CharacterTokenizer(Tokenizer):
 class FakeLLM:
     def __init__(self, chat_template: str | None, max_model_len: int) -> None:
         self.tokenizer, self.max_model_len = CharacterTokenizer(chat_template), max_model_len
+        self.page_size = FakeEngine.PAGE_SIZE
 
 
 class FakeEngine:
@@ -52,10 +53,10 @@ class FakeEngine:
 
     def __init__(
         self, reply: Callable[[str], str] = lambda prompt: prompt[::-1], *, delay: float = 0.0,
-        chat_template: str | None = TEMPLATE, max_model_len: int = 4096,
+        chat_template: str | None = TEMPLATE, max_model_len: int = 4096, num_pages: int = 1 << 20,
     ) -> None:  # fmt: skip
         self.llm = FakeLLM(chat_template, max_model_len)
-        self.reply, self.delay = reply, delay
+        self.reply, self.delay, self.num_pages = reply, delay, num_pages
         self.pages: dict[str, int] = {}
         self.seen: list[tuple[list[int], SamplingParams]] = []
         self.num_generated = self.num_prompt = 0
@@ -134,7 +135,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         self._check_alive()
         return EngineStats(
-            len(self.pages), 0, sum(self.pages.values()), 4096, self.num_prompt, self.num_generated, 0, 0, 0
+            len(self.pages), 0, sum(self.pages.values()), self.num_pages, self.num_prompt, self.num_generated, 0, 0, 0
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -78,13 +78,13 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}"
             )
-        _expect_number("temperature", self.temperature, 0 <= _value(self.temperature), "at least 0")
+        _expect_number("temperature", self.temperature, _value(self.temperature) >= 0, "at least 0")
         _expect_int("top_k", self.top_k, 0)
         _expect_number("top_p", self.top_p, 0 < _value(self.top_p) <= 1, "above 0 and at most 1")
         _expect_number("min_p", self.min_p, 0 <= _value(self.min_p) <= 1, "from 0 to 1")
         _expect_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
         penalty = self.repetition_penalty
-        _expect_number("repetition_penalty", penalty, 0 < _value(penalty), "above 0")
+        _expect_number("repetition_penalty", penalty, _value(penalty) > 0, "above 0")
         for name in ("presence_penalty", "frequency_penalty"):
             _expect_number(name, value := getattr(self, name), abs(_value(value)) <= 2, "-2 to 2")
         _expect_tuple("stop", self.stop, str)

@@ -11,7 +11,7 @@ from torch_fdattn.server.answers import Frame, Outputs, Progress, check_stream_o
 from torch_fdattn.server.conversation import Conversation, read_conversation
 from torch_fdattn.server.logprobs import Place, chat_logprobs
 from torch_fdattn.server.reply_parser import Delta, ReplyParser
-from torch_fdattn.server.sampling import chat_params
+from torch_fdattn.server.sampling import CHAT_NAMES, chat_params
 from torch_fdattn.server.schemas import ChatRequest
 from torch_fdattn.server.service import Service
 
@@ -133,7 +133,7 @@ async def make_chat(request: ChatRequest, service: Service) -> Chat:
     top = params.logprobs
     choices = [Choice(i, _parser(conversation, is_plain), top) for i in range(params.n)]
     frame = Frame("chat.completion", request, service.options.model_name)
-    return Chat(service.generate([ids], [params], frame.id), frame, choices)
+    return Chat(service.generate([ids], [params], frame.id, CHAT_NAMES), frame, choices)
 
 
 def _parser(conversation: Conversation, is_plain: bool) -> ReplyParser:

@@ -90,7 +90,7 @@ async def make_completion(request: CompletionRequest, service: Service) -> Compl
         service.check_prompt(prompt, name)
     params = [completion_params(request, len(prompt), service.max_model_len) for prompt in ids]
     frame = Frame("text_completion", request, service.options.model_name)
-    outputs = service.generate(ids, params, frame.id)
+    outputs = service.generate(ids, params, frame.id, {})
     return Completion(outputs, frame, len(ids), params[0].n, request.logprobs)
 
 

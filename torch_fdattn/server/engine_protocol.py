@@ -11,10 +11,11 @@ from torch_fdattn.models import Tokenizer
 
 
 class Model(Protocol):
-    """The synchronous engine behind, of which the server reads two attributes."""
+    """The synchronous engine behind, of which the server reads these attributes."""
 
     tokenizer: Tokenizer
     max_model_len: int
+    page_size: int
 
 
 class AsyncEngine(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch_fdattn.engine.sampling_params import SamplingParams
@@ -15,6 +16,8 @@ _ALIKE = (
     "n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "ignore_eos", "grammar",
 )  # fmt: skip
+#: What the engine's arguments are called in a chat request.
+CHAT_NAMES = {"prompt": "messages", "json_schema": "response_format", "logprobs": "top_logprobs"}
 
 
 def chat_params(request: ChatRequest, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
@@ -27,7 +30,7 @@ def chat_params(request: ChatRequest, num_prompt_tokens: int, max_model_len: int
         raise APIError(400, "top_logprobs needs logprobs true", param="top_logprobs")
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(request, name)
-    names = {"max_tokens": name, "logprobs": "top_logprobs"}
+    names = {**CHAT_NAMES, "max_tokens": name}
     more = {
         "max_tokens": _max_tokens(name, limit, None, num_prompt_tokens, max_model_len),
         "json_schema": _json_schema(request),
@@ -60,13 +63,16 @@ def _params(request: SamplingFields, more: dict[str, Any], names: dict[str, str]
         raise field_error(error, names) from None
 
 
-def field_error(error: Exception, names: dict[str, str] | None = None) -> APIError:
-    """A refusal of the engine's, which begins with its argument's name, as one of the request's field."""
+def field_error(error: Exception, names: Mapping[str, str]) -> APIError:
+    """A refusal of the engine's, which begins with its argument's name, as one of the request's field.
+
+    names: from the engine's arguments to fields, where they differ.
+    """
     text = str(error)
     name = re.match(r"\w*", text)[0]
-    if name not in SamplingParams.__dataclass_fields__:
+    if name != "prompt" and name not in SamplingParams.__dataclass_fields__:
         return APIError(400, text)
-    param = ({"json_schema": "response_format"} | (names or {})).get(name, name)
+    param = names.get(name, name)
     return APIError(400, param + text.removeprefix(name), param=param)
 
 

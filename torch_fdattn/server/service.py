@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from torch_fdattn.engine.async_llm import EngineDead
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
@@ -30,7 +30,9 @@ class Service:
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
         self.tokenizer = engine.llm.tokenizer
-        self.max_model_len: int = engine.llm.max_model_len
+        # What the pages can hold; a sequence's last token is not stored.
+        capacity = engine.stats().pages_total * engine.llm.page_size + 1
+        self.max_model_len = min(engine.llm.max_model_len, capacity)
         self.metrics = Metrics(self.stats)
         self.is_draining = False
         self.on_dead: Callable[[], None] = lambda: None
@@ -72,9 +74,15 @@ class Service:
             )  # fmt: skip
 
     async def generate(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], request_id: str
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        request_id: str,
+        names: Mapping[str, str],
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, its cumulative output) as they come; closing it ends all of them.
+
+        names: of the request's fields, by the engine's arguments, where they differ.
 
         Raises:
             APIError: 400 for what the engine refuses, 429 where too much is in progress, 503 where the
@@ -108,7 +116,7 @@ class Service:
             self.on_dead()
             raise APIError(503, DEAD) from None
         except (ValueError, MissingExtra) as error:
-            raise (internal_error(error) if has_begun else field_error(error)) from None
+            raise (internal_error(error) if has_begun else field_error(error, names)) from None
         finally:
             self.num_sequences -= sequences
 
