@@ -38,7 +38,11 @@ def make_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     Examples:
         >>> from torch_fdattn.server import ServerOptions
         >>> from torch_fdattn.server.app import make_app
-        >>> app = make_app(async_llm, ServerOptions(model_name="smollm2"))  # doctest: +SKIP
+        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
+        >>> llm = torch_fdattn.engine.LLM(torch_fdattn.models.Transformer(config), pages=16)
+        >>> app = make_app(torch_fdattn.engine.AsyncLLM(llm), ServerOptions(model_name="tiny"))
+        >>> app.state.service.max_model_len
+        128
     """
     # The pages for its OpenAPI would load scripts from elsewhere.
     app = FastAPI(title="torch_fdattn", version=__version__, docs_url=None, redoc_url=None)

@@ -29,6 +29,7 @@ def run_workload(llm: SteppedLLM, workload: Workload, repeats: int = 2) -> list[
     warm = Workload(
         tuple(prompt[:50] for prompt in workload.prompts[:_WARM_REQUESTS]),
         (_WARM_TOKENS,) * min(_WARM_REQUESTS, len(workload.prompts)),
+        workload.num_ids,
     )
     _run_once(llm, warm)
     return [_run_once(llm, reordered(workload, i + 1)) for i in range(repeats)]

@@ -30,12 +30,15 @@ def run_against(
         rate: requests a second; None: all at the start.
         seed: of the arrivals.
     """
-    return asyncio.run(_run(url.rstrip("/") + "/v1/completions", workload, rate, api_key, seed))
+    return asyncio.run(
+        send_workload(url.rstrip("/") + "/v1/completions", workload, rate, api_key, seed)
+    )
 
 
-async def _run(
+async def send_workload(
     url: str, workload: Workload, rate: float | None, api_key: str | None, seed: int
 ) -> ServedRun:
+    """`run_against` in a running event loop; url: of the completions."""
     generator = random.Random(seed)
     tasks, timings = [], []
     failures: list[str] = []
