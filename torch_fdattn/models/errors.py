@@ -61,7 +61,7 @@ class MissingExtra(ImportError):
 
 
 def require(module: str, purpose: str, extra: str = "models") -> ModuleType:
-    """Import `module`, or say which extra of torch-fdattn installs it and what it is needed for."""
+    """Import `module`, or say that this extra of torch-fdattn installs it and what it is needed for."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
