@@ -65,19 +65,19 @@ def test_the_memorys_limit_by_hand() -> None:
     workload = Workload(((1, 2, 3), (4,)), (2, 4), 64)
     ceilings = Ceilings(bandwidth=1e6, matmul_rate=1e9)
     limit = memory_limit(
-        CONFIG, workload, dtype=torch.bfloat16, kv_dtype_bytes=1, max_num_seqs=2, ceilings=ceilings
+        CONFIG, workload, dtype=torch.bfloat16, kv_dtype="int8", max_num_seqs=2, ceilings=ceilings
     )
     # One token after 3 + 1 stored, three after 1 + 1 to 1 + 3.
     assert (limit.steps, limit.cached_tokens_read) == (4, 4 + (2 + 3 + 4))
-    assert limit.cached_token_bytes == 2 * 2 * 2 * 16
+    assert limit.cached_token_bytes == 2 * 2 * 2 * (16 + 4)
     # q, k, v, out; gate, up, down; two norms of the layer, two of the heads; the last norm; the output matrix.
     layer = 32 * 16 * (4 + 2 + 2 + 4) + 3 * 32 * 48 + 2 * 32 + 2 * 16
     weights = 2 * layer + 32 + 64 * 32
     assert limit.weight_bytes == 2 * weights
     assert limit.prefill_flops == 2 * 4 * weights
-    assert limit.seconds == pytest.approx((4 * 2 * weights + 13 * 128) / 1e6 + 8 * weights / 1e9)
+    assert limit.seconds == pytest.approx((4 * 2 * weights + 13 * 160) / 1e6 + 8 * weights / 1e9)
     one_row = memory_limit(
-        CONFIG, workload, dtype=torch.bfloat16, kv_dtype_bytes=1, max_num_seqs=1, ceilings=ceilings
+        CONFIG, workload, dtype=torch.bfloat16, kv_dtype="int8", max_num_seqs=1, ceilings=ceilings
     )
     assert one_row.steps == 6
     assert "measured: a copy's bandwidth" in limit.lines()[-1]

@@ -24,8 +24,6 @@ from torch_fdattn.server.bench.peers.checkpoint import save_checkpoint
 from torch_fdattn.server.bench.report import figure_lines, write_record
 from torch_fdattn.server.bench.workload import Workload, make_workload
 
-_STORED_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-
 
 def run_served(
     url: str, num_requests: int, lengths: tuple[int, int], rate: float | None, api_key: str | None, out: Path | None,
@@ -64,7 +62,7 @@ def run_here(
     weights_dtype = getattr(torch, kind)
     limit = memory_limit(
         config, workload, dtype=weights_dtype,
-        kv_dtype_bytes=_STORED_BYTES.get(options.kv_dtype.value, weights_dtype.itemsize),
+        kv_dtype=options.stored,
         max_num_seqs=options.max_num_seqs, ceilings=measure_ceilings(world.device, weights_dtype),
     )  # fmt: skip
     _print(

@@ -25,6 +25,11 @@ class EngineOptions:
     kv_dtype: KVDType
     enable_prefix_caching: bool
 
+    @property
+    def stored(self) -> str | None:
+        """The engine's kv_dtype."""
+        return None if self.kv_dtype is KVDType.auto else self.kv_dtype.value
+
     def make(self, model: Transformer, tokenizer: Tokenizer | None):  # -> LLM
         """The engine; what it refuses is a UsageError that begins with the option."""
         from torch_fdattn.engine import LLM
@@ -33,7 +38,7 @@ class EngineOptions:
             return LLM(
                 model, tokenizer, max_num_seqs=self.max_num_seqs, max_batch_tokens=self.max_batch_tokens,
                 max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
-                kv_dtype=None if self.kv_dtype is KVDType.auto else self.kv_dtype.value,
+                kv_dtype=self.stored,
                 enable_prefix_caching=self.enable_prefix_caching,
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:

@@ -21,6 +21,7 @@ from torch_fdattn.models import ModelConfig
 from torch_fdattn.server.bench.workload import Workload
 
 _REPEATS = 5
+_SCALE_BYTES = 4  # of a token's K or V in one head, where elements take a byte
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,21 @@ class MemoryLimit:
 
 
 def memory_limit(
-    config: ModelConfig, workload: Workload, *, dtype: torch.dtype, kv_dtype_bytes: int,
+    config: ModelConfig, workload: Workload, *, dtype: torch.dtype, kv_dtype: str | None,
     max_num_seqs: int, ceilings: Ceilings,
 ) -> MemoryLimit:  # fmt: skip
     """The limit of a workload on a model of this shape.
 
-    dtype: of the weights. kv_dtype_bytes: of a stored element of K or V.
+    dtype: of the weights. kv_dtype: as `engine.LLM` has it.
     """
     weights, embeddings = _num_weights(config)
     # A step looks up rows of the embeddings; it reads all of them where they are the output matrix too.
     read = weights if config.tie_embeddings else weights - embeddings
     lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.new_tokens, strict=True)]
-    layer_token_bytes = 2 * config.num_kv_heads * config.head_dim * kv_dtype_bytes
+    head_bytes = config.head_dim * dtype.itemsize
+    if kv_dtype is not None:
+        head_bytes = config.head_dim + _SCALE_BYTES
+    layer_token_bytes = 2 * config.num_kv_heads * head_bytes
     windows = [_window(config, layer) for layer in range(config.num_layers)]
     # Reads of one layer's tokens, over all layers, in units of a token of all layers.
     read_tokens = {window: sum(_tokens_read(p, n, window) for p, n in lengths) for window in set(windows)}  # fmt: skip
