@@ -16,8 +16,8 @@ from tests.server.running import served
     ("message", "arguments"),
     [
         ("no such file or folder", ["serve", "--model", "no such model"]),
-        ("--model-name must not be empty", ["serve", "--model", ""]),
-        ("--api-key must be printable ASCII", ["serve", "--model", "x", "--api-key", "é"]),
+        ("--model-name must not be empty", ["serve", "--model", ".", "--model-name", ""]),
+        ("--api-key must be printable ASCII", ["serve", "--model", ".", "--api-key", "é"]),
         ("--device", ["serve", "--model", "x", "--device", "tpu"]),
         ("--rate needs --url", ["bench", "serve", "--rate", "3"]),
         ("--peer is for", ["bench", "serve", "--url", "http://x", "--peer", "nano-vllm"]),

@@ -215,7 +215,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
     api_key: ApiKey = None,
     model_name: Annotated[
-        str | None, typer.Option(help="What requests call the model; default what --model says.")
+        str | None, typer.Option(help="What requests call the model; default as --model.")
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
@@ -244,7 +244,7 @@ def serve(
         max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching
     )
     server = {
-        "model_name": model_name or model, "host": host, "port": port, "api_key": api_key,
+        "model_name": model_name, "host": host, "port": port, "api_key": api_key,
         "max_sequences": max_sequences, "max_prompt_tokens": max_prompt_tokens,
         "max_body_bytes": max_body_bytes, "grace_seconds": grace_seconds,
     }  # fmt: skip

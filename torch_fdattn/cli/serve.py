@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.cli.setup import DType, KVDType, load
@@ -46,7 +48,11 @@ class EngineOptions:
 
 
 def run(
-    world: World, model: str, dtype: DType, engine_options: EngineOptions, server_options: dict
+    world: World,
+    model: str,
+    dtype: DType,
+    engine_options: EngineOptions,
+    server_options: dict[str, Any],
 ) -> int:
     """Everything behind the options; the process's exit code."""
     for module in ("fastapi", "uvicorn", "prometheus_client"):
@@ -55,11 +61,15 @@ def run(
 
     if world.size > 1:
         raise UsageError("fdattn serve runs on one process: start it without torchrun")
+    path = resolve(model)
+    if server_options["model_name"] is None:  # of a file or folder the last part of its path
+        is_local = Path(model).exists()
+        name = (path.stem if path.is_file() else path.resolve().name) if is_local else model
+        server_options = server_options | {"model_name": name}
     try:
         options = ServerOptions(**server_options)
     except ValueError as error:
         raise UsageError(_as_option(error)) from None
-    path = resolve(model)
     tokenizer = load_tokenizer(path)
     network = load(path, dtype, world)
     llm = engine_options.make(network, tokenizer)

@@ -75,7 +75,7 @@ def internal_error(error: BaseException) -> APIError:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of the application in this form."""
+    """What a client causes, in this form; what nobody expected is the guard's (guard.py)."""
 
     @app.exception_handler(APIError)
     async def of_ours(request: Request, error: APIError) -> JSONResponse:
@@ -91,10 +91,6 @@ def install(app: FastAPI) -> None:
         if error.status_code == 400:
             message = "the body must be JSON that can be read"
         return APIError(error.status_code, message, headers=error.headers).response()
-
-    @app.exception_handler(Exception)
-    async def of_anything(request: Request, error: Exception) -> JSONResponse:
-        return internal_error(error).response()
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:

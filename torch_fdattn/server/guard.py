@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torch_fdattn.server.errors import APIError
+from torch_fdattn.server.errors import APIError, internal_error
 from torch_fdattn.server.service import Service
 
 #: What needs no key: the page, which asks for it, and whether the server is well.
@@ -20,7 +20,7 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNOR
 
 
 class Guard:
-    """The key, the origin and the size of each request; the status of each answer for the metrics.
+    """The key, the origin and the size of each request; a 500 for what fails; each answer's status for the metrics.
 
     A page of another origin must not use a server on its reader's machine: a browser's `Origin` must be
     the server's own, and a server on a loopback address answers to loopback names alone (DNS rebinding).
@@ -34,8 +34,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        has_begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 # Of routes alone: anybody can think of new paths.
                 path = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(path, message["status"]).inc()
@@ -49,8 +53,14 @@ class Guard:
         except APIError as error:
             await error.response()(scope, receive, counted)
             return
-        if body is not None:
+        if body is None:
+            return
+        try:
             await self._app(scope, _replayed(body, receive), counted)
+        except Exception as error:
+            if has_begun:
+                raise
+            await internal_error(error).response()(scope, receive, counted)
 
     def _check_origin(self, headers: Headers) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
