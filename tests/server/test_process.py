@@ -83,7 +83,10 @@ def test_a_signal_does_not_wait_for_ever() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("more", [(), ("hangs",)], ids=["ends", "hangs"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), id="ends"), pytest.param(("hangs",), id="hangs", marks=pytest.mark.slow)],
+)
 def test_a_dead_engine_ends_the_process(more: tuple[str, ...]) -> None:
     async def test() -> None:
         with process(0.05, 20, *more) as (server, url):

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from torch_fdattn.server.errors import APIError, internal_error
 
 T = TypeVar("T")
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _CLIENT_GONE = 499  # nginx's number for it: nobody reads it but the metrics
 
 
@@ -84,8 +85,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+    return f"data: {_JSON.encode(chunk)}\n\n".encode("utf-8", "replace")
 
 
 class EventStream(Response):

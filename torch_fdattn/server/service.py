@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 
 from torch_fdattn.engine.async_llm import EngineDead
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
@@ -142,6 +143,11 @@ class Service:
 
 async def _merged(sources: list[AsyncIterator]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """What several iterators give, as it comes; all are closed at the end, and at the first error."""
+    if len(sources) == 1:  # the rule: without a task for each output
+        async with aclosing(sources[0]) as source:
+            async for output in source:
+                yield 0, output
+        return
     tasks = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
     try:
         while tasks:
