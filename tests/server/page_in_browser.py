@@ -114,7 +114,7 @@ def test_the_picture_follows_the_engine() -> None:
             await expect(page.locator("#ttft .value")).to_have_text(re.compile(r"\d+ms"))
             label = await page.locator("#rate svg").get_attribute("aria-label")
             assert re.fullmatch(r"Tokens: \d+tokens/s", label)
-            assert "L" in await page.locator("#rate .line").get_attribute("d")
+            await expect(page.locator("#rate .line")).to_have_attribute("d", re.compile("L"))
 
     run(test)
 

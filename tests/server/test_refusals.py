@@ -221,6 +221,8 @@ def test_what_the_engine_refuses(stream: bool) -> None:
     refused(CHAT, chat(stream=stream, response_format=form), 400, "response_format", engine)
     engine.raises = MissingExtra("grammar needs the package llguidance")
     refused(CHAT, chat(stream=stream, grammar="x"), 400, "grammar", engine)
+    engine.raises = NotImplementedError("json_schema and grammar need another tokenizer")
+    refused(CHAT, chat(stream=stream, response_format=form), 400, "response_format", engine)
     engine.raises = KeyError("a fault of ours")  # its text is for the log alone
     assert "ours" not in refused(CHAT, chat(stream=stream), 500, None, engine)["message"]
 

@@ -116,7 +116,7 @@ class Service:
         except EngineDead:
             self.on_dead()
             raise APIError(503, DEAD) from None
-        except (ValueError, MissingExtra) as error:
+        except (ValueError, NotImplementedError, MissingExtra) as error:
             raise (internal_error(error) if has_begun else field_error(error, names)) from None
         finally:
             self.num_sequences -= sequences
