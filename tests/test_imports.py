@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
 # Each package may import itself and what stands to its right.
 ORDER = (
-    "cli", "tune", "engine", "models", "compile_backend", "dropins", "dist", "decode_plan", "functional", "ops", "launch",
+    "cli", "server", "tune", "engine", "models", "compile_backend", "dropins", "dist", "decode_plan", "functional", "ops", "launch",
     "tables", "checks", "environment",
 )  # fmt: skip
 

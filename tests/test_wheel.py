@@ -77,7 +77,7 @@ def test_a_wheel_has_no_tests_and_all_package_data(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {
         path.relative_to(ROOT).as_posix()
-        for pattern in ("*.py", "*.json", "py.typed")
+        for pattern in ("*.py", "*.json", "*.html", "py.typed")
         for path in (ROOT / "torch_fdattn").rglob(pattern)
     }
     assert names == sources

@@ -28,7 +28,10 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "explain", "tune", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "generate", "chat", "serve", "bench", "bench serve", "explain", "tune", "doctor"],
+)
 def test_h_is_help(command):
     words = command.split()
     short, long = invoke(*words, "-h"), invoke(*words, "--help")

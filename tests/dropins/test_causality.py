@@ -79,7 +79,9 @@ def test_a_decoder_that_is_told_to_see_everything(compiled):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif("Gemma4ForCausalLM" not in HERE, reason="needs a transformers with Gemma 4")
+@pytest.mark.skipif(
+    not hasattr(transformers, "Gemma4ForCausalLM"), reason="needs a transformers with Gemma 4"
+)
 @pytest.mark.parametrize("kept", [1, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])

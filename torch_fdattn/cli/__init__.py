@@ -1,4 +1,4 @@
-"""The command line: `fdattn generate`, `chat`, `explain`, `tune` and `doctor`.
+"""The command line: `fdattn generate`, `chat`, `serve`, `bench`, `explain`, `tune` and `doctor`.
 
 `generate` and `chat` run on one process, or on every rank of torchrun: with the KV cache sharded over
 them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
@@ -10,15 +10,37 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.models import OptionInfo
 
 from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError, one_line_errors
+from torch_fdattn.cli.options import (
+    ApiKey,
+    Device,
+    DTypeOption,
+    KVBlock,
+    KVCacheOption,
+    KVDTypeOption,
+    MaxBatchTokens,
+    MaxModelLen,
+    MaxNewTokens,
+    MaxNumSeqs,
+    Model,
+    Pages,
+    PageSize,
+    PositionsOfPage,
+    PrefillChunk,
+    PrefixCaching,
+    Seed,
+    StrategyOption,
+    Temperature,
+    TensorParallel,
+    TopP,
+    TPStrategyOption,
+)  # fmt: skip
 from torch_fdattn.cli.setup import (
     CacheKind,
     CacheOptions,
@@ -37,53 +59,17 @@ from torch_fdattn.engine import Chat, PromptError, Stats
 from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.version import __version__
 
+_HELP = {"help_option_names": ["-h", "--help"]}  # of the commands too
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},  # of the commands too
+    context_settings=_HELP,
 )
+bench = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Benchmarks of the engine.")
+app.add_typer(bench, name="bench")
 _COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)  # what a model is not asked
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
-
-
-def _one_of(kind: type[StrEnum], what: str) -> OptionInfo:
-    """An option with names to choose from, in its help: as the option's type a table breaks them in mid-word."""
-    return typer.Option(metavar="<name>", help=f"{what} One of {', '.join(kind)}.")
-
-
-Model = Annotated[
-    str, typer.Option(help="Folder with safetensors, .gguf file, hub id, or smollm2.")
-]
-MaxNewTokens = Annotated[int, typer.Option(min=1)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
-TopP = Annotated[float, typer.Option(max=1.0, help="Draw from this share of the mass.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
-DTypeOption = Annotated[DType, _one_of(DType, "auto: the checkpoint's.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
-KVBlock = Annotated[
-    int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
-]
-KVCacheOption = Annotated[
-    CacheKind, _one_of(CacheKind, "One run of memory, or pages as they fill.")
-]
-PageSize = Annotated[
-    int | None, typer.Option(min=1, max=2**30, help="Positions of a page; default 16.")
-]
-KVDTypeOption = Annotated[
-    KVDType, _one_of(KVDType, "How K and V are stored; auto: in the model's dtype.")
-]
-StrategyOption = Annotated[
-    KVStrategy, _one_of(KVStrategy, "How ranks that share the cache merge their results.")
-]
-PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, help="Ranks that split the model; the others split the cache.")
-]
-TPStrategyOption = Annotated[
-    TPStrategy,
-    _one_of(TPStrategy, "Activations replicated, or sharded along tokens; auto: as measured."),
-]
 
 
 def _version(requested: bool) -> None:
@@ -220,6 +206,107 @@ def chat(
                         write("\n", world)
                     except PromptError as error:  # too long a line: the next may be shorter
                         note(str(error), world)
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="An address of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    api_key: ApiKey = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default as --model.")
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_batch_tokens: MaxBatchTokens = 2048,
+    max_model_len: MaxModelLen = None,
+    pages: Pages = None,
+    page_size: PositionsOfPage = 16,
+    kv_dtype: KVDTypeOption = KVDType.auto,
+    prefix_caching: PrefixCaching = True,
+    max_sequences: Annotated[
+        int, typer.Option(min=1, help="Answers in progress; 429 beyond.")
+    ] = 256,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of one prompt; 400 beyond.")
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="413 beyond.")] = 4 << 20,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0.1, help="For answers in progress at the end.")
+    ] = 30.0,
+) -> None:
+    """Serve a model by OpenAI's HTTP API, and a page to talk with it."""
+    from torch_fdattn.cli.serve import EngineOptions, run
+
+    engine = EngineOptions(
+        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching
+    )
+    server = {
+        "model_name": model_name, "host": host, "port": port, "api_key": api_key,
+        "max_sequences": max_sequences, "max_prompt_tokens": max_prompt_tokens,
+        "max_body_bytes": max_body_bytes, "grace_seconds": grace_seconds,
+    }  # fmt: skip
+    with one_line_errors(), join(device) as world:
+        code = run(world, model, dtype, engine, server)
+    raise typer.Exit(code)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[
+        str | None, typer.Option(help="A running server's, as http://127.0.0.1:8000.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-3, help="Requests a second (Poisson) with --url.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Without --url: a published model's.")] = "Qwen3-0.6B",
+    requests: Annotated[int, typer.Option(min=1)] = 256,
+    shortest: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, and an answer.")] = 100,
+    longest: Annotated[int, typer.Option(min=1, help="Drawn uniformly up to this.")] = 1024,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another engine at the same: nano-vllm, transformers.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="The best run is shown.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    api_key: ApiKey = None,
+    dtype: DTypeOption = DType.auto,
+    device: Device = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_batch_tokens: MaxBatchTokens = 2048,
+    max_model_len: MaxModelLen = None,
+    pages: Pages = None,
+    page_size: PositionsOfPage = 16,
+    kv_dtype: KVDTypeOption = KVDType.auto,
+    prefix_caching: PrefixCaching = True,
+) -> None:
+    """Measure serving: the engine in this process on random weights, or a server at --url."""
+    from torch_fdattn.cli.bench import run_here, run_served
+    from torch_fdattn.cli.serve import EngineOptions
+
+    lengths = shortest, longest
+    with one_line_errors():
+        if url is not None:
+            if peer:
+                raise UsageError("--peer is for the engine in this process: leave --url out")
+            raise typer.Exit(run_served(url, requests, lengths, rate, api_key, out))
+        if rate is not None:
+            raise UsageError("--rate needs --url: in this process all requests come at the start")
+        engine = EngineOptions(
+            max_num_seqs,
+            max_batch_tokens,
+            max_model_len,
+            pages,
+            page_size,
+            kv_dtype,
+            prefix_caching,
+        )
+        with join(device) as world:
+            code = run_here(
+                world, shape, dtype, requests, lengths, engine, peer or [], repeats, out
+            )
+    raise typer.Exit(code)
 
 
 @app.command()

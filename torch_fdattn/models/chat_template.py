@@ -16,11 +16,14 @@ from torch_fdattn.models.errors import ModelError, require
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]
-) -> str:
+    template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """The conversation as text, up to where the assistant's next answer begins.
 
     special_tokens: bos_token, eos_token …, variables of the template.
+    tools: functions that the model may call, each as OpenAI's API describes one.
+    variables: more of the template's own, as enable_thinking.
     """
     if not messages:
         raise ModelError("messages must hold at least one message, got none")
@@ -37,10 +40,11 @@ def render(
     try:
         return _compiled(template).render(
             messages=given,
-            tools=None,  # `is not none` and `is defined` are both asked of these
+            tools=tools,  # `is not none` and `is defined` are both asked of these
             documents=None,
             add_generation_prompt=True,
             **special_tokens,
+            **(variables or {}),
         )
     except ImportError:
         raise

@@ -42,12 +42,22 @@ class Tokenizer(ABC):
     def id_of(self, token: str) -> int | None:
         """The id of one token by its text, a special token above all."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's next answer begins."""
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
+        """The conversation as the chat template writes it; its special tokens are part of the text.
+
+        tools: functions that the model may call, as OpenAI's API describes them.
+        variables: more of the template's own, as `enable_thinking=False`.
+        """
         if self.chat_template is None:
             raise ModelError("this model has no chat template: give a plain prompt instead")
-        text = render(self.chat_template, messages, self.special_texts)
-        return self.encode(text, add_special_tokens=False)
+        return render(self.chat_template, messages, self.special_texts, tools, variables)
 
     def stream(self, prompt: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for the ids that follow `prompt`."""

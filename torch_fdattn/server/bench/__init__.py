@@ -1,0 +1,1 @@
+"""`fdattn bench serve`: the engine in this process, or a running server under Poisson arrivals."""

@@ -1,0 +1,119 @@
+"""Running the application: uvicorn, an end that is asked for, an end because the engine has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from torch_fdattn.server.app import make_app
+from torch_fdattn.server.engine_protocol import AsyncEngine
+from torch_fdattn.server.options import ServerOptions
+from torch_fdattn.server.service import Service
+
+#: Of a dead engine: how long answers may take to end, and the process.
+_ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 9.0
+_POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
+
+
+class AddressError(OSError):
+    """The server cannot listen where it was told to."""
+
+
+def serve(
+    make_engine: Callable[[], AsyncEngine], options: ServerOptions, announce: Callable[[str], None]
+) -> int:
+    """Serves until SIGINT or SIGTERM, or until the engine fails; the process's exit code.
+
+    The first signal ends it gracefully: no new requests, and `options.grace_seconds` for those in
+    progress. The second ends it at once. Where the engine has failed the process is gone within 10 s
+    with exit code 1, whatever its threads wait for.
+
+    Args:
+        make_engine: called in the event loop, once the address is the server's.
+        announce: called with the server's URL when it listens.
+
+    Raises:
+        AddressError: the address is taken, or not this machine's.
+    """
+    with _listen(options) as listener:
+        return asyncio.run(_serve(make_engine, options, announce, listener))
+
+
+async def _serve(
+    make_engine: Callable[[], AsyncEngine], options: ServerOptions, announce: Callable[[str], None],
+    listener: socket.socket,
+) -> int:  # fmt: skip
+    engine = make_engine()
+    app = make_app(engine, options)
+    service: Service = app.state.service
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, lifespan="off",
+        timeout_graceful_shutdown=max(1, round(options.grace_seconds)),
+    )  # fmt: skip
+    server = _Server(config)
+    has_failed = False
+
+    def end() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = service.is_draining = True
+
+    def fail() -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        has_failed = True
+        server.config.timeout_graceful_shutdown = round(_ANSWERS_SECONDS)
+        server.should_exit = service.is_draining = True
+        # A thread that waits for a device does not end by itself.
+        timer = threading.Timer(_PROCESS_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    service.on_dead = fail
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    address = listener.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    announce(f"http://{host}:{address[1]}")
+    watch = asyncio.ensure_future(_watch(service))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        with contextlib.suppress(Exception if has_failed else ()):
+            await engine.close()
+    return int(has_failed)
+
+
+async def _watch(service: Service) -> None:
+    """Sees an engine that fails while no request is in progress."""
+    while service.stats() is not None:
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve`: uvicorn raises them once more at the end, and the exit code is a signal's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        raise AddressError(
+            f"cannot listen on {options.host} port {options.port} ({error.strerror}): choose another --port or --host"
+        ) from None
