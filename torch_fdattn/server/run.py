@@ -19,6 +19,9 @@ from torch_fdattn.server.service import Service
 
 #: Of a dead engine: how long answers may take to end, and the process.
 _ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 9.0
+#: Of a connection. Longer than clients keep theirs (httpx, and OpenAI's client by it, 5 s): where both end it at the
+#: same time, a request on its way is lost.
+_IDLE_SECONDS = 75
 _POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
 
 
@@ -55,7 +58,7 @@ async def _serve(
     service: Service = app.state.service
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, lifespan="off",
-        timeout_graceful_shutdown=max(1, round(options.grace_seconds)),
+        timeout_graceful_shutdown=max(1, round(options.grace_seconds)), timeout_keep_alive=_IDLE_SECONDS,
     )  # fmt: skip
     server = _Server(config)
     has_failed = False
