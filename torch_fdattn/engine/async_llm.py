@@ -36,6 +36,9 @@ class AsyncLLM:
     Args:
         llm: nobody else uses it from here on.
 
+    Attributes:
+        llm: the engine behind: its tokenizer, max_model_len and page_size are there to be read.
+
     Examples:
         >>> import asyncio
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -52,7 +55,7 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self._error = llm, None
+        self.llm, self._error = llm, None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}  # of the thread alone
         self._ended = False
@@ -101,7 +104,7 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done so far."""
-        return self._llm.stats()
+        return self.llm.stats()
 
     async def close(self) -> None:
         """Ends the thread after its current step; pending iterators get `EngineDead`."""
@@ -126,10 +129,10 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            if (device := self._llm.device).type == "cuda":
+            if (device := self.llm.device).type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
             while self._obey():
-                for output in self._llm.step():
+                for output in self.llm.step():
                     self._deliver(output.request_id, output)
         except Exception as error:
             self._error = error
@@ -142,11 +145,11 @@ class AsyncLLM:
             if (command := self._commands.get()) is not None:
                 command()
         for request_id in pending:
-            self._llm.abort(request_id)
+            self.llm.abort(request_id)
 
     def _obey(self) -> bool:
         """Runs the commands that there are, and waits for one while there is no other work; False: it is to end."""
-        while not (self._commands.empty() and self._llm.has_unfinished):
+        while not (self._commands.empty() and self.llm.has_unfinished):
             if (command := self._commands.get()) is None:
                 return False
             command()
@@ -159,7 +162,7 @@ class AsyncLLM:
             mailbox.put(self._dead())
             return
         try:
-            self._llm.add_request(request_id, prompt, params)
+            self.llm.add_request(request_id, prompt, params)
         except Exception as error:  # the caller's: the engine goes on
             mailbox.put(error)
         else:
@@ -169,7 +172,7 @@ class AsyncLLM:
         """mailbox: None, or of the request that is meant: a later one may have its id."""
         if mailbox is not None and self._mailboxes.get(request_id) is not mailbox:
             return
-        if (output := self._llm.abort(request_id)) is not None:
+        if (output := self.llm.abort(request_id)) is not None:
             self._deliver(request_id, output)
 
     def _deliver(self, request_id: str, result: RequestOutput | EngineDead) -> None:
