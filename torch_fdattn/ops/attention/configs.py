@@ -176,9 +176,11 @@ def mask_gradient_config(
 
 
 def _largest_dims_tile(dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
-    """Head dims above 256, padded to 512: what fits into registers and, in fp32 or on AMD, 64 KiB. Not measured."""
+    """Head dims above 256, padded to 512: what fits into registers and, in fp32 or on AMD, 64 KiB. Measured on sm_90 alone."""
     if dtype == torch.float32 or capability[0] < 8:
         return TileConfig(16, 16, 8, 1)
+    if capability[0] == 9:
+        return TileConfig(64, 32, 8, 2)  # swept on one H200 (docs/notes/attention.md)
     return TileConfig(32, 32, 8, 1)
 
 
