@@ -46,6 +46,7 @@ def test_the_name_works_from_a_checkout_without_metadata(late):
     assert done.stdout == f"1 ['{target}'] {torch_fdattn.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_name_is_found_once_where_there_is_metadata_too(tmp_path):
     info = tmp_path / "torch_fdattn-9.dist-info"
     info.mkdir()

@@ -106,7 +106,7 @@ def test_follows_the_model_on_one_process(group, rank_device, kind, window, layo
     ("kind", "window"),
     [
         pytest.param("Llama", None, marks=pytest.mark.slow),
-        ("Mistral", 12),
+        pytest.param("Mistral", 12, marks=pytest.mark.slow),
         ("Gemma2", 5),  # softcap
         pytest.param("Gemma3", 5, marks=pytest.mark.slow),
     ],
@@ -119,7 +119,7 @@ def test_eager_follows_the_model_on_one_process(group, rank_device, kind, window
 
 
 @by_position
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_activation_checkpointing(group, rank_device, implementation) -> None:
     """Layers are given the mask that the model has made."""
     model = made("Mistral", rank_device, sliding_window=5, attn_implementation=implementation).train()  # fmt: skip
@@ -140,7 +140,9 @@ def test_through_inductor(group, rank_device) -> None:
 
 
 @by_position
-@pytest.mark.parametrize("wrong", ["counted from 0", "packed", "of one rank"])
+@pytest.mark.parametrize(
+    "wrong", ["counted from 0", pytest.param("packed", marks=pytest.mark.slow), "of one rank"]
+)
 def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_device, wrong) -> None:  # fmt: skip
     """At each call, and the right ones are taken before and after them."""
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -39,7 +39,7 @@ def one_rank(rank: int, folder: Path, size: int, strategy: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "ag_rs"])
+@pytest.mark.parametrize("strategy", ["all_reduce", pytest.param("ag_rs", marks=pytest.mark.slow)])
 def test_ranks_have_the_tokens_of_one_process(strategy, tmp_path):
     call_on_ranks(one_rank, (tmp_path, 2, strategy), 2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

@@ -67,6 +67,7 @@ def test_a_signal_lets_answers_end() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_wait_for_ever() -> None:
     async def test() -> None:
         with process(1.0, 1) as (server, url):
@@ -107,6 +108,7 @@ def test_a_dead_engine_ends_the_process(more: tuple[str, ...]) -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_ends_an_idle_process() -> None:
     with process(0.05, 20) as (server, _):
         server.send_signal(signal.SIGUSR1)
