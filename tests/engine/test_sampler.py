@@ -11,7 +11,7 @@ from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.engine.random_numbers import hash64, seed_of_completion, uniform
 from torch_fdattn.engine.requests import Request, Sequence
-from torch_fdattn.engine.sampler import Constraints, SampleNeeds, keep_top, penalise, sample
+from torch_fdattn.engine.sampler import Constraints, SampleNeeds, draw, keep_top, penalise, sample
 from torch_fdattn.engine.sampling import NO_TOKEN
 from torch_fdattn.engine.scheduler import ScheduledStep
 from torch_fdattn.engine.sequence_rows import SequenceRows
@@ -95,6 +95,22 @@ def test_keep_top_by_row(device):
         kept = found.isfinite().nonzero()[:, 0].tolist()
         assert set(kept) == kept_by_definition(row.tolist(), params)
         assert torch.equal(found[kept], row[kept])
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 1000])
+def test_a_draw_is_the_inverse_of_the_distribution_function(device, vocab):
+    torch.manual_seed(3)
+    scaled = torch.randn(400, vocab, device=device) * 4
+    scaled[::2] = scaled[::2].masked_fill(torch.rand(200, vocab, device=device) < 0.7, -torch.inf)
+    scaled[:, vocab // 2] = 0
+    numbers = torch.rand(400, dtype=torch.float64, device=device)
+    numbers[:4] = torch.tensor([0.0, 0.0, 1 - 2.0**-53, 1 - 2.0**-53], device=device)
+    tokens = draw(scaled, numbers)[:, None]
+    weights = scaled.double().softmax(-1)
+    assert (weights.gather(1, tokens) > 0).all()
+    ends = weights.cumsum(-1).gather(1, tokens)[:, 0]
+    assert (numbers < ends + 1e-6).all()
+    assert (numbers > ends - weights.gather(1, tokens)[:, 0] - 1e-6).all()
 
 
 def test_penalties_follow_the_definition(device):

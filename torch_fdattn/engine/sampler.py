@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.engine.random_numbers import uniform
@@ -19,6 +20,7 @@ from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.sequence_rows import SequenceRows
 
 HIDDEN = float("-inf")
+_BLOCK = 128  # tokens that `draw` sums first
 
 
 class SampleNeeds(NamedTuple):
@@ -130,9 +132,27 @@ def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(scaled: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens (n,) of softmax(scaled (n, vocab)) by the inverse of its distribution function at numbers (n,), float64."""
-    sums = torch.softmax(scaled, -1, dtype=torch.float64).cumsum(-1)
-    total = sums[:, -1]
-    number = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
-    # The first token whose sum is above the number: its own weight is above 0, however sums are rounded.
-    return torch.searchsorted(sums, number[:, None], right=True)[:, 0]
+    """Tokens (n,) of softmax(scaled (n, vocab)) by the inverse of its distribution function at numbers (n,), float64.
+
+    In two steps, blocks of tokens and the tokens of one: a running sum over the vocabulary is a few long rows, which a GPU
+    takes milliseconds for.
+    """
+    weights = torch.softmax(scaled, -1)
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    block, number = _first_above(sums, numbers * sums.sum(-1))
+    of_block = blocks.gather(1, block[:, None, None].expand(-1, 1, _BLOCK))[:, 0]
+    token, _ = _first_above(of_block.double(), number)
+    return block * _BLOCK + token
+
+
+def _first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of weights (n, m), float64, the first entry up to which the sum is above its number (n,), and what the number
+    is above the sum of the entries before."""
+    ends = weights.cumsum(-1)
+    total = ends[:, -1]
+    # Below the sum, so that the entry's own weight is above 0, however sums are rounded.
+    numbers = torch.minimum(numbers, total.nextafter(torch.zeros_like(total)))
+    entry = torch.searchsorted(ends, numbers[:, None], right=True)
+    begin = F.pad(ends, (1, 0)).gather(1, entry)
+    return entry[:, 0], numbers - begin[:, 0]
