@@ -267,7 +267,9 @@ def test_in_checkpoints(group, rank_device, run) -> None:
     rank = dist.get_rank()
     torch.testing.assert_close(found, shards.shard(expected, rank, 2))
     grads = [torch.autograd.grad((x * y).sum(), z)[0] for x, y, z in ((expected, whole[1], whole[0]), (found, own[1], own[0]))]  # fmt: skip
-    torch.testing.assert_close(grads[1], shards.shard(grads[0], rank, 2))
+    # Of the largest gradient, through two attentions: sums over ranks are in another order.
+    atol = 1e-5 * float(grads[0].abs().max())
+    torch.testing.assert_close(grads[1], shards.shard(grads[0], rank, 2), rtol=0, atol=atol)
 
 
 def written_outside(q, k, v, positions, others):
