@@ -56,6 +56,7 @@ from torch_fdattn.cli.setup import (
 from torch_fdattn.cli.terminal import any_text, greet, lines, note, report, write, write_tokens
 from torch_fdattn.cli.world import join
 from torch_fdattn.engine import Chat, PromptError, Stats
+from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS
 from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.version import __version__
 
@@ -220,7 +221,7 @@ def serve(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     max_num_seqs: MaxNumSeqs = 256,
-    max_batch_tokens: MaxBatchTokens = 2048,
+    max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
     max_model_len: MaxModelLen = None,
     pages: Pages = None,
     page_size: PositionsOfPage = 16,
@@ -274,7 +275,7 @@ def bench_serve(
     dtype: DTypeOption = DType.auto,
     device: Device = None,
     max_num_seqs: MaxNumSeqs = 256,
-    max_batch_tokens: MaxBatchTokens = 2048,
+    max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
     max_model_len: MaxModelLen = None,
     pages: Pages = None,
     page_size: PositionsOfPage = 16,

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.detokenizer import TextStream
-from torch_fdattn.engine.llm_setup import chunk_size_of, make_runner
+from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS, chunk_size_of, make_runner
 from torch_fdattn.engine.logprobs import to_dicts
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.page_pool import PagePool
@@ -81,7 +81,7 @@ class LLM:
 
     def __init__(
         self, model: Transformer | InferenceTransformer, tokenizer: Tokenizer | None = None, *,
-        max_num_seqs: int = 256, max_batch_tokens: int = 2048, max_model_len: int | None = None,
+        max_num_seqs: int = 256, max_batch_tokens: int = MAX_BATCH_TOKENS, max_model_len: int | None = None,
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
         enable_prefix_caching: bool = True, cuda_graph: bool | None = None, tp_group: Group = None,
         batch_invariant: bool = False,
