@@ -71,10 +71,24 @@ def test_captured_passes_give_the_models_tokens(device, kv_dtype, batch_invarian
         max_num_seqs=8, max_batch_tokens=32, max_model_len=64, pages=30, kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    outputs = LLM(model, cuda_graph=True, **options).generate(PROMPTS, GREEDY)
-    eager = LLM(model, cuda_graph=False, **options).generate(PROMPTS, GREEDY)
-    for output, other in zip(outputs, eager, strict=True):
-        if kv_dtype is None:
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=64)
+    outputs = LLM(model, cuda_graph=True, **options).generate(PROMPTS, params)
+    if kv_dtype is None:
+        for output in outputs:
             expect_greedy(model, output.prompt_token_ids, output.outputs[0])
-        else:
-            assert output.outputs[0].token_ids[:4] == other.outputs[0].token_ids[:4]
+        return
+    eager = LLM(model, cuda_graph=False, **options).generate(PROMPTS, params)
+    for output, other in zip(outputs, eager, strict=True):
+        expect_until_they_part(output.outputs[0], other.outputs[0], 0.1)
+
+
+def expect_until_they_part(found, expected, limit: float) -> None:
+    """Log-probabilities within `limit`, as long as the tokens are the same: a value on the border of two stored numbers may
+    be rounded to the other one, where products of another batch size differ by a last bit."""
+    for token, other, own, theirs in zip(
+        found.token_ids, expected.token_ids, found.logprobs, expected.logprobs, strict=True
+    ):
+        for entry, value in own.items():
+            assert abs(value.logprob - theirs[entry].logprob) < limit
+        if token != other:
+            return
