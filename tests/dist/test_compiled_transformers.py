@@ -128,6 +128,7 @@ def test_activation_checkpointing(group, rank_device, implementation) -> None:
 
 
 @by_position
+@pytest.mark.slow
 def test_through_inductor(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     model, shards = made("Mistral", rank_device, sliding_window=5), shards_of("zigzag", world)
@@ -141,7 +142,11 @@ def test_through_inductor(group, rank_device) -> None:
 
 @by_position
 @pytest.mark.parametrize(
-    "wrong", ["counted from 0", pytest.param("packed", marks=pytest.mark.slow), "of one rank"]
+    "wrong",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("counted from 0", "packed")),
+        "of one rank",
+    ],
 )
 def test_positions_that_are_not_the_shards_are_named_on_every_rank(group, rank_device, wrong) -> None:  # fmt: skip
     """At each call, and the right ones are taken before and after them."""

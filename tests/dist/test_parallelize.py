@@ -245,7 +245,9 @@ def test_two_dimensional_mesh(group, rank_device, strategy: str) -> None:
     assert torch.equal(greedy(parallel, cache, tokens), expected)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in STRATEGIES[1:])]
+)
 def test_compiles_whole(group, rank_device, strategy: str) -> None:
     torch._dynamo.reset()
     dense = make(rank_device, layers=1)
