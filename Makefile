@@ -58,6 +58,7 @@ demo: $(READY)  ## A real model answers on two processes, its KV cache sharded o
 	@$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m torch_fdattn generate \
 		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$$ASKED" --max-new-tokens 64
 	@echo "A conversation: $(PYTHON) -m torch_fdattn chat --model smollm2"
+	@echo "A page in the browser: $(PYTHON) -m torch_fdattn serve --model smollm2, then http://127.0.0.1:8000"
 
 test: $(TESTED)  ## The tests that need no GPU, in about 15 minutes on two processors.
 	$(PYTHON) -m tests cpu

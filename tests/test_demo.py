@@ -41,9 +41,10 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
 def test_it_begins_with_the_answer_and_warns_of_nothing():
     done = make("demo", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stderr
-    answer, hint = done.stdout.splitlines()
+    answer, hint, page = done.stdout.splitlines()
     assert answer == "The capital of Japan is Tokyo."
     assert hint == f"A conversation: {sys.executable} -m torch_fdattn chat --model smollm2"
+    assert f"{sys.executable} -m torch_fdattn serve --model smollm2" in page
     assert "rank 1: KV cache of" in done.stderr  # sharded over two processes
     assert "OMP_NUM_THREADS" not in done.stderr
     assert "arning" not in done.stderr
