@@ -115,8 +115,8 @@ def test_two_shot_by_wide_words(dtype: torch.dtype) -> None:
     ("kv_heads", "q_len", "world", "dim", "head_sharded", "arch"),
     [
         (8, 1, 4, 128, False, "sm_90"),
-        (1, 4, 2, 64, False, "sm_90"),
-        (1, 2, 8, 256, True, "sm_90"),
+        pytest.param(1, 4, 2, 64, False, "sm_90", marks=pytest.mark.slow),
+        pytest.param(1, 2, 8, 256, True, "sm_90", marks=pytest.mark.slow),
     ],
 )
 def test_exchange_that_merges_parts(

@@ -143,6 +143,7 @@ def masks_of(sizes, dtype):
         yield meta(*(size if x else 1 for size, x in zip(sizes, own, strict=True)), dtype=dtype)
 
 
+@pytest.mark.slow
 def test_masks():
     """Of causal calls over one length: every way to broadcast a mask of every dtype, its gradient too.
 

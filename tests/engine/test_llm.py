@@ -50,7 +50,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_every_way_to_batch_gives_the_models_tokens(device, architecture, options):
     model = random_model(device, architecture)
     llm = engine(model, **options)
