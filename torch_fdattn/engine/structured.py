@@ -27,15 +27,14 @@ class Matcher:
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Whether nothing can follow this token, which was allowed.
-
-        Raises:
-            RuntimeError: llguidance's reason why it cannot go on: a grammar beyond its limits.
-        """
+        """Whether nothing can follow this token, which was allowed."""
         self._inner.consume_token(token)
-        if self._inner.is_error():
-            raise RuntimeError(f"grammar: {self._inner.get_error()}")
-        return self._inner.is_stopped()
+        return self._inner.is_stopped() or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether llguidance cannot go on, the grammar being beyond its limits: `allowed` are end tokens then."""
+        return self._inner.is_error()
 
 
 class Grammars:
