@@ -129,7 +129,14 @@ def test_bad_grammars_are_named(llm):
         ({"json_schema": "{"}, "json_schema must be a JSON text: Expecting property name"),
         ({"json_schema": "3"}, "json_schema must be a JSON object, got int"),
         ({"json_schema": '{"type": "nothing"}'}, "json_schema must be one that llguidance takes"),
+        ({"json_schema": '{"$ref": "#"}'}, "json_schema must be one that llguidance takes"),
+        (
+            {"json_schema": f'{{"minLength": {10**30}}}'},
+            "json_schema must be one that llguidance takes",
+        ),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
+        ({"grammar": "start: a\na: b\nb: a"}, "grammar must be one that llguidance takes"),
+        ({"grammar": "\ud800"}, "grammar must be one that llguidance takes"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.add_request("a", "x", SamplingParams(**options))
