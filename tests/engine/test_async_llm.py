@@ -123,7 +123,7 @@ def test_what_is_refused_reaches_its_caller_alone(llm):
     assert run(llm, main).finished
 
 
-def test_an_error_in_a_step_reaches_all(llm, monkeypatch):
+def test_an_error_in_a_step_reaches_all_and_the_log(llm, monkeypatch, caplog):
     async def main(engine):
         tasks = [asyncio.ensure_future(last(engine.generate(x, LONG, str(x)))) for x in PROMPTS]
         await until(lambda: engine.stats().running == len(PROMPTS))
@@ -137,11 +137,14 @@ def test_an_error_in_a_step_reaches_all(llm, monkeypatch):
             await last(engine.generate([1], GREEDY, "late"))
         with pytest.raises(EngineDead):
             await engine.abort("0")
+        with pytest.raises(EngineDead):  # by which a server sees it while nobody asks
+            engine.stats()
         return found
 
     errors = run(llm, main)
     assert [type(x) for x in errors] == [EngineDead] * len(PROMPTS)
     assert all(isinstance(x.__cause__, ZeroDivisionError) for x in errors)
+    assert "of a step" in caplog.text
     assert llm.stats().pages_used == 0
 
 

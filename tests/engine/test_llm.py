@@ -317,6 +317,10 @@ def test_bad_requests_are_named(model):
             add(prompt)
     with pytest.raises(ValueError, match="stop_token_ids must be from 0 to 63"):
         add([1], stop_token_ids=(64,))
+    with pytest.raises(
+        ValueError, match="stop_token_ids must leave a token to draw before min_tokens = 1"
+    ):
+        add([1], stop_token_ids=tuple(range(64)), min_tokens=1)
     for name in ("stop", "json_schema", "grammar"):
         with pytest.raises(ValueError, match=f"{name} needs a tokenizer"):
             add([1], **{name: ("a",) if name == "stop" else "{}"})

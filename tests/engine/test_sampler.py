@@ -159,6 +159,18 @@ def test_extreme_parameters_draw_the_most_likely(device):
         assert drawn(logits, [SamplingParams(**options, seed=4)], device).tolist() == [2]
 
 
+def test_the_highest_temperature_draws_what_is_allowed(device):
+    banned = (
+        torch.zeros(VOCAB - 1, dtype=torch.int64, device=device),
+        torch.arange(VOCAB - 1, device=device),
+    )
+    for options in ({}, {"top_k": 3}, {"min_p": 0.5}):
+        params = [SamplingParams(temperature=1e300, seed=1, **options)]
+        assert drawn(
+            torch.zeros(1, VOCAB, device=device), params, device, Constraints(banned)
+        ).tolist() == [VOCAB - 1]
+
+
 def test_random_numbers(device):
     """Uniform, apart for neighbouring seeds and counters, and the published SplitMix64 numbers."""
     seeds = torch.arange(200, device=device)[:, None].expand(-1, 200)
@@ -215,7 +227,8 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(device):
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
         ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
         ({"seed": 2**63}, "seed must be from"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be from 0.001 to 1000, got 0"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty must be from 0.001 to 1000, got 1e-39"),
         ({"presence_penalty": 2.5}, "presence_penalty must be -2 to 2, got 2.5"),
         ({"stop": "x"}, "stop must be a tuple of str, got 'x'"),
         ({"stop": ("",)}, "stop must hold strings of at least one character"),

@@ -109,12 +109,34 @@ def test_grammars_beside_plain_requests(llm):
     assert texts[1].token_ids == alone.outputs[0].token_ids
 
 
+def test_a_grammar_that_leaves_an_end_token_alone_goes_before_min_tokens(llm):
+    params = SamplingParams(grammar='start: "b" <|im_end|> "a"', min_tokens=5, max_tokens=9)
+    completion = llm.generate(["x"], params)[0].outputs[0]
+    assert (completion.text, completion.finish_reason) == ("b", "stop")
+
+
+def test_a_grammar_beyond_llguidances_limits_ends_its_own_request(llm):
+    hard = SamplingParams(
+        grammar="start: /(.*[a-m].{40}[n-z].{30})|(.*e.{50})/", seed=1, max_tokens=20
+    )
+    one, other = llm.generate(["Answer:", "b"], [hard, SamplingParams(seed=2, max_tokens=8)])
+    assert one.outputs[0].finish_reason == "abort"
+    assert other.outputs[0].finish_reason == "length"
+
+
 def test_bad_grammars_are_named(llm):
     for options, message in (
         ({"json_schema": "{"}, "json_schema must be a JSON text: Expecting property name"),
         ({"json_schema": "3"}, "json_schema must be a JSON object, got int"),
         ({"json_schema": '{"type": "nothing"}'}, "json_schema must be one that llguidance takes"),
+        ({"json_schema": '{"$ref": "#"}'}, "json_schema must be one that llguidance takes"),
+        (
+            {"json_schema": f'{{"minLength": {10**30}}}'},
+            "json_schema must be one that llguidance takes",
+        ),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
+        ({"grammar": "start: a\na: b\nb: a"}, "grammar must be one that llguidance takes"),
+        ({"grammar": "\ud800"}, "grammar must be one that llguidance takes"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.add_request("a", "x", SamplingParams(**options))

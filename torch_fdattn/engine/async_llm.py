@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections import deque
@@ -19,6 +20,8 @@ import torch
 from torch_fdattn.engine.llm import LLM, Prompt
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class EngineDead(RuntimeError):
@@ -103,7 +106,13 @@ class AsyncLLM:
         await done.take()
 
     def stats(self) -> EngineStats:
-        """What the engine does now and has done so far."""
+        """What the engine does now and has done so far.
+
+        Raises:
+            EngineDead: a step failed.
+        """
+        if self._error is not None:
+            raise self._dead()
         return self.llm.stats()
 
     async def close(self) -> None:
@@ -136,6 +145,7 @@ class AsyncLLM:
                     self._deliver(output.request_id, output)
         except Exception as error:
             self._error = error
+            _log.error("the engine ends: a step failed", exc_info=error)
         with self._lock:
             self._ended = True
         pending = list(self._mailboxes)

@@ -275,6 +275,12 @@ class LLM:
             raise ValueError(
                 f"stop_token_ids must be from 0 to {vocab_size - 1}, got {params.stop_token_ids}"
             )
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        if params.min_tokens and len(ends) >= vocab_size:
+            raise ValueError(
+                f"stop_token_ids must leave a token to draw before min_tokens = {params.min_tokens}, got all "
+                f"{vocab_size}: leave some out, or set min_tokens to 0"
+            )
         for name, value in (
             ("stop", params.stop), ("json_schema", params.json_schema), ("grammar", params.grammar),
         ):  # fmt: skip

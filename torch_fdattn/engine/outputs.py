@@ -31,7 +31,7 @@ class CompletionOutput:
         token_ids: all tokens drawn, one that ended the completion included.
         logprobs: for each token, by token id, the drawn one and the most likely ones; None where not asked for.
         finish_reason: None while it goes on; "stop": an end token, a stop token or string, the end of a grammar;
-            "length": max_tokens or the model's length; "abort".
+            "length": max_tokens or the model's length; "abort": aborted, or its grammar is beyond llguidance's limits.
 
     Examples:
         >>> torch_fdattn.engine.CompletionOutput(index=0).finish_reason is None

@@ -63,7 +63,8 @@ class Sequence:
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
         if self._ends_with(token, eos_ids):
-            self.finish("stop")
+            failed = self.matcher is not None and self.matcher.has_failed
+            self.finish("abort" if failed else "stop")
         elif len(self.tokens) >= self.max_length:
             self.finish("length")
 

@@ -71,9 +71,9 @@ def sample(
     tokens = greedy
     if needs.draws:
         temperature = rows.parameter("temperature", row_ids)
-        # Relative to the largest, and never divided by what fp32 takes for 0: no inf - inf, no 0 / 0.
+        # Relative to the largest, and never divided by what fp32 takes for 0 or inf: no inf - inf, 0 / 0, inf / inf.
         scaled = (logits - largest[:, None]).where(drawable[:, None], 0)
-        scaled = scaled / temperature.clamp(min=1e-30)
+        scaled = scaled / temperature.clamp(1e-30, 1e30)
         if needs.min_p:
             # Of probabilities p / p_max, which is exp of these.
             scaled = scaled.masked_fill(scaled.exp() < rows.parameter("min_p", row_ids), HIDDEN)

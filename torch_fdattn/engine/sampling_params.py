@@ -20,7 +20,7 @@ class SamplingParams:
         n: completions of the prompt, each with random numbers of its own.
         max_tokens: tokens of a completion; None: as many as the model's length allows.
         min_tokens: before so many tokens nothing but max_tokens ends a completion: end tokens and stop_token_ids are
-            not drawn, stop strings are not looked for.
+            not drawn, stop strings are not looked for. A grammar that is at its end ends it all the same.
         temperature: 0 takes the most likely token.
         top_k: draws among the k most likely tokens; 0: among all.
         top_p: draws among the most likely tokens that together hold top_p of the probability, at least one.
@@ -28,7 +28,7 @@ class SamplingParams:
         seed: with it a token depends on the seed, the completion's number, the token's index and the logits alone. None:
             another one for each request.
         repetition_penalty: divides positive logits of tokens that the prompt or the completion has, and multiplies negative
-            ones (arXiv:1909.05858); above 0.
+            ones (arXiv:1909.05858); from 0.001 to 1000, so that no logit becomes infinite.
         presence_penalty, frequency_penalty: taken from logits of tokens that the completion has: once, and once for each
             time (OpenAI's definition).
         stop: strings that end a completion. They are no part of its text.
@@ -84,7 +84,8 @@ class SamplingParams:
         _expect_number("min_p", self.min_p, 0 <= _value(self.min_p) <= 1, "from 0 to 1")
         _expect_int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
         penalty = self.repetition_penalty
-        _expect_number("repetition_penalty", penalty, _value(penalty) > 0, "above 0")
+        fits = 1e-3 <= _value(penalty) <= 1e3
+        _expect_number("repetition_penalty", penalty, fits, "from 0.001 to 1000")
         for name in ("presence_penalty", "frequency_penalty"):
             _expect_number(name, value := getattr(self, name), abs(_value(value)) <= 2, "-2 to 2")
         _expect_tuple("stop", self.stop, str)

@@ -14,18 +14,21 @@ from torch_fdattn.engine.sequence_rows import to_device
 def constraints_of(
     step: ScheduledStep, eos_ids: Collection[int], device: torch.device
 ) -> Constraints:
-    """For the chunks that sample, decodes first: no end token before min_tokens, and what a grammar allows."""
+    """For the chunks that sample, decodes first: no end token before min_tokens, unless a grammar leaves nothing else, and
+    what a grammar allows."""
     rows, tokens, allowed_rows, allowed = [], [], [], []
     samples = [chunk for chunk in (*step.decodes, *step.prefills) if chunk.samples]
     for i, chunk in enumerate(samples):
-        sequence, params = chunk.sequence, chunk.sequence.params
+        sequence, params, banned = chunk.sequence, chunk.sequence.params, []
         if chunk.end - sequence.prompt_length < params.min_tokens:
-            banned = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-            rows += [i] * len(banned)
-            tokens += sorted(banned)
+            banned = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         if sequence.matcher is not None:
             allowed_rows.append(i)
             allowed.append(sequence.matcher.allowed())
+            if allowed[-1].sum() == allowed[-1][banned].sum():
+                banned = []
+        rows += [i] * len(banned)
+        tokens += banned
     if not rows and not allowed:
         return Constraints()
     at_rows, at_tokens, at_allowed = to_device([rows, tokens, allowed_rows], device)

@@ -27,15 +27,14 @@ class Matcher:
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Whether nothing can follow this token, which was allowed.
-
-        Raises:
-            RuntimeError: llguidance's reason why it cannot go on: a grammar beyond its limits.
-        """
+        """Whether nothing can follow this token, which was allowed."""
         self._inner.consume_token(token)
-        if self._inner.is_error():
-            raise RuntimeError(f"grammar: {self._inner.get_error()}")
-        return self._inner.is_stopped()
+        return self._inner.is_stopped() or self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether llguidance cannot go on, the grammar being beyond its limits: `allowed` are end tokens then."""
+        return self._inner.is_error()
 
 
 class Grammars:
@@ -65,15 +64,23 @@ class Grammars:
             ValueError: which of them it is, and what llguidance says of it.
         """
         library, name = self._library.LLMatcher, "grammar"
+        schema = None
         if params.json_schema is not None:
-            name = "json_schema"
-            text = library.grammar_from_json_schema(_schema(params.json_schema))
-        else:
-            text = library.grammar_from_lark(params.grammar)
+            name, schema = "json_schema", _schema(params.json_schema)
+        try:
+            if schema is not None:
+                text = library.grammar_from_json_schema(schema)
+            else:
+                text = library.grammar_from_lark(params.grammar)
+        except ValueError as error:  # numbers and characters that it does not read
+            raise ValueError(f"{name} must be one that llguidance takes: {error}") from None
         inner = library(self._tokenizer, text, log_level=0)
-        if inner.is_error():
+        matcher = Matcher(inner, self._vocab_size)
+        if not matcher.has_failed:
+            matcher.allowed()  # in a language without texts this fails
+        if matcher.has_failed:
             raise ValueError(f"{name} must be one that llguidance takes: {inner.get_error()}")
-        return Matcher(inner, self._vocab_size)
+        return matcher
 
 
 def _schema(text: str) -> dict:
