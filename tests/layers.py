@@ -145,7 +145,7 @@ def layers(kind: str) -> list[Layer]:
                 "engine",
                 "invariant_caches",
                 "ulysses_ring",
-                only=f"not ({COMPILED} or test_drawn or test_context_parallel_and_compiled or test_transformers_generate or (test_inference_form and first))",
+                only=f"not ({COMPILED} or test_drawn or test_context_parallel_and_compiled or test_option_of_the_compile_backend or test_transformers_generate or (test_inference_form and first))",
                 marked="not slow",
             ),
             one_sided(
@@ -204,7 +204,12 @@ def layers(kind: str) -> list[Layer]:
             distributed(3, "compiled_matmuls"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
-            distributed(4, "ring_attention", "ulysses_ring", only="test_drawn"),
+            distributed(
+                4,
+                "ring_attention",
+                "ulysses_ring",
+                only="test_drawn or test_option_of_the_compile_backend",
+            ),
             *(distributed(ranks, "rank_invariant", "invariant_caches") for ranks in (1, 3, 4, 8)),
             distributed(3, "ring_attention", "tp_layers", "parallelize"),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
