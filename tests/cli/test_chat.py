@@ -64,15 +64,21 @@ def test_reset_forgets_and_exit_ends(tiny):
 
 
 def test_a_command_that_is_none_is_not_asked(tiny):
-    result = talk(tiny, "/help\n/a question\n")
-    assert result.stderr == "fdattn: /help is no command: /reset, /exit\n"
+    result = talk(tiny, "/forget\n/a question\n")
+    assert result.stderr == "fdattn: /forget is no command: /help, /reset, /exit\n"
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_help_says_what_is_possible(tiny):
+    result = talk(tiny, "/help\n")
+    assert result.stdout == ""
+    assert "/reset forgets the conversation; /exit" in result.stderr
 
 
 def test_a_terminal_is_greeted(tiny, monkeypatch):
     monkeypatch.setattr(terminal, "_at_terminal", lambda: True)
     result = talk(tiny, "/exit\n")
-    assert result.stderr.startswith(f"{tiny} on cpu; /reset forgets, /exit ends\n> ")
+    assert result.stderr.startswith(f"{tiny} on cpu; /help says what is possible\n> ")
 
 
 def test_nothing_to_read_is_a_good_end(tiny):

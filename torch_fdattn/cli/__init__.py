@@ -70,6 +70,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Benchmarks of the engine.")
 app.add_typer(bench, name="bench")
 _COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)  # what a model is not asked
+_CHAT_HELP = "a line is a turn; /reset forgets the conversation; /exit, or the input's end, ends it"
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
 
 
@@ -165,7 +166,7 @@ def chat(
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
-    """Talk with a model: a line is a turn; /reset forgets the conversation, /exit or the input's end ends it."""
+    """Talk with a model: a line is a turn; /help says what is possible."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
         cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
@@ -192,14 +193,16 @@ def chat(
             )  # fmt: skip
             any_text()
             name = path.stem if path.is_file() else model
-            greet(f"{name} on {world.device}; /reset forgets, /exit ends", world)
+            greet(f"{name} on {world.device}; /help says what is possible", world)
             for line in lines(world):
                 if line == "/exit":
                     break
                 if line == "/reset":
                     conversation.reset()
+                elif line == "/help":
+                    note(_CHAT_HELP, world)
                 elif _COMMAND.fullmatch(line):
-                    note(f"{line} is no command: /reset, /exit", world)
+                    note(f"{line} is no command: /help, /reset, /exit", world)
                 elif line:
                     try:
                         for piece in conversation.reply(line):
