@@ -34,11 +34,12 @@ SPILLS = {64: 72, 128: 32}
 
 
 def compiled_launches(
-    head_dim: int, mask: str, scores: Scores = NO_SCORES, ordered: bool = False
-) -> list:
+    head_dim: int, mask: str, scores: Scores = NO_SCORES, ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list:  # fmt: skip
     positions, queries, keys = MASKS[mask]
     q, k, v = (
-        meta(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((8, queries), (2, keys), (2, keys))
+        meta(2, h, n, head_dim, dtype=dtype) for h, n in ((8, queries), (2, keys), (2, keys))
     )  # fmt: skip
     options = AttentionOptions(positions, head_dim**-0.5, scores)
     assert takes(q, k, v, options)
@@ -71,6 +72,14 @@ def test_compiles(head_dim, mask, ordered):
     assert bool(re.search(turn, sass, re.DOTALL)) == ordered
     assert sass.count("UTMAREDG") == 2
     assert ("LDG.E.STRONG.GPU" in sass) == ordered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_compiles_in_float16(mask, head_dim):
+    *_, sweep, _ = compiled_launches(head_dim, mask, dtype=torch.float16)
+    check_sweep(sweep, head_dim, SPILLS[head_dim])
 
 
 @pytest.mark.slow

@@ -13,6 +13,9 @@ def tile_counter(device: torch.device) -> Tensor:
 
     A kernel that counts with it leaves it at 0. So launches of one stream, which run one after the other, share theirs. A
     captured launch has one of its own: its graph may be replayed on any stream, beside whatever else.
+
+    A launch that is aborted half way leaves no count behind that another would find: a fault of a kernel ends the CUDA context,
+    and all of its memory.
     """
     if device.type != "cuda":
         return torch.zeros(1, dtype=torch.int32, device=device)
