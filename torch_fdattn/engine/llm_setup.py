@@ -20,7 +20,7 @@ from torch_fdattn.models.parallelize import local_kv_heads
 _GPU_SHARE = 0.85
 _CPU_BYTES = 2**30
 _LARGEST_CHUNK = 512
-#: Tokens of a step, where nobody says otherwise: prompts come in few steps, whose launches the host is the bound of.
+#: Tokens of a step where the caller gives none. The host launches a step of prompts more slowly than a GPU computes small ones.
 MAX_BATCH_TOKENS = 8192
 
 

@@ -89,7 +89,7 @@ def memory_limit(
     if kv_dtype is not None:
         head_bytes = config.head_dim + _SCALE_BYTES
     layer_token_bytes = 2 * config.num_kv_heads * head_bytes
-    windows = [_window(config, layer) for layer in range(config.num_layers)]
+    windows = [config.layer(index).window for index in range(config.num_layers)]
     # Reads of one layer's tokens, over all layers, in units of a token of all layers.
     read_tokens = {window: sum(_tokens_read(p, n, window) for p, n in lengths) for window in set(windows)}  # fmt: skip
     total = sum(read_tokens[window] for window in windows)
@@ -110,12 +110,6 @@ def _num_weights(config: ModelConfig) -> tuple[int, int]:
     with torch.device("meta"):
         model = Transformer(config)
     return sum(x.numel() for x in model.parameters()), config.vocab_size * config.hidden_size
-
-
-def _window(config: ModelConfig, layer: int) -> int | None:
-    """How many tokens a layer's query sees; None: all."""
-    layers = getattr(config, "layers", ())  # () where all layers are alike
-    return layers[layer].window if layers else None
 
 
 def _tokens_read(prompt: int, new: int, window: int | None) -> int:
