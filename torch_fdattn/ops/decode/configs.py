@@ -58,7 +58,7 @@ def decode_config(
         if capability >= (8, 0):  # with four warps the addresses of pages spill registers
             return TileConfig(16, 128, 8, 2)
     if block_m == 16 and not narrow and load >= CROWDED:
-        if paged and fast_memory and head_dim > 64:
+        if paged and fast_memory and head_dim > 64 and load > 4:  # of which only three fit an SM
             return TileConfig(16, 64, 4, 2)
         if paged:
             return TileConfig(16, 32, 4, 3 if head_dim > 64 else 4)

@@ -119,7 +119,8 @@ class DecodeLaunchPlan:
             batch, work_tiles, cache.capacity, sms, load=load, block_n=config.block_n,
             equal_lengths=batch == 1 or all(x is None for x in options.mask[:3]),
             twice=(paged or narrow) and load < MANY,  # page numbers and conversions are more to wait for
-            uncut=short, batch_invariant=batch_invariant, coarse=fast and load >= CROWDED, target=target_splits,
+            uncut=short, batch_invariant=batch_invariant, coarse=fast and paged and load >= CROWDED,
+            target=target_splits,
         )  # fmt: skip
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
         split, pdl = splits.per_work_tile > 1, supports_pdl(capability)
@@ -187,8 +188,10 @@ class DecodeLaunchPlan:
         if not batch_invariant:
             rows_here = min(rows, config.block_m)
             usual = splits.per_work_tile
-            if not splits.even and fast:
-                usual = min(usual, SPARE_PARTS * cdiv(splits.programs, splits.group_size * work_tiles))
+            if not splits.even and fast and paged:
+                usual = min(
+                    usual, SPARE_PARTS * cdiv(splits.programs, splits.group_size * work_tiles)
+                )
             merge = merge_config(batch * heads * q_len, rows_here, usual, block_dv, 2 * sms)
         merge = merge._replace(dims=min(merge.dims, block_dv))
         self.tiles = config, merge
