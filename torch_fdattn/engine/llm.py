@@ -47,13 +47,16 @@ class LLM:
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
-        tp_group: the process group that the model is parallelised over. All of its ranks make the same calls; the first
-            one's draws are taken.
+        kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
+            page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`: of `dist.decode`.
+        tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
+            first one's draws are taken. Both together are the dimensions of a mesh of all ranks.
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
 
     Attributes:
         model, tokenizer, device: what runs, and where.
-        max_model_len, page_size: as above.
+        max_model_len: as above.
+        page_size: tokens of a page; with kv_group of one on each rank together.
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming the argument.
@@ -83,23 +86,29 @@ class LLM:
         self, model: Transformer | InferenceTransformer, tokenizer: Tokenizer | None = None, *,
         max_num_seqs: int = 256, max_batch_tokens: int = MAX_BATCH_TOKENS, max_model_len: int | None = None,
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
-        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, tp_group: Group = None,
-        batch_invariant: bool = False,
+        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
+        strategy: str = "auto", tp_group: Group = None, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
-            pages=pages, page_size=page_size, kv_dtype=kv_dtype, cuda_graph=cuda_graph, tp_group=tp_group,
+            pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
+            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, tp_group=tp_group,
             batch_invariant=batch_invariant,
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
-        self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.max_model_len, self.page_size = sizes.max_model_len, sizes.page_size
         self.device = self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:
-            chunk_size = chunk_size_of(page_size, max_num_seqs, max_batch_tokens)
+            chunk_size = chunk_size_of(self.page_size, max_num_seqs, max_batch_tokens)
         self._scheduler = Scheduler(
-            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size
+            self._pool,
+            self.page_size,
+            max_num_seqs,
+            max_batch_tokens,
+            enable_prefix_caching,
+            chunk_size,
         )
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
@@ -177,6 +186,7 @@ class LLM:
         Raises:
             LogitsError: the model gave NaN or inf to draw from. After this and any other error all requests are aborted, and
                 the prefix cache is empty: what stands in its pages is uncertain.
+            PeerTimeout: a one-sided strategy waited in vain for a rank of kv_group.
         """
         try:
             return self._step()
@@ -297,6 +307,7 @@ class LLM:
     def _read(self, step: LaunchedStep) -> None:
         """Gives drawn tokens to their sequences, of which some end."""
         tokens = step.read()
+        self._runner.raise_faults()
         listed: dict[int, dict] = {}
         if step.logprobs is not None:
             counts = [step.samples[i].sequence.params.logprobs for i in step.with_logprobs]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.kv_cache.scales import KVFormat
 from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
+from torch_fdattn.models import InferenceTransformer, Transformer
 
 
 class PagedKV:
@@ -28,10 +29,14 @@ class PagedKV:
     over the format's largest. So no token decides about another's precision, and nothing saturates.
 
     Attributes:
+        page_size: positions of a sequence that a page's number stands for.
         k, v: views (layers, pages, kv_heads, page_size, head_dim), as the ops take them.
         scales: fp32 (2, layers, pages + 1, kv_heads, page_size), of k and of v; None without a form. The last page takes what
             padding would store.
+        waits_in: names of groups in whose exchanges a step may wait in vain.
     """
+
+    waits_in: tuple[str, ...] = ()
 
     def __init__(
         self, num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, *,
@@ -57,6 +62,13 @@ class PagedKV:
         if form is not None:
             head = head_dim * form.dtype.itemsize + torch.float32.itemsize
         return 2 * num_layers * page_size * kv_heads * head
+
+    def step(
+        self, positions: Tensor, pages: Tensor, decodes: Decodes | None, prefills: Prefills | None,
+        batch_invariant: bool,
+    ) -> PagedStep:  # fmt: skip
+        """A step over these pages, of `PagedStep`'s arguments."""
+        return PagedStep(self, positions, pages, decodes, prefills, batch_invariant)
 
     def store(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
         """k and v (T, kv_heads, 1, head_dim) into these slots of these pages, int32 (T,); a page of -1: nowhere."""
@@ -129,6 +141,10 @@ class PagedStep:
         self._decodes, self._prefills = decodes, prefills
         self._batch_invariant = batch_invariant
 
+    def hidden(self, model: Transformer | InferenceTransformer, tokens: Tensor) -> Tensor:
+        """(T, hidden size) behind the model's last block, of tokens (T,)."""
+        return model.hidden(tokens[:, None], self)[:, 0]
+
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v (T, kv_heads, 1, head_dim)."""
         self._kv.store(layer, k, v, self._pages, self._slots)
@@ -138,26 +154,30 @@ class PagedStep:
         window: tuple[int, int] | None = None, softcap: float = 0,
     ) -> Tensor:  # fmt: skip
         """Causal attention of q (T, heads, 1, head_dim) over what each token's sequence has stored up to it."""
-        options = dict(causal=True, scale=scale, window=window, softcap=softcap)
+        options = dict(scale=scale, window=window, softcap=softcap)
         outs, split = [], 0
         if self._decodes is not None:
-            table, kv_lens = self._decodes
-            split = len(kv_lens)
-            k, v = self._kv.k[layer], self._kv.v[layer]
-            scales, invariant = self._kv.scales_of(layer), self._batch_invariant
-            outs.append(
-                paged_decode(
-                    q[:split], k, v, table, kv_lens, batch_invariant=invariant, **scales, **options
-                )[0]
-            )
+            split = len(self._decodes.kv_lens)
+            outs.append(self._attend_decodes(layer, q[:split], **options))
         if self._prefills is not None:
-            cu_seqlens, table, kv_lens = self._prefills
-            k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
-            packed, _ = varlen_attention(
-                q[split:, :, 0], k, v, cu_seqlens, page_table=table, kv_lens=kv_lens, **options
-            )
-            outs.append(packed[:, :, None])
+            outs.append(self._attend_prefills(layer, q[split:, :, 0], **options)[:, :, None])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
+        """Of q (D, heads, 1, head_dim)."""
+        table, kv_lens = self._decodes
+        k, v, scales = self._kv.k[layer], self._kv.v[layer], self._kv.scales_of(layer)
+        return paged_decode(
+            q, k, v, table, kv_lens, causal=True, batch_invariant=self._batch_invariant, **scales, **options
+        )[0]  # fmt: skip
+
+    def _attend_prefills(self, layer: int, q: Tensor, **options) -> Tensor:
+        """Of q (tokens, heads, head_dim)."""
+        cu_seqlens, table, kv_lens = self._prefills
+        k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
+        return varlen_attention(
+            q, k, v, cu_seqlens, page_table=table, kv_lens=kv_lens, causal=True, **options
+        )[0]
 
     def advance(self, tokens: int) -> None:
         """The scheduler counts what is stored."""

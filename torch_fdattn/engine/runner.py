@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
@@ -59,7 +60,7 @@ class ModelRunner:
         kv, rows: its pages and rows.
         max_num_seqs: decodes that a step can have.
         cuda_graph: whether passes of decodes alone are captured (`decode_graphs.py`).
-        group: ranks that share the model: the first one's tokens are taken.
+        group: ranks that share the model, the cache or both: the first one's tokens are taken.
         batch_invariant: see above.
 
     Attributes:
@@ -92,6 +93,11 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         return LaunchedStep(samples, tokens, found, numbers, prompts, event)
+
+    def raise_faults(self) -> None:
+        """Raises PeerTimeout where a rank that shares the cache did not come to a step that has been read."""
+        if self._kv.waits_in:
+            check(*self._kv.waits_in, synchronize=False)
 
     def _sample(
         self, samples: list[Chunk], logits: Tensor, constraints: Constraints
@@ -136,7 +142,7 @@ class ModelRunner:
         chunks = [*decodes, *prefills]
         tokens, step = self._inputs(decodes, prefills)
         self.passes += 1
-        hidden = self.model.hidden(tokens[:, None], step)[:, 0]
+        hidden = step.hidden(self.model, tokens)
         begin, lasts, prompts = 0, [], []
         for chunk in chunks:
             end = begin + chunk.count
@@ -175,9 +181,9 @@ class ModelRunner:
         table = self.rows.pages[row_ids, :table_width]
         decodes = Decodes(table, (positions + 1).int())
         pages = table.gather(1, (positions // self._kv.page_size)[:, None])[:, 0]
-        step = PagedStep(self._kv, positions, pages, decodes, None, self._batch_invariant)
+        step = self._kv.step(positions, pages, decodes, None, self._batch_invariant)
         tokens = self.rows.tokens[row_ids, positions]
-        return self.model.logits(self.model.hidden(tokens[:, None], step)[:, 0])
+        return self.model.logits(step.hidden(self.model, tokens))
 
     def _inputs(self, decodes: list[Chunk], prefills: list[Chunk]) -> tuple[Tensor, PagedStep]:
         """Token ids (T,) of decodes and chunks, and the step over their pages."""
@@ -201,7 +207,7 @@ class ModelRunner:
         if prefills:
             cu_seqlens = torch.nn.functional.pad(counts[split:].cumsum(0), (1, 0)).int()
             by_chunk = Prefills(cu_seqlens, table[split:], kv_lens[split:])
-        step = PagedStep(self._kv, positions, pages, by_decode, by_chunk, self._batch_invariant)
+        step = self._kv.step(positions, pages, by_decode, by_chunk, self._batch_invariant)
         return self.rows.tokens[rows[sequence], positions], step
 
     def _table_width(self, chunks: list[Chunk]) -> int:
