@@ -137,7 +137,13 @@ def refusals(rank: int, folder: Path) -> None:
     def made(**options) -> str:
         return refused(lambda: LLM(model, **{"kv_group": world, "pages": 8, **options}))
 
+    llm = LLM(model, kv_group=world, pages=8)
+
+    def asked(prompt: list[int]) -> str:
+        return refused(lambda: llm.add_request("a", prompt, GREEDY))
+
     found = {
+        "another prompt": asked([1, 2 + rank]),
         "sizes": made(page_size=4 + rank),
         "a prefix cache": made(enable_prefix_caching=rank == 0),
         "one rank's format": made(kv_dtype=None if rank else "fp4"),

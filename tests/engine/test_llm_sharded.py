@@ -54,9 +54,13 @@ def expect_ranks(tmp_path, shape, models, cases) -> None:
     ("shape", "models", "cases"),
     [
         ((1, 1), ["qwen3"], ["as it comes"]),
-        ((2, 1), ["windowed"], list(worker.CASES)),
+        ((2, 1), ["windowed"], ["chunks of 7", "few pages", "batch-invariant", "int8"]),
         ((2, 2), ["qwen3"], ["chunks of 7"]),
         ((4, 1), ["qwen3"], ["as it comes"]),
+        *(
+            pytest.param(shape, list(worker.MODELS), list(worker.CASES), marks=pytest.mark.slow)
+            for shape in ((2, 1), (3, 1), (2, 2), (4, 1))
+        ),
     ],
 )
 def test_ranks_write_what_one_process_writes(shape, models, cases, tmp_path):
@@ -65,6 +69,7 @@ def test_ranks_write_what_one_process_writes(shape, models, cases, tmp_path):
 
 REFUSED = {
     "sizes": "ValueError: page_size must be the same on all ranks, got 4 on rank 0, 5 on rank 1",
+    "another prompt": "ValueError: the hash of the prompt must be the same on all ranks, got ",
     "a prefix cache": "ValueError: enable_prefix_caching must be the same on all ranks, got True on rank 0, False on rank 1",
     "hierarchical": "NotImplementedError: strategy must be of one group of ranks, got 'hierarchical'",
     "unknown": "ValueError: strategy must be one of ('auto', ",

@@ -219,6 +219,7 @@ class LLM:
         )  # fmt: skip
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, name: str) -> None:
+        self._runner.compare_request(request_id, prompt, params)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._requests:

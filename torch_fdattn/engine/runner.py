@@ -10,12 +10,15 @@ A step is one pass of the model, decodes first. In batch-invariant mode it is on
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_fdattn import checks
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks
 from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
@@ -93,6 +96,21 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         return LaunchedStep(samples, tokens, found, numbers, prompts, event)
+
+    def compare_request(self, request_id: object, prompt: object, params: object) -> None:
+        """Compares a request on all ranks: on CPUs, and with TORCH_FDATTN_CHECK=1.
+
+        Raises:
+            ValueError: on every rank, naming what differs.
+        """
+        if self._group is None or not (self._device.type == "cpu" or checks.CHECK_VALUES):
+            return
+        named = {"request_id": request_id, "the prompt": prompt, "the sampling parameters": params}
+        hashes = {
+            f"the hash of {name}": hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+            for name, value in named.items()
+        }
+        check_equal_on_all_ranks(self._group.group_name, self.rows.tokens, hashes)
 
     def raise_faults(self) -> None:
         """Raises PeerTimeout where a rank that shares the cache did not come to a step that has been read."""

@@ -99,6 +99,11 @@ SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
+SHARDED_PAGES = Tests(
+    "pages that ranks share",
+    ("tests/dist/test_chunk_attention.py", "tests/dist/test_llm.py"),
+    ranks=2,
+)
 WRITTEN_FORMS = Tests(
     "forms as models write them, and their twins",
     (
