@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.tiny import PROMPTS, config, random_model
-from torch_fdattn.engine import LLM, RequestOutput, SamplingParams
+from torch_fdattn.engine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from torch_fdattn.models import Transformer
 from torch_fdattn.models.config import LayerConfig, RopeConfig
 from torch_fdattn.models.parallelize import parallelize
@@ -89,6 +90,22 @@ def prompt_logprobs(llm: LLM) -> list[list[float]]:
     return [[row[token].logprob for token in sorted(row)] for row in rows]
 
 
+def changed_bits(make: Callable[..., LLM]) -> list[str]:
+    """When a request's log-probabilities, in batch-invariant mode, are not the bits that it has alone."""
+    options = dict(batch_invariant=True, max_num_seqs=5, max_batch_tokens=21)
+    prompt, params = list(range(10, 33)), SamplingParams(seed=3, max_tokens=TOKENS, logprobs=0)
+    others = [[i] * (3 * i + 1) for i in range(1, 6)]
+    (alone,) = make(options).generate([prompt], params)
+    found = []
+    for name, tokens in (("with others", 256), ("after a preemption", 64)):
+        llm = make({**options, "tokens_in_pages": tokens})
+        for _ in range(2):  # the second time over a prefix
+            *_, output = llm.generate([*others, prompt], params)
+            found += [name] * (output.outputs != alone.outputs)
+        found += [f"no preemption {name}"] * (tokens == 64 and not llm.stats().preemptions)
+    return found
+
+
 def unseeded(llm: LLM) -> list[list[int]]:
     """Drawn by seeds that each rank chooses for itself."""
     params = SamplingParams(temperature=1.5, max_tokens=TOKENS, n=2)
@@ -116,6 +133,10 @@ def one_rank(rank: int, folder: Path, shape: tuple[int, int], models: list[str],
         llm = engine(model, shape[0], {"max_batch_tokens": 9}, **groups)
         found[f"{name}, of prompts"] = prompt_logprobs(llm)
         found[f"{name}, unseeded"] = unseeded(llm)
+        if "batch-invariant" in cases:
+            found[f"{name}, changed bits"] = changed_bits(
+                functools.partial(engine, model, shape[0], **groups)
+            )
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -143,6 +164,7 @@ def refusals(rank: int, folder: Path) -> None:
         return refused(lambda: llm.add_request("a", prompt, GREEDY))
 
     found = {
+        "from coroutines": refused(lambda: AsyncLLM(llm)),
         "another prompt": asked([1, 2 + rank]),
         "sizes": made(page_size=4 + rank),
         "a prefix cache": made(enable_prefix_caching=rank == 0),

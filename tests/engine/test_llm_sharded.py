@@ -48,6 +48,7 @@ def expect_ranks(tmp_path, shape, models, cases) -> None:
         unseeded = found[0][f"{model}, unseeded"]
         assert all(theirs[f"{model}, unseeded"] == unseeded for theirs in found)
         assert unseeded[0] != unseeded[1]
+        assert not any(theirs.get(f"{model}, changed bits") for theirs in found)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_ranks_write_what_one_process_writes(shape, models, cases, tmp_path):
 
 REFUSED = {
     "sizes": "ValueError: page_size must be the same on all ranks, got 4 on rank 0, 5 on rank 1",
+    "from coroutines": "NotImplementedError: llm must run on one process, got one of 2 ranks",
     "another prompt": "ValueError: the hash of the prompt must be the same on all ranks, got ",
     "a prefix cache": "ValueError: enable_prefix_caching must be the same on all ranks, got True on rank 0, False on rank 1",
     "hierarchical": "NotImplementedError: strategy must be of one group of ranks, got 'hierarchical'",

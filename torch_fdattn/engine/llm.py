@@ -57,6 +57,7 @@ class LLM:
         model, tokenizer, device: what runs, and where.
         max_model_len: as above.
         page_size: tokens of a page; with kv_group of one on each rank together.
+        num_ranks: processes that make its calls.
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming the argument.
@@ -96,19 +97,16 @@ class LLM:
             batch_invariant=batch_invariant,
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
-        self.max_model_len, self.page_size = sizes.max_model_len, sizes.page_size
+        page_size = sizes.page_size
+        self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.num_ranks = self._runner.num_ranks
         self.device = self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:
-            chunk_size = chunk_size_of(self.page_size, max_num_seqs, max_batch_tokens)
+            chunk_size = chunk_size_of(page_size, max_num_seqs, max_batch_tokens)
         self._scheduler = Scheduler(
-            self._pool,
-            self.page_size,
-            max_num_seqs,
-            max_batch_tokens,
-            enable_prefix_caching,
-            chunk_size,
+            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size
         )
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}

@@ -68,6 +68,7 @@ class ModelRunner:
 
     Attributes:
         passes: of the model so far.
+        num_ranks: of the group; 1 without one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
         self._kv, self._group, self._device = kv, group, rows.device
+        self.num_ranks = 1 if group is None else group.size()
         self._max_num_seqs, self._batch_invariant = max_num_seqs, batch_invariant
         self._graphs = None
         if cuda_graph:
