@@ -139,6 +139,7 @@ class PagedStep:
         self._kv, self.lengths = kv, positions
         self._pages, self._slots = pages, (positions % kv.page_size).int()
         self._decodes, self._prefills = decodes, prefills
+        self._split = 0 if decodes is None else len(decodes.kv_lens)  # tokens of decodes
         self._batch_invariant = batch_invariant
 
     def hidden(self, model: Transformer | InferenceTransformer, tokens: Tensor) -> Tensor:
@@ -155,17 +156,16 @@ class PagedStep:
     ) -> Tensor:  # fmt: skip
         """Causal attention of q (T, heads, 1, head_dim) over what each token's sequence has stored up to it."""
         options = dict(scale=scale, window=window, softcap=softcap)
-        outs, split = [], 0
+        outs = []
         if self._decodes is not None:
-            split = len(self._decodes.kv_lens)
-            outs.append(self._attend_decodes(layer, q[:split], **options))
+            outs.append(self._attend_decodes(layer, q[: self._split], **options))
         if self._prefills is not None:
-            outs.append(self._attend_prefills(layer, q[split:, :, 0], **options)[:, :, None])
+            outs.append(self._attend_prefills(layer, q[self._split :, :, 0], **options)[:, :, None])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
         """Of q (D, heads, 1, head_dim)."""
-        table, kv_lens = self._decodes
+        table, kv_lens = self._decodes.page_table, self._decodes.kv_lens
         k, v, scales = self._kv.k[layer], self._kv.v[layer], self._kv.scales_of(layer)
         return paged_decode(
             q, k, v, table, kv_lens, causal=True, batch_invariant=self._batch_invariant, **scales, **options

@@ -80,7 +80,6 @@ class ShardedStep(PagedStep):
         is_own, places = shards.locate(positions)
         self._pages = pages.masked_fill(~is_own, NO_PAGE)
         self._slots = (places % shards.kv_block).int()
-        self._split = 0 if decodes is None else len(decodes.kv_lens)
         self._tokens = len(positions) - self._split
         self._share = -(-self._tokens // shards.world_size)
         self.lengths = self._own_rows(positions)
@@ -98,10 +97,9 @@ class ShardedStep(PagedStep):
         super().append(layer, k, v)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
-        table, kv_lens = self._decodes
-        kv = self._kv
+        kv, decodes = self._kv, self._decodes
         return sharded_decode(
-            q, kv.k[layer], kv.v[layer], kv_lens, kv.group_name, page_table=table,
+            q, kv.k[layer], kv.v[layer], decodes.kv_lens, kv.group_name, page_table=decodes.page_table,
             kv_block=kv.shards.kv_block, batch_invariant=self._batch_invariant, strategy=kv.strategy,
             causal=True, **kv.scales_of(layer), **options,
         )[0]  # fmt: skip
