@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.groups import Group, name_of
 from torch_fdattn.dist.kv_cache.scales import kv_format
+from torch_fdattn.engine.ngram_speculation import MAX_VOCAB_SIZE, NgramSpeculation
 from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.engine.runner import ModelRunner
 from torch_fdattn.engine.sequence_rows import SequenceRows
@@ -34,7 +35,7 @@ class Sizes(NamedTuple):
 def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None, cuda_graph: bool | None,
-    tp_group: Group, batch_invariant: bool,
+    tp_group: Group, batch_invariant: bool, speculation: NgramSpeculation | None,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
@@ -46,6 +47,7 @@ def make_runner(
         max_model_len=max_model_len, pages=pages,
     )  # fmt: skip
     form = kv_format(kv_dtype)
+    _check_speculation(speculation, batch_invariant, model.config.vocab_size)
     model = model.for_inference() if type(model) is Transformer else model
     config, weight = model.config, model.norm.weight
     if max_model_len is not None and max_model_len > config.max_positions:
@@ -73,7 +75,7 @@ def make_runner(
     graphs = weight.is_cuda if cuda_graph is None else cuda_graph
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=group,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, speculation=speculation,
     )  # fmt: skip
     return runner, Sizes(longest, pages)
 
@@ -87,6 +89,26 @@ def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> i
             f"batch_invariant is True, got {max_batch_tokens}"
         )
     return largest // page_size * page_size
+
+
+def _check_speculation(
+    speculation: NgramSpeculation | None, batch_invariant: bool, vocab_size: int
+) -> None:
+    if speculation is None:
+        return
+    if not isinstance(speculation, NgramSpeculation):
+        raise TypeError(
+            f"speculation must be a NgramSpeculation or None, got {type(speculation).__name__}"
+        )
+    if batch_invariant:
+        raise ValueError(
+            "speculation must be None where batch_invariant is True, got a NgramSpeculation: how many tokens a pass has "
+            "would depend on the batch, and so would bits; leave one of the two out"
+        )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise NotImplementedError(
+            f"speculation needs a vocabulary of at most {MAX_VOCAB_SIZE} tokens, got {vocab_size}: leave it out"
+        )
 
 
 def _default_pages(

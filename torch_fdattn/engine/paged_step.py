@@ -1,8 +1,8 @@
 """K and V in pages, and one step's passes over them: what a model's forward is given as its cache.
 
 A model sees a batch of T sequences with one token each, (T, 1), and needs nothing of its own for continuous batching:
-the token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
-packed. Per layer:
+the token's position is the length that it asks for. First come the tokens of D sequences that decode, as many for each,
+then the tokens of P chunks, packed. Per layer:
 
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
@@ -93,10 +93,12 @@ class PagedKV:
 
 
 class Decodes(NamedTuple):
-    """D sequences that compute one token each."""
+    """D sequences that compute the same number of tokens each: one, or as many as the one with the most proposals."""
 
     page_table: Tensor  # int32 (D, pages of a sequence)
-    kv_lens: Tensor  # int32 (D,), the new tokens included
+    kv_lens: Tensor  # int32 (D,), the new tokens included, padding not
+    queries: int = 1  # tokens of each, padding included
+    q_start: Tensor | None = None  # int32 (D,), where the first of several stands
 
 
 class Prefills(NamedTuple):
@@ -113,7 +115,7 @@ class PagedStep:
     Args:
         positions: int64 (T,) of each token in its sequence.
         pages: int32 (T,), the page of each token; negative: it is padding, and stored nowhere.
-        decodes, prefills: of the first D tokens and of the others; None: there are none.
+        decodes, prefills: of the first tokens, a multiple of D, and of the others; None: there are none.
         batch_invariant: as `paged_decode`'s.
 
     Attributes:
@@ -141,15 +143,18 @@ class PagedStep:
         options = dict(causal=True, scale=scale, window=window, softcap=softcap)
         outs, split = [], 0
         if self._decodes is not None:
-            table, kv_lens = self._decodes
-            split = len(kv_lens)
+            table, kv_lens, queries, q_start = self._decodes
+            split = len(kv_lens) * queries
             k, v = self._kv.k[layer], self._kv.v[layer]
             scales, invariant = self._kv.scales_of(layer), self._batch_invariant
-            outs.append(
-                paged_decode(
-                    q[:split], k, v, table, kv_lens, batch_invariant=invariant, **scales, **options
-                )[0]
-            )
+            own = q[:split]
+            if queries > 1:  # a view (D, heads, queries, head_dim)
+                own = own[:, :, 0].unflatten(0, (-1, queries)).transpose(1, 2)
+            out, _ = paged_decode(
+                own, k, v, table, kv_lens, q_start=q_start, batch_invariant=invariant, **scales,
+                **options,
+            )  # fmt: skip
+            outs.append(out if queries == 1 else out.transpose(1, 2).flatten(0, 1)[:, :, None])
         if self._prefills is not None:
             cu_seqlens, table, kv_lens = self._prefills
             k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
