@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engine import tiny
-from tests.engine.expected import TIE
+from tests.engine.expected import TIE, expect_greedy
+from tests.server.fake_engine import CharacterTokenizer
 from tests.tiny_model import save_tiny_model
 from torch_fdattn.engine import LLM, AsyncLLM, LogitsError, NgramSpeculation, SamplingParams
 from torch_fdattn.engine.ngram_speculation import NgramProposer
@@ -18,6 +21,7 @@ from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.sampling import NO_TOKEN
 from torch_fdattn.models import RopeConfig, Transformer, load_tokenizer
 from torch_fdattn.models.config import LayerConfig
+from torch_fdattn.ops import library
 
 SPECULATION = NgramSpeculation(shortest=1, max_sequences=100)
 #: Prompts that repeat themselves, and such that do not.
@@ -91,7 +95,7 @@ REQUESTS = {
     "prompt_logprobs": SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=1),
     "one token": SamplingParams(temperature=0, max_tokens=1),
     "to the model's length": SamplingParams(temperature=0, max_tokens=None),
-    "stop_token_ids": SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(9, 42)),
+    "stop_token_ids": SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(50,)),
     "min_tokens": SamplingParams(
         temperature=0.3, seed=7, max_tokens=24, min_tokens=9, stop_token_ids=(9, 42, 11, 35)
     ),
@@ -99,15 +103,17 @@ REQUESTS = {
 WAYS = {
     "as it comes": {},
     "chunks of 3": {"max_batch_tokens": 3},
+    "few small pages": {"pages": 19, "page_size": 4, "max_batch_tokens": 8},
+    "no prefix cache": {"enable_prefix_caching": False, "page_size": 5},
+    "15 proposals": {"speculation": NgramSpeculation(max_tokens=15, shortest=1, longest=2)},
+    "few sequences": {"speculation": NgramSpeculation(shortest=1, max_sequences=3)},
+}
+MORE_WAYS = {
     "chunks of 19": {"max_batch_tokens": 19},
     "few rows": {"max_num_seqs": 3},
     "few pages": {"pages": 5},
-    "few small pages": {"pages": 19, "page_size": 4, "max_batch_tokens": 8},
     "a token a page": {"page_size": 1, "pages": 2000},
-    "no prefix cache": {"enable_prefix_caching": False, "page_size": 5},
     "1 proposal": {"speculation": NgramSpeculation(max_tokens=1, shortest=1)},
-    "15 proposals": {"speculation": NgramSpeculation(max_tokens=15, shortest=1, longest=2)},
-    "few sequences": {"speculation": NgramSpeculation(shortest=1, max_sequences=3)},
 }
 
 
@@ -150,22 +156,23 @@ def expect_idle(llm) -> None:
     assert 0 < stats.accepted_tokens <= stats.proposed_tokens
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [*WAYS.values(), *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_WAYS.values())],
+    ids=[*WAYS, *MORE_WAYS],
+)
 def test_every_way_to_batch_gives_plain_tokens(model, options):
     """All requests at the same time, and once more with prefix hits; pages of the same name hold the same."""
-    params = [*REQUESTS.values()] * 2
-    prompts = [
-        PROMPTS[i % 4] if i < len(REQUESTS) else PROMPTS[4 + i % 2] for i in range(len(params))
-    ]
-    expected = engine(model).generate(prompts, params)
+    params = list(REQUESTS.values())
+    prompts = [PROMPTS[-1 - i % len(PROMPTS)] for i in range(len(params))]
     plain = engine(model, **{**options, "speculation": None})
     llm = engine(model, **{"speculation": SPECULATION, **options})
+    expected = plain.generate(prompts, params)
     for _ in range(2):
         expect_equal(llm.generate(prompts, params), expected)
-        plain.generate(prompts, params)
     expect_idle(llm)
     stats = llm.stats()
-    assert stats.generated_tokens == plain.stats().generated_tokens
+    assert stats.generated_tokens == 2 * plain.stats().generated_tokens
     few_pages = options.get("pages", 400) < 20
     assert (stats.preemptions > 0) == few_pages
     if "max_num_seqs" not in options and not few_pages:
@@ -181,7 +188,7 @@ def test_every_way_to_batch_gives_plain_tokens(model, options):
 def test_every_request_speculates(model, name):
     """Alone, so that its own proposals are taken, and spare steps."""
     llm, params = engine(model, speculation=SPECULATION), REQUESTS[name]
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[::2]:
         expect_equal(llm.generate([prompt], params), engine(model).generate([prompt], params))
     stats = llm.stats()
     assert (stats.accepted_tokens > 0) == (name != "one token")
@@ -190,12 +197,11 @@ def test_every_request_speculates(model, name):
         assert llm._runner.passes == stats.generated_tokens - stats.accepted_tokens
 
 
-@pytest.mark.parametrize("page_size", [4, 5])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3", "fp8_e5m2"])
-def test_quantised_pages(kv_dtype, page_size):
+def test_quantised_pages(kv_dtype):
     """What a rejected proposal leaves in a slot, its scale too, is overwritten."""
     model = model_of("cpu")
-    options = dict(kv_dtype=kv_dtype, page_size=page_size)
+    options = dict(kv_dtype=kv_dtype, page_size=5)
     plain, llm = engine(model, **options), engine(model, speculation=SPECULATION, **options)
     for params in (REQUESTS["greedy"], REQUESTS["drawn"]):
         for output, other in zip(*(x.generate(PROMPTS, params) for x in (llm, plain)), strict=True):
@@ -251,7 +257,7 @@ def test_aborts_leave_only_true_pages(model):
         random.Random(1),
     )
     expected = engine(model).generate(PROMPTS, REQUESTS["greedy"])
-    for count in range(2, 14):
+    for count in (2, 3, 5, 8, 13):
         for i, prompt in enumerate(PROMPTS):
             llm.add_request(str(i), prompt, REQUESTS["greedy"])
         for _ in range(count):
@@ -271,7 +277,8 @@ def test_stop_strings(model, device, tmp_path):
     """A stop string within what one step gives ends the text there."""
     save_tiny_model(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    model = model_of(device, vocab_size=tokenizer_size(tmp_path))
+    vocab_size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    model = model_of(device, vocab_size=vocab_size)
     plain, llm = (engine(model, tokenizer=tokenizer, speculation=x) for x in (None, SPECULATION))
     prompt = "one two one two one two"
     (output,) = plain.generate(
@@ -279,22 +286,47 @@ def test_stop_strings(model, device, tmp_path):
     )
     text = output.outputs[0].text
     ended = 0
-    for begin in range(0, len(text) - 2):
-        for ignore_eos in (True, False):
-            params = SamplingParams(
-                temperature=0, max_tokens=24, stop=(text[begin : begin + 2],), ignore_eos=ignore_eos
-            )
-            found, expected = (x.generate([prompt], params) for x in (llm, plain))
-            expect_equal(found, expected)
-            ended += found[0].outputs[0].finish_reason == "stop"
+    for begin in range(0, len(text) - 2, 3):
+        params = SamplingParams(
+            temperature=0, max_tokens=24, stop=(text[begin : begin + 2],), ignore_eos=begin % 2 > 0
+        )
+        found, expected = (x.generate([prompt], params) for x in (llm, plain))
+        expect_equal(found, expected)
+        ended += found[0].outputs[0].finish_reason == "stop"
     assert ended > 4
     expect_idle(llm)
 
 
-def tokenizer_size(folder) -> int:
-    import json
+class Alternating:
+    """In the place of a grammar's matcher: even and odd tokens by turns, up to 20."""
 
-    return json.loads((folder / "config.json").read_text())["vocab_size"]
+    has_failed = False
+
+    def __init__(self):
+        self._count = 0
+
+    def allowed(self):
+        return torch.arange(64) % 2 == self._count % 2
+
+    def accept(self, token):
+        assert token % 2 == self._count % 2
+        self._count += 1
+        return self._count == 20
+
+
+def test_grammars_do_not_speculate(model):
+    """Beside others that do: what is allowed next follows from each token."""
+    plain, llm = (
+        engine(model, tokenizer=CharacterTokenizer(), speculation=x) for x in (None, SPECULATION)
+    )
+    for x in (plain, llm):
+        x._grammars = SimpleNamespace(matcher=lambda params: Alternating())
+    by_grammar = SamplingParams(temperature=0, max_tokens=24, grammar="")
+    expect_equal(*(x.generate([PROMPTS[-1]], by_grammar) for x in (llm, plain)))
+    assert llm.stats().proposed_tokens == 0
+    params = [by_grammar, REQUESTS["greedy"]] * 2
+    expect_equal(*(x.generate(PROMPTS[2:], params) for x in (llm, plain)))
+    expect_idle(llm)
 
 
 def test_from_coroutines(model):
@@ -374,10 +406,11 @@ def test_bad_arguments_are_named(model):
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_kernels_serve_proposals(kernel_device, kv_dtype):
     model = model_of(kernel_device)
-    params = SamplingParams(temperature=0, max_tokens=4)
-    plain, llm = (
-        engine(model, pages=10, kv_dtype=kv_dtype, speculation=x) for x in (None, SPECULATION)
-    )
-    prompts = [[1, 2, 3, 1, 2, 3, 1], tiny.PROMPT]
-    expect_equal(*(x.generate(prompts, params) for x in (llm, plain)))
+    speculation = NgramSpeculation(max_tokens=2, shortest=1)
+    llm = engine(model, max_model_len=128, pages=10, kv_dtype=kv_dtype, speculation=speculation)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    # All tokens there are, so that the first drawn one has stood before; and few.
+    for output in llm.generate([list(range(64)), [5]], params):
+        expect_greedy(model, output.prompt_token_ids, output.outputs[0])
     assert llm.stats().proposed_tokens > 0
+    assert library.launches["decode_forward/triton"]
