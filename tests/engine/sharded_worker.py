@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.tiny import PROMPTS, config, random_model
-from torch_fdattn.engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from torch_fdattn.engine import LLM, AsyncLLM, NgramSpeculation, RequestOutput, SamplingParams
 from torch_fdattn.models import Transformer
 from torch_fdattn.models.config import LayerConfig, RopeConfig
 from torch_fdattn.models.parallelize import parallelize
@@ -32,6 +32,7 @@ CASES = {
     "batch-invariant": {
         "batch_invariant": True, "max_num_seqs": 3, "max_batch_tokens": 20
     },
+    "speculation": {"speculation": NgramSpeculation(max_tokens=3, shortest=1), "max_batch_tokens": 9},
     "int8": {"kv_dtype": "int8", "max_batch_tokens": 9},
     "fp8_e4m3": {"kv_dtype": "fp8_e4m3", "tokens_in_pages": 48},
 }  # fmt: skip

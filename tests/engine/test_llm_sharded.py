@@ -41,6 +41,7 @@ def expect_ranks(tmp_path, shape, models, cases) -> None:
             assert (own["stats"]["preemptions"] > 0) == (case in ("few pages", "fp8_e4m3"))
             assert own["stats"]["pages_used"] == 0
             assert own["stats"]["prefix_hit_tokens"] > 0
+            assert (own["stats"]["accepted_tokens"] > 0) == (case == "speculation")
             assert all(theirs[name]["stats"] == own["stats"] for theirs in found)
         llm = worker.engine(worker.MODELS[model](), 1, {"max_batch_tokens": 9})
         rows = zip(found[0][f"{model}, of prompts"], worker.prompt_logprobs(llm), strict=True)
@@ -55,7 +56,11 @@ def expect_ranks(tmp_path, shape, models, cases) -> None:
     ("shape", "models", "cases"),
     [
         ((1, 1), ["qwen3"], ["as it comes"]),
-        ((2, 1), ["windowed"], ["chunks of 7", "few pages", "batch-invariant", "int8"]),
+        (
+            (2, 1),
+            ["windowed"],
+            ["chunks of 7", "few pages", "batch-invariant", "int8", "speculation"],
+        ),
         ((2, 2), ["qwen3"], ["chunks of 7"]),
         ((4, 1), ["qwen3"], ["as it comes"]),
         *(

@@ -12,6 +12,7 @@ from torch_fdattn.dist.groups import Group, rank_and_size
 from torch_fdattn.dist.kv_cache.scales import kv_format
 from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.engine.llm_groups import EngineGroups
+from torch_fdattn.engine.ngram_speculation import MAX_VOCAB_SIZE, NgramSpeculation
 from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.engine.runner import ModelRunner
 from torch_fdattn.engine.sequence_rows import SequenceRows
@@ -39,7 +40,7 @@ def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
     enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str, tp_group: Group,
-    batch_invariant: bool,
+    batch_invariant: bool, speculation: NgramSpeculation | None,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
@@ -57,6 +58,7 @@ def make_runner(
         _expect_positive(**sizes)
         form = kv_format(kv_dtype)
         _check_strategy(strategy, groups.kv)
+        _check_speculation(speculation, batch_invariant, config.vocab_size)
         if max_model_len is not None and max_model_len > config.max_positions:
             raise ValueError(
                 f"max_model_len must be at most the model's {config.max_positions} positions, got {max_model_len}"
@@ -71,6 +73,7 @@ def make_runner(
         {
             **sizes, "kv_dtype": kv_dtype, "enable_prefix_caching": enable_prefix_caching,
             "cuda_graph": graphs, "strategy": strategy, "batch_invariant": batch_invariant,
+            "speculation": speculation,
             "whether kv_group is given": groups.kv is not None,
             "whether tp_group is given": groups.tp is not None,
             "the model's configuration": config, "the model's dtype": weight.dtype,
@@ -95,7 +98,7 @@ def make_runner(
     rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, speculation=speculation,
     )  # fmt: skip
     return runner, Sizes(longest, pages, kv.page_size)
 
@@ -119,6 +122,26 @@ def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> i
             f"batch_invariant is True, got {max_batch_tokens}"
         )
     return largest // page_size * page_size
+
+
+def _check_speculation(
+    speculation: NgramSpeculation | None, batch_invariant: bool, vocab_size: int
+) -> None:
+    if speculation is None:
+        return
+    if not isinstance(speculation, NgramSpeculation):
+        raise TypeError(
+            f"speculation must be a NgramSpeculation or None, got {type(speculation).__name__}"
+        )
+    if batch_invariant:
+        raise ValueError(
+            "speculation must be None where batch_invariant is True, got a NgramSpeculation: how many tokens a pass has "
+            "would depend on the batch, and so would bits; leave one of the two out"
+        )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise NotImplementedError(
+            f"speculation needs a vocabulary of at most {MAX_VOCAB_SIZE} tokens, got {vocab_size}: leave it out"
+        )
 
 
 def _default_pages(

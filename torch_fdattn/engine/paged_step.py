@@ -1,8 +1,8 @@
 """K and V in pages, and one step's passes over them: what a model's forward is given as its cache.
 
 A model sees a batch of T sequences with one token each, (T, 1), and needs nothing of its own for continuous batching:
-the token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
-packed. Per layer:
+the token's position is the length that it asks for. First come the tokens of D sequences that decode, as many for each,
+then the tokens of P chunks, packed. Per layer:
 
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
@@ -105,10 +105,12 @@ class PagedKV:
 
 
 class Decodes(NamedTuple):
-    """D sequences that compute one token each."""
+    """D sequences that compute the same number of tokens each: one, or as many as the one with the most proposals."""
 
     page_table: Tensor  # int32 (D, pages of a sequence)
-    kv_lens: Tensor  # int32 (D,), the new tokens included
+    kv_lens: Tensor  # int32 (D,), the new tokens included, padding not
+    queries: int = 1  # tokens of each, padding included
+    q_start: Tensor | None = None  # int32 (D,), where the first of several stands
 
 
 class Prefills(NamedTuple):
@@ -125,7 +127,7 @@ class PagedStep:
     Args:
         positions: int64 (T,) of each token in its sequence.
         pages: int32 (T,), the page of each token; negative: it is padding, and stored nowhere.
-        decodes, prefills: of the first D tokens and of the others; None: there are none.
+        decodes, prefills: of the first tokens, a multiple of D, and of the others; None: there are none.
         batch_invariant: as `paged_decode`'s.
 
     Attributes:
@@ -139,7 +141,8 @@ class PagedStep:
         self._kv, self.lengths = kv, positions
         self._pages, self._slots = pages, (positions % kv.page_size).int()
         self._decodes, self._prefills = decodes, prefills
-        self._split = 0 if decodes is None else len(decodes.kv_lens)  # tokens of decodes
+        # Tokens of decodes.
+        self._split = 0 if decodes is None else len(decodes.kv_lens) * decodes.queries
         self._batch_invariant = batch_invariant
 
     def hidden(self, model: Transformer | InferenceTransformer, tokens: Tensor) -> Tensor:
@@ -158,13 +161,17 @@ class PagedStep:
         options = dict(scale=scale, window=window, softcap=softcap)
         outs = []
         if self._decodes is not None:
-            outs.append(self._attend_decodes(layer, q[: self._split], **options))
+            queries, own = self._decodes.queries, q[: self._split]
+            if queries > 1:  # a view (D, heads, queries, head_dim)
+                own = own[:, :, 0].unflatten(0, (-1, queries)).transpose(1, 2)
+            out = self._attend_decodes(layer, own, q_start=self._decodes.q_start, **options)
+            outs.append(out if queries == 1 else out.transpose(1, 2).flatten(0, 1)[:, :, None])
         if self._prefills is not None:
             outs.append(self._attend_prefills(layer, q[self._split :, :, 0], **options)[:, :, None])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
-        """Of q (D, heads, 1, head_dim)."""
+        """Of q (D, heads, queries, head_dim)."""
         table, kv_lens = self._decodes.page_table, self._decodes.kv_lens
         k, v, scales = self._kv.k[layer], self._kv.v[layer], self._kv.scales_of(layer)
         return paged_decode(
