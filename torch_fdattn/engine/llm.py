@@ -18,7 +18,7 @@ from torch_fdattn.engine.logprobs import to_dicts
 from torch_fdattn.engine.ngram_speculation import NgramProposer, NgramSpeculation
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.page_pool import PagePool
-from torch_fdattn.engine.prompts import PromptError
+from torch_fdattn.engine.prompts import PromptError, prompt_tokens
 from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.runner import LaunchedStep
 from torch_fdattn.engine.sampling_params import SamplingParams
@@ -232,7 +232,7 @@ class LLM:
             raise ValueError(f"request_id must be of no unfinished request, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        tokens = self._tokens_of(prompt, name)
+        tokens = prompt_tokens(prompt, self.tokenizer, self.model.config.vocab_size, name)
         max_length = self._max_length(tokens, params, name)
         self._check_params(params)
         request = Request(request_id, tokens, params)
@@ -252,26 +252,6 @@ class LLM:
         for sequence in request.sequences:
             self._scheduler.add(sequence)
         self._prompt_tokens += len(tokens)
-
-    def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError(f"{name} must be token ids where LLM has no tokenizer, got a str")
-            prompt = self.tokenizer.encode(prompt)
-        if not isinstance(prompt, SequenceOf) or isinstance(prompt, bytes):
-            raise TypeError(
-                f"{name} must be a str or a list of token ids, got {type(prompt).__name__}"
-            )
-        if wrong := [x for x in prompt if type(x) is not int]:
-            raise TypeError(f"{name} must hold integer token ids, got {wrong[0]!r}")
-        vocab_size = self.model.config.vocab_size
-        if not prompt:
-            raise PromptError(f"{name} must have at least one token, got none")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise PromptError(
-                f"{name} must hold token ids from 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
-            )
-        return list(prompt)
 
     def _max_length(self, tokens: list[int], params: SamplingParams, name: str) -> int:
         if len(tokens) >= self.max_model_len:
