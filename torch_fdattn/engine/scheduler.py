@@ -141,16 +141,13 @@ class Scheduler:
             sequence = chunk.sequence
             if not chunk.samples or sequence.proposer is None:
                 continue
-            # The last token that it can have is drawn, not computed; the one drawn behind `end` counts as its own already.
-            limit = min(budget, sequence.max_length - sequence.length)
-            missing = -(-(chunk.end + limit) // self.page_size) - len(sequence.pages)
-            missing = min(missing, self.pool.num_free)
-            limit = min(limit, (len(sequence.pages) + missing) * self.page_size - chunk.end)
+            capacity = (len(sequence.pages) + self.pool.num_free) * self.page_size
+            # Its length counts the token to be drawn behind the chunk already.
+            limit = min(budget, sequence.max_length - sequence.length, capacity - chunk.end)
             proposals = sequence.proposer.propose(sequence.tokens, limit)
-            sequence.pages += self.pool.allocate(
-                max(-(-(chunk.end + len(proposals)) // self.page_size) - len(sequence.pages), 0)
-            )
             count = chunk.count + len(proposals)
+            missing = -(-(chunk.start + count) // self.page_size) - len(sequence.pages)
+            sequence.pages += self.pool.allocate(max(missing, 0))
             step.decodes[i] = chunk._replace(count=count, proposals=proposals)
             sequence.num_computed += len(proposals)
             budget -= len(proposals)

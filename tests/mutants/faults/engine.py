@@ -31,7 +31,8 @@ FAULTS = (
     ),
     Fault(
         "proposals beyond the last token", f"{_ENGINE}/scheduler.py",
-        "limit = min(budget, sequence.max_length - sequence.length)", "limit = budget", SPECULATION,
+        "limit = min(budget, sequence.max_length - sequence.length, capacity - chunk.end)",
+        "limit = min(budget, capacity - chunk.end)", SPECULATION,
     ),
     Fault(
         "proposals that a grammar knows nothing of", f"{_ENGINE}/llm.py",

@@ -95,7 +95,10 @@ INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpr
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
-SPECULATION = Tests("speculation by n-grams", ("tests/engine/test_ngram_speculation.py",))
+SPECULATION = Tests(
+    "speculation by n-grams",
+    ("tests/engine/test_ngram_proposals.py", "tests/engine/test_ngram_speculation.py"),
+)
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
