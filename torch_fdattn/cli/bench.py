@@ -77,10 +77,15 @@ def run_here(
     with tempfile.TemporaryDirectory() as folder:
         if peers:
             _save(model, Path(folder))
-        runs = [x.figures() for x in run_workload(options.make(model, None), workload, repeats)]
+        llm = options.make(model, None)
+        runs = [x.figures() for x in run_workload(llm, workload, repeats)]
         record["runs"]["torch_fdattn"] = runs
         _print(figure_lines("torch_fdattn", _best(runs), limit.seconds))
-        del model
+        if options.ngram_tokens:
+            stats = llm.stats()  # of all runs
+            record["speculation"] = {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}  # fmt: skip
+            _print([f"  n-grams: {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens accepted"])  # fmt: skip
+        del model, llm
         gc.collect()
         torch.cuda.empty_cache()  # nothing where there is no GPU
         for peer in peers:

@@ -12,6 +12,7 @@ from tests.mutants.faults import (
     compiled,
     distributed,
     dropins,
+    engine,
     host,
     models,
     tuned,
@@ -22,5 +23,5 @@ __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
     *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
-    *models.FAULTS, *tuned.FAULTS,
+    *engine.FAULTS, *models.FAULTS, *tuned.FAULTS,
 )  # fmt: skip
