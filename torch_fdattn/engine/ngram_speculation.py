@@ -25,7 +25,7 @@ class NgramSpeculation:
     Tokens, log-probabilities and ends are those without speculation, greedy or drawn, with penalties too, as far as
     logits are the same: they come from products of other shapes, which may round otherwise. Requests with a grammar
     do not speculate. What it costs: the host reads a step's tokens before it schedules the next one, also where
-    nothing is proposed; and a step with proposals computes 1 + max_tokens tokens for each sequence that decodes.
+    nothing is proposed; and a step with proposals computes up to 1 + max_tokens tokens for each sequence that decodes.
 
     Args:
         max_tokens: proposed to a sequence in a step, from 1 to 15: decode takes 16 tokens of a sequence.
