@@ -30,9 +30,8 @@ from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
 from torch_fdattn.testing.errors import check_close, check_lse
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring", "star", "query_split")
-#: Strategies whose ranks count heads from their own first one, or hold rows of other ranks.
-NO_DROPOUT = ("ulysses", "ulysses_ring")
-NO_MASK_GRADIENT = (*NO_DROPOUT, "star")
+#: Strategies whose ranks hold rows of other ranks' masks.
+NO_MASK_GRADIENT = ("ulysses", "ulysses_ring", "star")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -117,7 +116,7 @@ class Case:
             self.trained["alibi_slopes"] = torch.rand(self.heads)
         if rng.random() < 0.3:
             self.trained["sinks"] = torch.randn(self.heads)
-        if self.strategy not in NO_DROPOUT and rng.random() < 0.2:
+        if rng.random() < 0.2:
             seed = torch.tensor([rng.randint(0, 99), 1 << 40])
             self.given |= dict(dropout_p=rng.choice([0.1, 0.5]), dropout_seed=seed)
         self.of_mask = self.bias is not None and self.strategy not in NO_MASK_GRADIENT and rng.random() < 0.6  # fmt: skip

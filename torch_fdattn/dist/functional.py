@@ -188,7 +188,7 @@ def ring_attention(
             "ulysses_ring" and "star".
         dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
-            rank 0's generator draws it. Not with "ulysses" and "ulysses_ring".
+            rank 0's generator draws it.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
             through symmetric memory; GPUs of one host, not under torch.compile), "ulysses" (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
             over heads inside nodes, K and V round the nodes).

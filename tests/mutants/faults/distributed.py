@@ -88,6 +88,10 @@ FAULTS = (
         "all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]", "dropout.seed", RING_MASKS,
     ),
     Fault(
+        "dropout of each rank's heads as of the first ones", f"{_RING}/heads.py",
+        "problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size))", "problem.dropout", RING_MASKS,
+    ),
+    Fault(
         "slopes' gradient of the last block of keys", f"{_RING}/local.py",
         "slopes += found[3]", "slopes.copy_(found[3])", RING_MASKS,
     ),

@@ -47,8 +47,6 @@ def of_attention(given: dict, defaults: dict, context: ContextParallel) -> tuple
     q, k, v = (given[name] for name in "qkv")
     shapes = [tensor(x).shape for x in (q, k, v)]
     _refuse(**_misfits(shapes[0][2], shapes[1][2], shapes[1][3], shapes[2][3]))
-    dropout = given["dropout_p"] != 0
-    _refuse(**{f"dropout with strategy={context.strategy!r}": dropout and not context.takes_dropout})  # fmt: skip
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
     return "ring_attention", (q, k, v, *context.operands(shapes[0][2])), options
 

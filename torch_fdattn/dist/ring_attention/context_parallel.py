@@ -112,7 +112,7 @@ def context_parallel(
     Taken over are, on q, k and v of this rank's tokens,
 
     - `F.scaled_dot_product_attention` and `torch_fdattn.attention`: causal, windows, softcap, ALiBi slopes and sinks (each
-      rank's gradient is a part, to be summed over the ranks), dropout (not with "ulysses" and "ulysses_ring"), and masks (…, S_r, total) of this rank's rows, with a column for each position
+      rank's gradient is a part, to be summed over the ranks), dropout, and masks (…, S_r, total) of this rank's rows, with a column for each position
       (a row whose entries are all finfo.min gives 0, as `torch_fdattn.attention` says);
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.

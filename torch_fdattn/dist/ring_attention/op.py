@@ -50,7 +50,7 @@ STRATEGIES = {
     "star": star,
     "ulysses_ring": ulysses_ring,
 }
-#: They count heads from their own first one.
+#: Ranks share heads.
 BY_HEADS = ("ulysses", "ulysses_ring")
 
 
@@ -103,11 +103,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
             raise TypeError(
                 "q must not be float64 with strategy='one_sided', which sums in float32: use 'all_gather'"
             )
-    if strategy in BY_HEADS and problem.dropout.p > 0 and problem.world_size > 1:
-        raise NotImplementedError(
-            f"dropout_p must be 0 with strategy={strategy!r}, whose ranks count heads from their own first one: use another "
-            f"strategy, got {problem.dropout.p}"
-        )
     if strategy in BY_HEADS:
         ranks = ulysses_ring.ranks_of_node(problem) if problem.hierarchy else problem.world_size
         check_heads(q.shape[1], k.shape[1], ranks, strategy)
