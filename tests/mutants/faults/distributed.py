@@ -92,6 +92,14 @@ FAULTS = (
         "problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size))", "problem.dropout", RING_MASKS,
     ),
     Fault(
+        "a prefix's queries under the causal mask", f"{_RING}/plan.py",
+        "if x.run.start < end], (-1, -1)", "if x.run.start < end], (left, right)", RING_MASKS,
+    ),
+    Fault(
+        "chunks counted from the first of all tokens", f"{_RING}/sequence_shards.py",
+        "for begin, end in begins for x in range(begin, end, chunk)", "for begin, end in begins for x in (begin, *range(begin - begin % chunk + chunk, end, chunk))", RING_MASKS,
+    ),
+    Fault(
         "slopes' gradient of the last block of keys", f"{_RING}/local.py",
         "slopes += found[3]", "slopes.copy_(found[3])", RING_MASKS,
     ),

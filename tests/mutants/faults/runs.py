@@ -67,6 +67,7 @@ RING_MASKS = Tests(
     "masks over ranks",
     (
         "tests/dist/test_ring_scores.py",
+        "tests/dist/test_ring_chunks.py",
         "tests/dist/test_ring_documents.py",
         "tests/dist/test_ring_dropout.py",
     ),
