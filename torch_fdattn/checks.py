@@ -206,11 +206,9 @@ def check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:
     expect_tensor("dropout_seed", seed)
     if seed.dtype != torch.int64:
         raise TypeError(f"dropout_seed must be int64, got {seed.dtype}")
-    if seed.shape not in ((2,), (3,)):
-        raise ValueError(
-            "dropout_seed must have shape (2,), a seed and an offset, or (3,), with the number of q's first head, got "
-            f"{tuple(seed.shape)}"
-        )
+    if seed.shape != (3,):
+        expected = "a seed and an offset, or (3,), with the number of q's first head"
+        expect_shape("dropout_seed", seed, (2,), expected)
     expect_device("dropout_seed", seed, q.device, "q")
 
 

@@ -122,7 +122,19 @@ FAULTS = (
     ),
     Fault(
         "keys before a query alone, without a bound", f"{_OVER_RANKS}/local_masks.py",
-        "elif node is not positions or distance < 0:", "elif node is not positions:", COMPILED_POSITIONS,
+        "        elif limit < 0:\n            return None\n", "", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "chunks counted from anywhere", f"{_OVER_RANKS}/local_masks.py",
+        "condition.of.without(first, second).terms or not bare", "condition.of.without(first, second).terms", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "a prefix beside another bound", f"{_OVER_RANKS}/local_masks.py",
+        "order[1:] != (\"right\", 0)", "order[1] != \"right\"", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "factors counted by local tokens", f"{_OVER_RANKS}/local_counts.py",
+        "if statically_true(value(node).shape[0] == length):", "if False:", COMPILED_POSITIONS,
     ),
     Fault(
         "what a mask adds to scores that are seen, lost", "torch_fdattn/compile_backend/masks/recovery.py",
