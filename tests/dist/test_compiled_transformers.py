@@ -14,6 +14,7 @@ from transformers import masking_utils
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.compile_backend.report import UnsupportedAttention
 from torch_fdattn.dist import SequenceShards, shard_batch
+from torch_fdattn.dropins.transformers import masks_of_positions
 
 SMALL = dict(
     vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -25,6 +26,10 @@ KINDS = {
     "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
     "Gemma2": (
         transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"query_pre_attn_scalar": 16}
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig, transformers.GptOssForCausalLM,
+        dict(num_local_experts=2, num_experts_per_tok=2, attn_implementation="eager"),
     ),
     "Llama4": (
         transformers.Llama4TextConfig, transformers.Llama4ForCausalLM,
@@ -141,6 +146,37 @@ def test_llama_4s_temperature_is_refused(group, rank_device) -> None:
     with pytest.raises(Exception, match="attn_temperature_tuning=False") as raised:
         compiled(model, group, shards)(ids, position_ids=positions, use_cache=False)
     assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+
+
+@by_position
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sinks_of_gpt_oss(group, rank_device, gradients) -> None:
+    """Its own masks, of indices, are refused; such of positions are taken, shorter and longer windows than a rank's part."""
+    model = made("gpt-oss", rank_device, sliding_window=12 if gradients else 5)
+    rank, shards = dist.get_rank(), shards_of("zigzag", dist.get_world_size())
+    whole = batch(shards.total, rank_device)
+    own = shard_batch(group, shards, *whole)
+
+    def run(ids, positions):
+        masks = masks_of_positions(model, ids, positions)
+        return model(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
+
+    with torch.set_grad_enabled(gradients):
+        expected = model(whole[0], position_ids=whole[1], use_cache=False).logits
+        assert torch.equal(run(*whole), expected)
+        found = compiled(run, group, shards)(*own)
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+    if not gradients:
+        with pytest.raises(Exception, match="masks_of_positions") as raised:
+            compiled(model, group, shards)(own[0], position_ids=own[1], use_cache=False)
+        assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+        return
+    weights, wanted = torch.randn_like(expected), list(model.model.layers.parameters())
+    expected_grads = torch.autograd.grad((expected * weights).sum(), wanted)
+    grads = torch.autograd.grad((found * shards.shard(weights, rank, 1)).sum(), wanted)
+    for value, right in zip(grads, expected_grads, strict=True):
+        dist.all_reduce(value)
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
 
 
 @by_position

@@ -22,7 +22,8 @@ _SUPPORTED = (
 )  # fmt: skip
 _MASK = (
     "a mask of local tokens that is no window, chunks or prefix over the graph's input of their positions (give a transformers model "
-    "position_ids, this rank's part of all positions, and no attention_mask; transformers 5.23 or newer)"
+    "position_ids, this rank's part of all positions, and no attention_mask, or where it makes masks of indices, as gpt-oss does, "
+    "that of torch_fdattn.dropins.transformers.masks_of_positions; transformers 5.23 or newer)"
 )
 
 
