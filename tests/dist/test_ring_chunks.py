@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import torch_fdattn
-from torch_fdattn.dist import SequenceShards, ring_attention
+from torch_fdattn.dist import SequenceShards, context_parallel, ring_attention
 
 from .test_ring_attention import STRATEGIES, drawn_shards
 from .test_ring_documents import drawn_documents, same_document
@@ -166,3 +167,27 @@ def test_ranks_that_disagree_are_named_on_every_rank(group, rank_device, name) -
     wrong = TypeError if rank == 1 else NotImplementedError
     with pytest.raises(wrong, match=rf"{name} must"):
         ring_attention(x, x, x, group, **{name: "a" if rank == 1 else 3}, **given)
+
+
+def test_prefixes_in_context_parallel(group, rank_device) -> None:
+    """A causal model, by either call, is a prefix-LM; what is not causal, or has a window, is refused."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.zigzag(8 * world, world)
+    inputs = [torch.randn(2, 2, 8 * world, 16, device=rank_device) for _ in range(3)]
+    mask = mask_of_prefixes([0, 8 * world], [5]).to(rank_device)
+    expected = shards.shard(torch_fdattn.attention(*inputs, attn_mask=mask)[0], rank, 2)
+    own = [shards.shard(x, rank, 2) for x in inputs]
+    with context_parallel(group, shards=shards, prefix_lens=5):
+        for found in (
+            torch_fdattn.attention(*own, causal=True)[0],
+            F.scaled_dot_product_attention(*own, is_causal=True),
+        ):
+            torch.testing.assert_close(found, expected)
+        for wrong in ({}, dict(causal=True, window=(3, 0))):
+            with pytest.raises(NotImplementedError, match="prefix_lens needs causal=True and no"):
+                torch_fdattn.attention(*own, **wrong)
+    with (
+        pytest.raises(TypeError, match="prefix_lens must be an integer tensor"),
+        context_parallel(group, shards=shards, prefix_lens="a"),
+    ):
+        pass
