@@ -327,6 +327,22 @@ def test_factors_counted_by_local_tokens_are_refused(group, rank_device, attend)
     assert isinstance(raised.value.inner_exception, UnsupportedAttention)
 
 
+def test_angles_are_a_models_own_matter(group, rank_device) -> None:
+    """Counted from where a rank's tokens begin."""
+    zigzag, whole, _, _ = given(group, rank_device)
+    shards = SequenceShards.contiguous(zigzag.total, zigzag.world_size)
+    first, rank = shards.ranks[dist.get_rank()][0].start, dist.get_rank()
+
+    def run(q, k, v, first=first):
+        angles = (torch.arange(q.shape[2], device=q.device) + first)[:, None] * 0.3
+        return F.scaled_dot_product_attention(q * angles.cos(), k, v, is_causal=True)
+
+    options = {"context_parallel": {"group": group, "shards": shards}, "lower": "aot_eager"}
+    own = shard_batch(group, shards, *whole[:3], dim=2)
+    found = torch.compile(run, backend=fdattn, fullgraph=True, options=options)(*own)
+    torch.testing.assert_close(found, shards.shard(run(*whole[:3], first=0), rank, 2))
+
+
 def made_outside(q, k, v, positions, others):
     """As layers are given their model's mask."""
     mask = packed(positions, others)
