@@ -93,7 +93,10 @@ def sdpa(q, k, v, mask):
 
 @pytest.mark.parametrize(
     ("form", "make"),
-    [(sdpa, chunks), (sdpa, causal_chunks), (sdpa, prefix), (sdpa, long_prefix), (eager, prefix), (with_sinks, causal_chunks)],
+    [
+        (sdpa, chunks), (sdpa, long_prefix), (eager, prefix), (with_sinks, causal_chunks),
+        *(pytest.param(sdpa, x, marks=pytest.mark.slow) for x in (causal_chunks, prefix)),
+    ],
     ids=lambda x: x.__name__,
 )  # fmt: skip
 def test_understood(group, rank_device, form, make) -> None:
