@@ -113,6 +113,8 @@ def score_cases():
         yield Case(op, "sm_90", "bf16", 128, "window", scores=scores)
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, dropout_p=0.1)
+    for op in CONFIGS:
+        yield Case(op, "sm_90", "bf16", 64, dropout_p=0.1, first_head=True)
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="bias", dropout_p=0.1)
     yield Case("backward", "sm_90", "fp32", 64, dropout_p=0.1)

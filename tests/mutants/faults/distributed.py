@@ -91,6 +91,18 @@ FAULTS = (
         "all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]", "dropout.seed", RING_MASKS,
     ),
     Fault(
+        "dropout of each rank's heads as of the first ones", f"{_RING}/heads.py",
+        "problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size))", "problem.dropout", RING_MASKS,
+    ),
+    Fault(
+        "a prefix's queries under the causal mask", f"{_RING}/plan.py",
+        "if x.run.start < end], (-1, -1)", "if x.run.start < end], (left, right)", RING_MASKS,
+    ),
+    Fault(
+        "chunks counted from the first of all tokens", f"{_RING}/sequence_shards.py",
+        "for begin, end in begins for x in range(begin, end, chunk)", "for begin, end in begins for x in (begin, *range(begin - begin % chunk + chunk, end, chunk))", RING_MASKS,
+    ),
+    Fault(
         "slopes' gradient of the last block of keys", f"{_RING}/local.py",
         "slopes += found[3]", "slopes.copy_(found[3])", RING_MASKS,
     ),
@@ -113,7 +125,19 @@ FAULTS = (
     ),
     Fault(
         "keys before a query alone, without a bound", f"{_OVER_RANKS}/local_masks.py",
-        "elif node is not positions or distance < 0:", "elif node is not positions:", COMPILED_POSITIONS,
+        "        elif limit < 0:\n            return None\n", "", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "chunks counted from anywhere", f"{_OVER_RANKS}/local_masks.py",
+        "condition.of.without(first, second).terms or not bare", "condition.of.without(first, second).terms", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "a prefix beside another bound", f"{_OVER_RANKS}/local_masks.py",
+        "order[1:] != (\"right\", 0)", "order[1] != \"right\"", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "factors counted by local tokens", f"{_OVER_RANKS}/local_counts.py",
+        "if statically_true(value(node).shape[0] == length):", "if False:", COMPILED_POSITIONS,
     ),
     Fault(
         "what a mask adds to scores that are seen, lost", "torch_fdattn/compile_backend/masks/recovery.py",

@@ -67,6 +67,7 @@ RING_MASKS = Tests(
     "masks over ranks",
     (
         "tests/dist/test_ring_scores.py",
+        "tests/dist/test_ring_chunks.py",
         "tests/dist/test_ring_documents.py",
         "tests/dist/test_ring_dropout.py",
     ),
@@ -81,7 +82,11 @@ RING_ONE_SIDED = Tests(
 ULYSSES_RING = Tests("heads and rings over ranks", ("tests/dist/test_ulysses_ring.py",), ranks=4)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",
-    ("tests/dist/test_compiled_positions.py", "tests/dist/test_compiled_transformers.py"),
+    (
+        "tests/dist/test_compiled_chunks.py",
+        "tests/dist/test_compiled_positions.py",
+        "tests/dist/test_compiled_transformers.py",
+    ),
     ranks=2,
 )
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))

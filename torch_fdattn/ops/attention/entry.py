@@ -66,8 +66,9 @@ def attention(
         dropout_p: each weight is dropped with this probability, rounded to a multiple of 2**-16, and the others
             are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
             positions alone, on every device the same (`ops/attention/dropout.py`).
-        dropout_seed: int64 (2,) on q's device: seed and offset. Default: drawn on the device from torch's
-            generator, or as `set_deterministic` says; within vmap by its `randomness`. Of DTensors it must be given.
+        dropout_seed: int64 (2,) on q's device: seed and offset; or (3,), with the number of q's first head, where q has a part
+            of the heads. Default: drawn on the device from torch's generator, or as `set_deterministic` says; within
+            vmap by its `randomness`. Of DTensors it must be given.
         layout: "bshd": q, k, v and out are (B, S, H, D), as flash-attn's; nothing is copied. The lse stays (B, H, S),
             and attn_mask broadcasts to (B, H, S, S_kv).
 
