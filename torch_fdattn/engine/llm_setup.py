@@ -25,7 +25,7 @@ _GPU_SHARE = 0.85
 _CPU_BYTES = 2**30
 _LARGEST_CHUNK = 512
 #: Tokens of a step where the caller gives none. The host launches a step of prompts more slowly than a GPU computes small ones.
-MAX_BATCH_TOKENS = 8192
+MAX_BATCH_TOKENS = 16384
 
 
 class Sizes(NamedTuple):
