@@ -254,6 +254,10 @@ def bench_serve(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="The best run is shown.")] = 2,
     out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for a trace of 64 more steps, with a table of layers and parts."),
+    ] = None,
     api_key: ApiKey = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
@@ -274,6 +278,8 @@ def bench_serve(
         if url is not None:
             if peer:
                 raise UsageError("--peer is for the engine in this process: leave --url out")
+            if trace is not None:
+                raise UsageError("--trace is for the engine in this process: leave --url out")
             raise typer.Exit(run_served(url, requests, lengths, rate, api_key, out))
         if rate is not None:
             raise UsageError("--rate needs --url: in this process all requests come at the start")
@@ -288,7 +294,7 @@ def bench_serve(
         )
         with join(device) as world:
             code = run_here(
-                world, shape, dtype, requests, lengths, engine, peer or [], repeats, out
+                world, shape, dtype, requests, lengths, engine, peer or [], repeats, out, trace
             )
     raise typer.Exit(code)
 

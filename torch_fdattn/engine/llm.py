@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.detokenizer import TextStream
@@ -24,6 +25,7 @@ from torch_fdattn.engine.sampling import NO_TOKEN, LogitsError
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.scheduler import ScheduledStep, Scheduler
 from torch_fdattn.engine.step_constraints import constraints_of
+from torch_fdattn.engine.step_trace import StepTrace
 from torch_fdattn.engine.structured import Grammars, Matcher
 from torch_fdattn.models import InferenceTransformer, Tokenizer, Transformer
 
@@ -222,6 +224,10 @@ class LLM:
             self._prompt_tokens, self._generated_tokens, scheduler.prefix_hit_tokens,
             scheduler.prefix_query_tokens, scheduler.preemptions,
         )  # fmt: skip
+
+    def trace(self, path: str | Path | None = None) -> StepTrace:
+        """A context in which steps are timed by layer and part; path: of a file that ui.perfetto.dev opens."""
+        return StepTrace(self._runner, path)
 
     def _add(
         self, request_id: str, prompt: Prompt, params: SamplingParams, name: str, grammar: Matcher | None = None,

@@ -64,6 +64,8 @@ class ModelRunner:
 
     Attributes:
         passes: of the model so far.
+        replays_graphs: False: captured passes run eagerly, as a trace asks it.
+        is_parallel: whether several ranks share the model.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ModelRunner:
         cuda_graph: bool, group: dist.ProcessGroup | None, batch_invariant: bool,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
+        self.replays_graphs, self.is_parallel = True, group is not None
         self._kv, self._group, self._device = kv, group, rows.device
         self._max_num_seqs, self._batch_invariant = max_num_seqs, batch_invariant
         self._graphs = None
@@ -156,7 +159,7 @@ class ModelRunner:
         starts += [0] * padding
         self.passes += 1
         row_ids, positions = to_device([rows, starts], self._device)
-        if self._graphs is not None:
+        if self._graphs is not None and self.replays_graphs:
             logits = self._graphs(row_ids, positions)
         else:
             # Of one width always where sums over masked keys must not depend on others.
