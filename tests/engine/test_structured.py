@@ -155,6 +155,18 @@ def test_a_schema_of_500_properties_is_within_the_limits(llm):
     assert set(names[-2:]) <= set(json.loads(completion.text)) <= set(names)
 
 
+def test_multiples_within_the_limits_are_taken(llm):
+    for schema in (
+        '{"type": "integer", "multipleOf": 2500000}',  # zeros at the end cost nothing
+        '{"type": "number", "multipleOf": 0.25}',
+        '{"properties": {"multipleOf": {"const": {"multipleOf": "a word"}}, "b": {"multipleOf": 60}}}',
+    ):
+        assert llm.compile_grammar(SamplingParams(json_schema=schema)) is not None
+    grammar = 'start: %json {"type": "integer", "multipleOf": 12, "minimum": 5, "maximum": 99}'
+    completion = llm.generate(["x"], SamplingParams(grammar=grammar, seed=1))[0].outputs[0]
+    assert int(completion.text) % 12 == 0
+
+
 def test_a_compiled_grammar_serves_many_requests(llm):
     params = SamplingParams(grammar='start: "yes" | "no" | /[0-9]{4}/', seed=1, max_tokens=20, n=3)
     compiled = llm.compile_grammar(params)
@@ -214,12 +226,36 @@ def test_bad_grammars_are_named(llm):
             "json_schema must be one that llguidance takes",
         ),
         (
-            {"grammar": "start: /" + "(a|b)*c?" * 9000 + "/"},
-            "grammar must have at most 65536 characters, got 72009",
+            {"grammar": "start: /" + "(.*a)?" * 3000 + "/"},
+            "grammar must have at most 16384 characters, got 18009",
         ),
         (
             {"json_schema": json.dumps({"const": "x" * 65536})},
             "json_schema must have at most 65536 characters, got 65549",
+        ),
+        (
+            {"json_schema": '{"type": "integer", "multipleOf": 9999991}'},  # five minutes
+            "json_schema must have values of multipleOf whose least common multiple.* at most 10000, got 9999991",
+        ),
+        (
+            {"json_schema": '{"anyOf": [{"multipleOf": 997}, {"items": {"multipleOf": 9.91}}]}'},
+            "at most 10000, got .* with a multiple of 988027",
+        ),
+        (
+            {"grammar": 'start: %json // {}\n{"multipleOf": 9999991}'},
+            "grammar must have values of multipleOf",
+        ),
+        (
+            {"json_schema": json.dumps({"patternProperties": {"a" * 4097: {}}})},
+            "json_schema must have patterns of at most 4096 characters, got 4097",
+        ),
+        (
+            {"json_schema": json.dumps({"items": [{"pattern": "a" * 4097}]})},
+            "json_schema must have patterns of at most 4096 characters, got 4097",
+        ),
+        (
+            {"json_schema": json.dumps({"x-guidance": {"whitespace_pattern": "a" * 5000}})},
+            "json_schema must have patterns of at most 4096 characters, got 5000",
         ),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
         ({"grammar": "start: a\na: b\nb: a"}, "grammar must be one that llguidance takes"),

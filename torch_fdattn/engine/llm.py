@@ -165,7 +165,7 @@ class LLM:
         any number of requests. None: params has neither.
 
         Raises:
-            ValueError: it is none that llguidance takes within the engine's limits, or has more than 65,536 characters.
+            ValueError: it is none that llguidance takes, or beyond the limits (`grammar_limits.py`).
             ModelError, NotImplementedError: llguidance is not there, or the tokenizer is none of its.
         """
         return self._grammars.matcher(params) if params.is_structured else None

@@ -1,7 +1,7 @@
 """Completions in a language: which tokens a JSON schema or a grammar allows next, by the package llguidance.
 
-What a request may cost is limited in operations, not in time, so that every rank comes to the same end: the text of a
-grammar here, the rest by llguidance's limits. A grammar beyond them is refused where it is made, or ends its own
+What a request may cost is limited in operations, not in time, so that every rank comes to the same end: what a grammar
+is by `grammar_limits.py`, the rest by llguidance's limits. A grammar beyond them is refused where it is made, or ends its own
 completion ("error") where a text leads there.
 """
 
@@ -14,15 +14,21 @@ import threading
 import torch
 from torch import Tensor
 
+from torch_fdattn.engine.grammar_limits import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    check_lark,
+    check_length,
+    check_schema,
+)
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.models import Tokenizer
 from torch_fdattn.models.encoding import BPETokenizer
 from torch_fdattn.models.errors import require
 
-#: Of a grammar's text. llguidance takes seconds for some of 64 KiB, and minutes for some of a megabyte.
-MAX_GRAMMAR_CHARACTERS = 1 << 16
-#: Below llguidance's own (50,000, 200,000 and 250,000), with which a step of an ambiguous grammar takes a second and its
-#: states half a gigabyte: at most about 50 ms and 40 MB of a completion. Within are JSON schemas of 500 optional properties.
+#: Below llguidance's own (50,000, 200,000 and 250,000), with which steps of an ambiguous grammar take seconds and its
+#: states half a gigabyte. At most about 50 ms (half a second for a step that comes to the limit) and 40 MB of a completion.
+#: Within are JSON schemas of 500 optional properties.
 _LIMITS = {"step_max_items": 5000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 
 
@@ -81,11 +87,13 @@ class Grammars:
         text = getattr(params, name)
         if self._tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer: give LLM one")
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise ValueError(
-                f"{name} must have at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(text)}"
-            )
-        schema = _schema(text) if name == "json_schema" else None
+        schema = None
+        if name == "json_schema":
+            check_length(name, text, MAX_SCHEMA_CHARACTERS)
+            check_schema(name, schema := _schema(text))
+        else:
+            check_length(name, text, MAX_GRAMMAR_CHARACTERS)
+            check_lark(name, text)
         library = require("llguidance", "json_schema and grammar", "structured")
         tokenizer = self._of_llguidance(library)
         try:

@@ -14,6 +14,7 @@ from tests.mutants.faults import (
     dropins,
     host,
     models,
+    serving,
     tuned,
 )
 from tests.mutants.faults.fault import Fault, Tests
@@ -22,5 +23,5 @@ __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
     *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
-    *models.FAULTS, *tuned.FAULTS,
+    *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
 )  # fmt: skip
