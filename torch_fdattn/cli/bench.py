@@ -52,8 +52,11 @@ def run_here(
     from torch_fdattn.models import named_config, random_model
 
     _check_peers(peers)
-    if trace is not None and not trace.parent.is_dir():
-        raise UsageError(f"--trace must be a file in a folder that there is, got {trace}")
+    if trace is not None:  # before a long run
+        try:
+            trace.write_bytes(b"")
+        except OSError as error:
+            raise UsageError(f"--trace {trace}: {error.strerror}") from None
     if world.size > 1:
         raise UsageError("fdattn bench serve runs on one process: start it without torchrun")
     config = named_config(shape)

@@ -33,6 +33,10 @@ class StepTrace:
         passes: of the model.
         elapsed: seconds from begin to end.
 
+    Raises:
+        OSError: the file cannot be written.
+        NotImplementedError: a model over several ranks, or with layers that are none of ours.
+
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 16, 128)
         >>> llm = torch_fdattn.engine.LLM(torch_fdattn.models.Transformer(config), pages=32)
@@ -55,8 +59,10 @@ class StepTrace:
                     f"trace needs layers with self_attn and mlp, got {type(block).__name__} for layer {i}"
                 )
         self._path = None if path is None else Path(path)
-        if self._path is not None and not self._path.parent.is_dir():
-            raise ValueError(f"path must be a file in a folder that there is, got {self._path}")
+        if self._path is not None:
+            self._path.write_bytes(
+                b""
+            )  # the profiler would say nothing of one that it cannot write
         self._runner, self._ranges = runner, _Ranges()
         self._hooks: list[Any] = []
         self.seconds: dict[tuple[int, str], float] = {}
