@@ -62,6 +62,8 @@ SPILLS = {
     ("dkdv", "gfx942", "half above 256"): (248, 184),
     ("dkdv", "gfx950", "half above 256"): (152, 152),
     ("attention_forward", "sm_90", "half above 256"): (200, 208),
+    ("dkdv", "sm_90", "half above 256"): (424, 424),
+    ("dq", "sm_90", "half above 256"): (8, 8),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("decode", "sm_80", "half above 256"): (8, 8),
     ("decode", "sm_100", "fp32 above 256"): (24, 16),

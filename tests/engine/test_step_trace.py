@@ -132,7 +132,7 @@ def test_an_error_within_leaves_nothing_behind(device, monkeypatch):
 
 def test_a_model_over_ranks_is_refused():
     llm = engine(random_model(torch.device("cpu")))
-    llm._runner.is_parallel = True  # as of a tp_group
+    llm._runner.num_ranks = 2  # as of a group
     with pytest.raises(NotImplementedError, match="trace needs an LLM on one process"):
         llm.trace()
 

@@ -29,6 +29,7 @@ from torch_fdattn.cli.options import (
     MaxNewTokens,
     MaxNumSeqs,
     Model,
+    NgramTokens,
     Pages,
     PageSize,
     PositionsOfPage,
@@ -210,6 +211,7 @@ def serve(
     page_size: PositionsOfPage = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
+    ngram_tokens: NgramTokens = 0,
     max_sequences: Annotated[
         int, typer.Option(min=1, help="Answers in progress; 429 beyond.")
     ] = 256,
@@ -225,8 +227,9 @@ def serve(
     from torch_fdattn.cli.serve import EngineOptions, run
 
     engine = EngineOptions(
-        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching
-    )
+        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
+        ngram_tokens,
+    )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
         "max_sequences": max_sequences, "max_prompt_tokens": max_prompt_tokens,
@@ -268,6 +271,7 @@ def bench_serve(
     page_size: PositionsOfPage = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
+    ngram_tokens: NgramTokens = 0,
 ) -> None:
     """Measure serving: the engine in this process on random weights, or a server at --url."""
     from torch_fdattn.cli.bench import run_here, run_served
@@ -284,14 +288,9 @@ def bench_serve(
         if rate is not None:
             raise UsageError("--rate needs --url: in this process all requests come at the start")
         engine = EngineOptions(
-            max_num_seqs,
-            max_batch_tokens,
-            max_model_len,
-            pages,
-            page_size,
-            kv_dtype,
-            prefix_caching,
-        )
+            max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
+            ngram_tokens,
+        )  # fmt: skip
         with join(device) as world:
             code = run_here(
                 world, shape, dtype, requests, lengths, engine, peer or [], repeats, out, trace

@@ -86,6 +86,10 @@ def run_here(
         runs = [x.figures() for x in run_workload(llm, workload, repeats)]
         record["runs"]["torch_fdattn"] = runs
         _print(figure_lines("torch_fdattn", _best(runs), limit.seconds))
+        if options.ngram_tokens:
+            stats = llm.stats()  # of all runs
+            record["speculation"] = {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}  # fmt: skip
+            _print([f"  n-grams: {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens accepted"])  # fmt: skip
         if trace is not None:
             _print([trace_workload(llm, workload, trace).table(), f"trace, for ui.perfetto.dev: {trace}"])  # fmt: skip
         del model, llm

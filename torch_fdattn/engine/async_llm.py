@@ -44,6 +44,9 @@ class AsyncLLM:
     Attributes:
         llm: the engine behind: its tokenizer, max_model_len and page_size are there to be read.
 
+    Raises:
+        NotImplementedError: llm runs on several ranks, where requests would come between other steps.
+
     Examples:
         >>> import asyncio
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -60,6 +63,11 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if llm.num_ranks > 1:
+            raise NotImplementedError(
+                f"llm must run on one process, got one of {llm.num_ranks} ranks, on each of which requests would come "
+                "between other steps: make the same calls of LLM itself on all of them"
+            )
         self.llm, self._error = llm, None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}  # of the thread alone

@@ -82,6 +82,8 @@ class EngineStats:
         prefix_hit_tokens, prefix_query_tokens: tokens that admitted completions took from the prefix cache, of those that
             they looked for.
         preemptions: completions that lost their pages and were computed anew.
+        proposed_tokens, accepted_tokens: of speculation: tokens proposed, and those of them that completions took, each of
+            which spared a step.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -99,3 +101,5 @@ class EngineStats:
     prefix_hit_tokens: int
     prefix_query_tokens: int
     preemptions: int
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0

@@ -49,9 +49,9 @@ class StepTrace:
     """
 
     def __init__(self, runner: ModelRunner, path: str | Path | None = None) -> None:
-        if runner.is_parallel:
+        if runner.num_ranks > 1:
             raise NotImplementedError(
-                "trace needs an LLM on one process, got one with tp_group: torch.profiler shows its kernels"
+                "trace needs an LLM on one process, got one over ranks: torch.profiler shows its kernels"
             )
         for i, block in enumerate(runner.model.layers):
             if not all(hasattr(block, name) for name in ("self_attn", "mlp")):

@@ -12,6 +12,7 @@ from tests.mutants.faults import (
     compiled,
     distributed,
     dropins,
+    engine,
     host,
     models,
     serving,
@@ -23,5 +24,5 @@ __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
     *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
-    *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
+    *engine.FAULTS, *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
 )  # fmt: skip

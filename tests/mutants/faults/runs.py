@@ -95,10 +95,19 @@ INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpr
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
+SPECULATION = Tests(
+    "speculation by n-grams",
+    ("tests/engine/test_ngram_proposals.py", "tests/engine/test_ngram_speculation.py"),
+)
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
+SHARDED_PAGES = Tests(
+    "pages that ranks share",
+    ("tests/dist/test_chunk_attention.py", "tests/dist/test_llm.py"),
+    ranks=2,
+)
 WRITTEN_FORMS = Tests(
     "forms as models write them, and their twins",
     (

@@ -36,7 +36,7 @@ def attention(
 
     Args:
         q: queries (B, H, S, D), bfloat16, float16 or float32 (float64 on the CPU), any strides;
-            D from 1 to 512 (right, but not fast, above 256, and slower where it is no multiple of 8).
+            D from 1 to 512 (above 256 tuned on sm_90 alone; slower where it is no multiple of 8).
         k, v: keys (B, H_kv, S_kv, D) and values (B, H_kv, S_kv, DV), H a multiple of H_kv (GQA, MQA), any
             strides; DV as D.
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to
