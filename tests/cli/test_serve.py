@@ -22,6 +22,8 @@ from torch_fdattn import models
         ("--device", ["serve", "--model", "x", "--device", "tpu"]),
         ("--rate needs --url", ["bench", "serve", "--rate", "3"]),
         ("--peer is for", ["bench", "serve", "--url", "http://x", "--peer", "nano-vllm"]),
+        ("--trace is for", ["bench", "serve", "--url", "http://x", "--trace", "trace.json"]),
+        ("--trace no such folder/trace.json: No such file", ["bench", "serve", "--trace", "no such folder/trace.json"]),
         ("lengths must be", ["bench", "serve", "--url", "http://x", "--shortest", "9", "--longest", "8"]),
     ],
 )  # fmt: skip

@@ -11,8 +11,10 @@ from torch_fdattn.engine.prompts import PromptError
 from torch_fdattn.engine.sampling import LogitsError, Sampling
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.stats import Stats
+from torch_fdattn.engine.step_trace import StepTrace
 
 __all__ = [
     "LLM", "AsyncLLM", "Chat", "CompletionOutput", "Engine", "EngineDead", "EngineStats", "LogitsError",
     "Logprob", "NgramSpeculation", "PagedKVCache", "PromptError", "RequestOutput", "Sampling", "SamplingParams", "Stats",
+    "StepTrace",
 ]  # fmt: skip

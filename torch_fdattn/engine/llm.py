@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.detokenizer import TextStream
@@ -24,7 +25,8 @@ from torch_fdattn.engine.runner import LaunchedStep
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.scheduler import ScheduledStep, Scheduler
 from torch_fdattn.engine.step_constraints import constraints_of
-from torch_fdattn.engine.structured import Grammars
+from torch_fdattn.engine.step_trace import StepTrace
+from torch_fdattn.engine.structured import Grammars, Matcher
 from torch_fdattn.models import InferenceTransformer, Tokenizer, Transformer
 
 Prompt = str | SequenceOf[int]
@@ -115,7 +117,7 @@ class LLM:
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
         self._in_flight: LaunchedStep | None = None
-        self._grammars: Grammars | None = None
+        self._grammars = Grammars(tokenizer, self.model.config.vocab_size)
         self._eos_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
         self._prompt_tokens = self._generated_tokens = 0
         self._proposed_tokens = self._accepted_tokens = 0
@@ -157,25 +159,40 @@ class LLM:
                 self.abort(request_id)
         return [outputs[str(i)] for i in range(len(prompts))]
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, grammar: Matcher | None = None,
+    ) -> None:  # fmt: skip
         """A request that the next steps serve.
+
+        grammar: what `compile_grammar` gave for these params; None: that is done here.
 
         Raises:
             PromptError: an empty prompt, unknown token ids, or more than max_model_len or the pages can hold.
             ValueError, TypeError: a request_id that an unfinished request has, or what the parameters need is not there.
         """
-        self._add(request_id, prompt, params, "prompt")
+        self._add(request_id, prompt, params, "prompt", grammar)
+
+    def compile_grammar(self, params: SamplingParams) -> Matcher | None:
+        """What `add_request` makes of params.json_schema or params.grammar, which may take seconds: on any thread, and for
+        any number of requests. None: params has neither.
+
+        Raises:
+            ValueError: it is none that llguidance takes, or beyond the limits (`grammar_limits.py`).
+            ModelError, NotImplementedError: llguidance is not there, or the tokenizer is none of its.
+        """
+        return self._grammars.matcher(params) if params.is_structured else None
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends an unfinished request, whose pages are free at once: what there is of it. None, and nothing done, for others.
-        `step` gives no further output of it."""
+        """Ends an unfinished request, whose pages are free at once: what there is of it, text that was held back for a stop
+        string included, as vLLM has it. None, and nothing done, for others. `step` gives no further output of it."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
         self._changed.pop(request_id, None)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                self._end(sequence, "abort")
+                sequence.finish("abort")
+                self._scheduler.remove(sequence)
         return request.output()
 
     @property
@@ -224,7 +241,13 @@ class LLM:
             self._accepted_tokens,
         )  # fmt: skip
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, name: str) -> None:
+    def trace(self, path: str | Path | None = None) -> StepTrace:
+        """A context in which steps are timed by layer and part; path: of a file that ui.perfetto.dev opens."""
+        return StepTrace(self._runner, path)
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, name: str, grammar: Matcher | None = None,
+    ) -> None:  # fmt: skip
         self._runner.compare_request(request_id, prompt, params)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
@@ -235,13 +258,14 @@ class LLM:
         tokens = prompt_tokens(prompt, self.tokenizer, self.model.config.vocab_size, name)
         max_length = self._max_length(tokens, params, name)
         self._check_params(params)
+        grammar = self.compile_grammar(params) if grammar is None else grammar
         request = Request(request_id, tokens, params)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             text = None
             if self.tokenizer is not None:
                 text = TextStream(self.tokenizer, tokens, params.stop)
-            matcher = self._grammars.matcher(params) if params.is_structured else None
+            matcher = None if grammar is None else grammar.copy()
             proposer = None
             if self._speculation is not None and matcher is None:
                 proposer = NgramProposer(self._speculation)
@@ -283,13 +307,8 @@ class LLM:
                 f"stop_token_ids must leave a token to draw before min_tokens = {params.min_tokens}, got all "
                 f"{vocab_size}: leave some out, or set min_tokens to 0"
             )
-        for name, value in (
-            ("stop", params.stop), ("json_schema", params.json_schema), ("grammar", params.grammar),
-        ):  # fmt: skip
-            if value and self.tokenizer is None:
-                raise ValueError(f"{name} needs a tokenizer: give LLM one")
-        if params.is_structured and self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer: give LLM one")
 
     def _launch(self, step: ScheduledStep) -> LaunchedStep:
         return self._runner.launch(
@@ -325,11 +344,7 @@ class LLM:
             self._accepted_tokens += taken - 1
             self._changed[sequence.request.request_id] = sequence.request
             if sequence.finish_reason is not None:
-                self._end(sequence, sequence.finish_reason)
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        sequence.finish_reason = reason
-        self._scheduler.remove(sequence)
+                self._scheduler.remove(sequence)
 
     def _text_of(self, token: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode([token])

@@ -43,6 +43,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.row: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # why it could not go on
         self._text = text
         self._logprobs: list[TokenLogprobs] | None = None if self.params.logprobs is None else []
 
@@ -91,13 +92,14 @@ class Sequence:
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
         if self._ends_with(token, eos_ids):
-            failed = self.matcher is not None and self.matcher.has_failed
-            self.finish("abort" if failed else "stop")
+            self.error = None if self.matcher is None else self.matcher.error
+            self.finish("stop" if self.error is None else "error")
         elif len(self.tokens) >= self.max_length:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        if self._text is not None and self._text.flush():
+        """Its end; text that was held back is handed out."""
+        if self._text is not None and self._text.flush() and reason == "length":
             reason = "stop"  # what was held back has become a stop string
         self.finish_reason = reason
 
@@ -117,6 +119,7 @@ class Sequence:
             self.tokens[self.prompt_length :],
             None if self._logprobs is None else list(self._logprobs),
             self.finish_reason,
+            self.error,
         )
 
 

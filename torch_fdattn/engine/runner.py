@@ -71,6 +71,7 @@ class ModelRunner:
 
     Attributes:
         passes: of the model so far.
+        replays_graphs: False: captured passes run eagerly, as a trace asks it.
         num_ranks: of the group; 1 without one.
     """
 
@@ -80,6 +81,7 @@ class ModelRunner:
         speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
+        self.replays_graphs = True
         self._kv, self._group, self._device = kv, group, rows.device
         self.num_ranks = 1 if group is None else group.size()
         self._max_num_seqs, self._batch_invariant = max_num_seqs, batch_invariant
@@ -191,7 +193,7 @@ class ModelRunner:
         inputs = self._to_rows(numbers)
         queries = _queries_of(decodes)
         graphs = self._graphs if queries == 1 else self._speculative_graphs
-        if graphs is not None:
+        if graphs is not None and self.replays_graphs:
             queries = 1 if queries == 1 else self._max_queries
             logits = graphs(inputs)
         else:

@@ -15,6 +15,7 @@ from tests.mutants.faults import (
     engine,
     host,
     models,
+    serving,
     tuned,
 )
 from tests.mutants.faults.fault import Fault, Tests
@@ -23,5 +24,5 @@ __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
     *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
-    *engine.FAULTS, *models.FAULTS, *tuned.FAULTS,
+    *engine.FAULTS, *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
 )  # fmt: skip
