@@ -17,9 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fdattn import checks
 from torch_fdattn.dist.kv_cache.scales import KVFormat
+from torch_fdattn.environment import INTERPRET
 from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
 from torch_fdattn.models import InferenceTransformer, Transformer
+from torch_fdattn.ops.append_kv.arguments import Append
+from torch_fdattn.ops.append_kv.reference import FEW_TOKENS, append_to_slots
+from torch_fdattn.ops.library import can_bypass_dispatcher
 
 
 class PagedKV:
@@ -76,9 +81,18 @@ class PagedKV:
             for scales, x in zip(self.scales[:, layer], (k, v), strict=True):
                 largest = x[:, :, 0].float().abs().amax(-1).clamp(min=1e-20)  # (T, kv_heads)
                 scales[pages, :, slots] = largest / self._form.largest
-        paged_append_kv(
-            self.k[layer], self.v[layer], pages[:, None], k, v, slots, **self.scales_of(layer)
-        )
+        call = self.k[layer], self.v[layer], pages[:, None], k, v, slots
+        if len(k) <= FEW_TOKENS and self._stores_as_they_are(k, v):
+            append_to_slots(Append(*call))
+        else:
+            paged_append_kv(*call, **self.scales_of(layer))
+
+    def _stores_as_they_are(self, k: Tensor, v: Tensor) -> bool:
+        """Whether the op's checks and the dispatcher may be left out on a CPU: 0.1 ms of a layer's step. In inference mode
+        alone: outside of it, torch refuses to write to pages that were made in it, and the op does not."""
+        if not k.is_cpu or self.scales is not None or not torch.is_inference_mode_enabled():
+            return False
+        return not (INTERPRET or checks.CHECK_VALUES) and can_bypass_dispatcher(k, v)
 
     def scales_of(self, layer: int) -> dict[str, Tensor]:
         """The keywords k_scale and v_scale (pages, kv_heads, page_size) of the ops."""

@@ -203,7 +203,9 @@ def test_which_calls_are_one_row(monkeypatch):
         "a position": (False, lambda: torch_fdattn.decode(q, k, v, lens, q_start=int32(3), causal=True)),
         "a mask": (False, lambda: torch_fdattn.decode(q, k, v, lens, attn_mask=torch.zeros(48))),
         "halves": (False, lambda: torch_fdattn.decode(*(x.half() for x in (q, k, v)), lens)),
-        "pages": (False, lambda: torch_fdattn.paged_decode(q, *pages, table, lens)),
+        "pages": (True, lambda: torch_fdattn.paged_decode(q, *pages, table, lens)),
+        "pages of a window": (False, lambda: torch_fdattn.paged_decode(q, *pages, table, lens, window=(4, 0))),
+        "pages of two sequences": (False, lambda: torch_fdattn.paged_decode(q.repeat(2, 1, 1, 1), *pages, table.repeat(2, 1), int32(9, 30))),
         "rows that share memory": (False, lambda: torch_fdattn.decode(q, k, v[:, :, :1].expand_as(v), lens)),
     }  # fmt: skip
     for name, (expected, call) in calls.items():
@@ -211,6 +213,24 @@ def test_which_calls_are_one_row(monkeypatch):
         prepared.forget()
         call()
         assert taken == [expected and cpu.TAKES_GROUPS and not cpu.REFERENCE_ALONE], name
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2], [2, 3, 4], [4, 0, 3], [1, -1, 2], [1, 2, 5], [2, 3, -7]]
+)
+@pytest.mark.parametrize("length", [48, 33, 16, 0, 100])
+def test_one_row_of_pages_has_the_bits_of_the_general_way(length, order, heads_first, monkeypatch):
+    q, k, v = one_row(5 * PAGE)
+    pages = [in_pages(x, PAGE)[0] for x in (k, v)]
+    if not heads_first:  # as the engine's memory
+        pages = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in pages]
+    table, lens = int32(*order)[None], int32(length)
+    found = torch_fdattn.paged_decode(q, *pages, table, lens)
+    monkeypatch.setattr(cpu, "_is_one_row", lambda call: False)
+    prepared.forget()
+    for x, y in zip(found, torch_fdattn.paged_decode(q, *pages, table, lens), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_one_row_into_tensors_of_the_caller():

@@ -19,12 +19,19 @@ from torch_fdattn.ops.append_kv.arguments import QUANTISED, Append
 from torch_fdattn.ops.attention.reference import accumulated
 from torch_fdattn.ops.rotary import rotate
 
+#: Tokens in pages that are copied one by one.
+FEW_TOKENS = 4
+
 
 def writer_of(call: Append) -> Callable[[Append], None]:
-    """What writes this call and all of its metadata: slices, where new tokens lie next to each other as they are."""
-    optional = call.cos, call.page_table, call.k_scale, call.v_scale
-    plain = call.k_cache.dtype not in QUANTISED and all(x is None for x in optional)
-    return append_slices if plain else append_reference
+    """What writes this call and all of its metadata: slices, where tokens are stored as they are, next to each other or few."""
+    optional = call.cos, call.k_scale, call.v_scale
+    if call.k_cache.dtype in QUANTISED or any(x is not None for x in optional):
+        return append_reference
+    if call.page_table is None:
+        return append_slices
+    few = call.k.shape[2] == 1 and call.k.shape[0] <= FEW_TOKENS
+    return append_to_slots if few else append_reference
 
 
 def append_reference(call: Append) -> None:
@@ -70,6 +77,19 @@ def append_slices(call: Append) -> None:
         if begin < end:
             for cache, x in ((call.k_cache, call.k), (call.v_cache, call.v)):
                 cache[b, :, begin:end] = x[b, :, begin - first : end - first]
+
+
+def append_to_slots(call: Append) -> None:
+    """`append_slices` of a token for each sequence into its page."""
+    page_size = call.k_cache.shape[2]
+    is_new = [True] * call.k.shape[0] if call.new_lens is None else (call.new_lens > 0).tolist()
+    for b, (position, stores) in enumerate(zip(call.kv_lens.tolist(), is_new, strict=True)):
+        if not (stores and 0 <= position < call.capacity):
+            continue
+        page, slot = int(call.page_table[b, position // page_size]), position % page_size
+        if 0 <= page < call.k_cache.shape[0]:
+            call.k_cache[page, :, slot] = call.k[b, :, 0]
+            call.v_cache[page, :, slot] = call.v[b, :, 0]
 
 
 def stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,9 @@ class DecodeOnCpu:
         library.launches["decode_forward/cpu"] += 1
         options = self._options
         kv_lens, q_start, kv_start, page_table, k_scale, v_scale, slopes, attn_mask, sinks = others
-        state = _one_row(q, k, v, kv_lens, options.scale) if self._is_one_row else None
+        state = None
+        if self._is_one_row:
+            state = _one_row(q, k, v, kv_lens, page_table, options.scale)
         # In q's order of memory: the dims beside heads and elements are of size 1.
         if state is not None and written is None and state[0].stride(1) == q.stride(1):
             return (*state, None) if leave_parts else state
@@ -57,9 +59,9 @@ class DecodeOnCpu:
 
 def _is_one_row(call: DecodeCall) -> bool:
     """Whether each head has one query, over keys that torch's kernel takes as they are: a step of one sequence in float32."""
-    q, (k, v, *pages_and_scales), options, global_lens = call
+    q, (k, v, _table, *scales), options, global_lens = call
     mask, scores = options.mask, options.scores
-    absent = *mask[1:3], *pages_and_scales, *scores[1:], options.dtype, global_lens
+    absent = *mask[1:3], *scales, *scores[1:], options.dtype, global_lens
     return (
         TAKES_GROUPS
         and not REFERENCE_ALONE
@@ -72,15 +74,30 @@ def _is_one_row(call: DecodeCall) -> bool:
 
 
 def _one_row(
-    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor | None, page_table: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """(out, lse) by one call of the kernel, without the Python in front of it; None: it may have lost a NaN, or all is hidden."""
-    keys = k.shape[2] if kv_lens is None else min(int(kv_lens), k.shape[2])
+    capacity = k.shape[2] * (1 if page_table is None else page_table.shape[1])
+    keys = capacity if kv_lens is None else min(int(kv_lens), capacity)
     if keys < 1 or torch.is_autocast_enabled("cpu"):
         return None
+    if page_table is not None:
+        ids = page_table[0, : -(-keys // k.shape[2])].tolist()
+        if not 0 <= min(ids) <= max(ids) < k.shape[0]:
+            return None
+        k, v = (_keys_of_pages(x, ids) for x in (k, v))
     state = FORWARD(q, k[:, :, :keys], v[:, :, :keys], 0.0, False, scale=scale)
     # As in `attention_on_cpu`: the kernel's lse of a row without a finite score is 0.
     return state if int(state[1].count_nonzero()) == q.shape[1] else None
+
+
+def _keys_of_pages(pages: Tensor, ids: list[int]) -> Tensor:
+    """(1, H_kv, ids · page, D) of pages (P, H_kv, page, D): of pages in a row, as the first sequence of a pool has them, a view."""
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        found = pages[ids[0] : ids[0] + len(ids)]
+    else:
+        found = pages[ids]
+    return found.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 @library.without_autocast  # a plan may be called within it
