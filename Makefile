@@ -54,9 +54,9 @@ $(VLLM_VENV)/.ready: pyproject.toml tests/vllm/requirements.py
 demo: export OMP_NUM_THREADS ?= 1
 # Through the environment, unexpanded: neither make nor the shell reads a question's ", $ or `.
 demo: export ASKED := $(value QUESTION)
-demo: $(READY)  ## A real model answers on two processes, its KV cache sharded over them; QUESTION="…" for another one.
+demo: $(READY)  ## A real model answers on two processes, its KV cache shared by them; QUESTION="…" for another one.
 	@$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m torch_fdattn generate \
-		--model smollm2 --device cpu --kv-block 4 --chat --prompt "$$ASKED" --max-new-tokens 64
+		--model smollm2 --device cpu --page-size 4 --chat --prompt "$$ASKED" --max-new-tokens 64
 	@echo "A conversation: $(PYTHON) -m torch_fdattn chat --model smollm2"
 	@echo "A page in the browser: $(PYTHON) -m torch_fdattn serve --model smollm2, then http://127.0.0.1:8000"
 

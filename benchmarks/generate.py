@@ -18,7 +18,7 @@ from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import GenerateCase
 from .timing import Sample
 
-KV_BLOCK = 16  # as `fdattn generate` deals positions to ranks
+KV_BLOCK = 16  # positions that are dealt to ranks in turn
 
 
 class Sharded(Implementation):

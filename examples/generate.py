@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from torch_fdattn.engine import Engine, Stats
+from torch_fdattn.engine import LLM, SamplingParams, Stats, stream_text
 from torch_fdattn.models import load_model, load_tokenizer
 
 
@@ -28,16 +28,13 @@ def main() -> None:
     )
 
     prompt = tokenizer.chat([{"role": "user", "content": options.prompt}])
-    engine = Engine(model, capacity=len(prompt) + options.max_new_tokens)
+    llm = LLM(model, tokenizer, max_num_seqs=1, max_model_len=len(prompt) + options.max_new_tokens)
+    params = SamplingParams(temperature=0, max_tokens=options.max_new_tokens)
     stats = Stats()
-    text = tokenizer.stream(prompt)  # turns tokens into text as they come
-    for token in engine.stream(
-        prompt, options.max_new_tokens, eos_ids=tokenizer.eos_ids, stats=stats
-    ):
-        print(text.push(token), end="", flush=True)
-    print(text.flush())
+    for text in stream_text(llm, prompt, params, stats=stats):  # as it comes
+        print(text, end="", flush=True)
+    print()
     print(f"{stats.new_tokens} tokens, {stats.tokens_per_s:.1f} a second on {device}")
-    engine.close()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_it_begins_with_the_answer_and_warns_of_nothing():
     assert answer == "The capital of Japan is Tokyo."
     assert hint == f"A conversation: {sys.executable} -m torch_fdattn chat --model smollm2"
     assert f"{sys.executable} -m torch_fdattn serve --model smollm2" in page
-    assert "rank 1: KV cache of" in done.stderr  # sharded over two processes
+    assert "each rank: KV cache of" in done.stderr  # shared by two processes
     assert "OMP_NUM_THREADS" not in done.stderr
     assert "arning" not in done.stderr
 

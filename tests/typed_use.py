@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import torch_fdattn
 from torch_fdattn.compile_backend.report import Report
 from torch_fdattn.dist import SequenceShards, ShardedKVCache, ShardMap
-from torch_fdattn.engine import Chat, Engine, PagedKVCache, Sampling, Stats
+from torch_fdattn.engine import (
+    LLM,
+    Chat,
+    Engine,
+    PagedKVCache,
+    Sampling,
+    SamplingParams,
+    Stats,
+    stream_text,
+)
 from torch_fdattn.models import ModelConfig, Tokenizer, Transformer, load_model, load_tokenizer
 
 
@@ -90,8 +99,10 @@ def generation(model: Transformer, folder: Path) -> str:
     for tokens in engine.generate(prompts, 8, sampling=sampling, stats=stats):
         drawn += [token for token in tokens if token is not None]
     cache = PagedKVCache(2, 1, 8, 4096, 128, dtype=torch.float16, device="cpu")
-    chat = Chat(engine, tokenizer, system="Be brief.")
-    print(stats.tokens_per_s, cache.held, "".join(chat.reply("Hello")))
+    llm = LLM(model, tokenizer, max_num_seqs=1)
+    text: str = "".join(stream_text(llm, "Hello", SamplingParams(max_tokens=8), stats=stats))
+    chat = Chat(llm, system="Be brief.")
+    print(text, stats.tokens_per_s, cache.held, "".join(chat.reply("Hello")))
     return tokenizer.decode(drawn)
 
 

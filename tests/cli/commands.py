@@ -44,7 +44,8 @@ def tiny_options(folder: Path, *options: str) -> list[str]:
 
 
 def cache_bytes(stderr: str) -> list[int]:
-    found = re.findall(r"rank \d: KV cache of ([\d,]+) bytes", stderr)
+    """Of each rank, or of all that are alike."""
+    found = re.findall(r"rank(?: \d)?: KV cache of ([\d,]+) bytes", stderr)
     return [int(number.replace(",", "")) for number in found]
 
 

@@ -88,7 +88,7 @@ def test_nothing_to_read_is_a_good_end(tiny):
 
 
 def test_turns_that_no_longer_fit_are_dropped_with_a_note(tiny):
-    result = talk(tiny, "aaaa\naaaa\naaaa\n", "--context", "24")
+    result = talk(tiny, "aaaa\naaaa\naaaa\n", "--max-model-len", "25")
     assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) == 3
     note = "fdattn: dropped the oldest turn: the conversation no longer fits the context\n"
@@ -96,9 +96,9 @@ def test_turns_that_no_longer_fit_are_dropped_with_a_note(tiny):
 
 
 def test_a_line_too_long_is_a_note_and_the_chat_goes_on(tiny):
-    result = talk(tiny, "a" * 40 + "\naaa\n", "--capacity", "24")
+    result = talk(tiny, "a" * 40 + "\naaa\n", "--max-model-len", "25")
     assert (result.exit_code, len(result.stdout.splitlines())) == (0, 1)
-    message = "prompt of 41 tokens and a reply of up to 5 need 45 places, the cache has 24"
+    message = "prompt of 41 tokens and a reply of up to 5 take 46 tokens, the context has 25"
     assert result.stderr == f"fdattn: {message}\n"
 
 
@@ -110,7 +110,7 @@ def test_seeds_decide(tiny):
 
 
 def test_the_system_message_comes_first(tiny):
-    options = "--system", "a" * 19, "--capacity", "30"
+    options = "--system", "a" * 19, "--max-model-len", "31"
     assert "prompt of 30 tokens" in talk(tiny, "a" * 9, *options).stderr
     assert talk(tiny, "a" * 9, *options[2:]).stderr == ""
 
@@ -118,9 +118,12 @@ def test_the_system_message_comes_first(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--capacity", "129"], "--capacity must be at most the model's 128 positions, got 129"),
+        (
+            ["--max-model-len", "129"],
+            "--max-model-len must be at most the model's 128 positions, got 129",
+        ),
         (["--tensor-parallel", "2"], "--tensor-parallel must divide the number of ranks, 1, got 2"),
-        (["--top-p", "0"], r"top_p must be in \(0, 1\], got 0.0"),
+        (["--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(tiny, options, message):
@@ -152,19 +155,21 @@ def test_who_waits_hears_that_nothing_came_yet(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, ["--kv-block", "3"]),
+        (2, ["--page-size", "3"]),
         pytest.param(
             2, ["--tensor-parallel", "2", "--tp-strategy", "ag_rs"], marks=pytest.mark.slow
         ),
+        pytest.param(4, ["--tensor-parallel", "2", "--page-size", "2"], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_follow_the_lines_of_the_first(tiny, ranks, options):
+    """And draw the same tokens by the same seed, however many there are."""
     lines = "aaaa\naaaa\n/reset\naaaa\naaaa\naaaa\n"
+    common = ["--max-model-len", "33", "--temperature", "1", "--seed", "4"]
     command = ["chat", "--model", str(tiny), "--device", "cpu", "--max-new-tokens", "5"]
-    command += ["--context", "32"]
-    result = under_torchrun(lines, ranks, *command, *options)
+    result = under_torchrun(lines, ranks, *command, *common, *options)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == talk(tiny, lines, "--context", "32").stdout
+    assert result.stdout == talk(tiny, lines, *common).stdout
     assert result.stderr.count("dropped the oldest turn") == 1
 
 

@@ -26,13 +26,13 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}a{% endfor %}"
 #: The command line on a model that takes 0.05 s a token, so that a reply is long enough to be stopped.
 PROGRAM = """
 import sys, time
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM
 
-step = Engine._step
+step = LLM.step
 def slow_step(*arguments):
     time.sleep(0.05)
     return step(*arguments)
-Engine._step = slow_step
+LLM.step = slow_step
 
 from torch_fdattn.cli import app
 app(sys.argv[1:])

@@ -14,7 +14,7 @@ pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("rich", reason="needs the extra cli")
 
 from tests.cli.commands import invoke
-from torch_fdattn.cli.setup import CacheKind, DType, KVDType, KVStrategy, TPStrategy
+from torch_fdattn.cli.setup import DType, KVDType, KVStrategy, TPStrategy
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_h_is_help(command):
 def test_names_to_choose_from_are_not_broken(command):
     """At 80 columns, as CliRunner has them."""
     shown = invoke(command, "--help").stdout
-    for kind in (DType, TPStrategy, KVStrategy, CacheKind, KVDType):
+    for kind in (DType, TPStrategy, KVStrategy, KVDType):
         assert not [name for name in kind if not re.search(rf"(?<![\w|]){name}[,.\s]", shown)]
 
 

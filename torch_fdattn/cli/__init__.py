@@ -1,6 +1,6 @@
 """The command line: `fdattn generate`, `chat`, `serve`, `bench`, `explain`, `tune` and `doctor`.
 
-`generate` and `chat` run on one process, or on every rank of torchrun: with the KV cache sharded over
+`generate` and `chat` run on one process, or on every rank of torchrun: with the pages of the KV cache shared by
 them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
 progress and statistics go to stderr, from rank 0. An error that the user can mend is one line and exit
 code 2; 1 where the output cannot be written.
@@ -21,8 +21,6 @@ from torch_fdattn.cli.options import (
     ApiKey,
     Device,
     DTypeOption,
-    KVBlock,
-    KVCacheOption,
     KVDTypeOption,
     MaxBatchTokens,
     MaxModelLen,
@@ -32,8 +30,6 @@ from torch_fdattn.cli.options import (
     NgramTokens,
     Pages,
     PageSize,
-    PositionsOfPage,
-    PrefillChunk,
     PrefixCaching,
     Seed,
     StrategyOption,
@@ -43,20 +39,18 @@ from torch_fdattn.cli.options import (
     TPStrategyOption,
 )  # fmt: skip
 from torch_fdattn.cli.setup import (
-    CacheKind,
-    CacheOptions,
     DType,
+    EngineOptions,
     KVDType,
     KVStrategy,
     TPStrategy,
     check_ranks,
     load,
-    make_engine,
-    make_sampling,
+    make_params,
 )
-from torch_fdattn.cli.terminal import any_text, note, report, write_tokens
+from torch_fdattn.cli.terminal import any_text, note, report, write
 from torch_fdattn.cli.world import join
-from torch_fdattn.engine import Chat, PromptError, Stats
+from torch_fdattn.engine import Chat, PromptError, Stats, stream_text
 from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS
 from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.version import __version__
@@ -99,21 +93,23 @@ def generate(
     seed: Seed = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
-    kv_block: KVBlock = 16,
-    kv_cache: KVCacheOption = CacheKind.contiguous,
-    page_size: PageSize = None,
+    max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
+    page_size: PageSize = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
+    ngram_tokens: NgramTokens = 0,
     strategy: StrategyOption = KVStrategy.auto,
-    prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
     """Write text that continues a prompt, streaming to the terminal."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
-        cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
-        cache.check(tensor_parallel, world)
-        sampling = make_sampling(temperature, top_p, seed)
+        options = EngineOptions(
+            max_batch_tokens=max_batch_tokens, page_size=page_size, kv_dtype=kv_dtype,
+            enable_prefix_caching=False, ngram_tokens=ngram_tokens, strategy=strategy,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+        )  # fmt: skip
+        params = make_params(max_new_tokens, temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
         prompt = prompt.encode("utf-8", "replace").decode()  # bytes that were no UTF-8
@@ -126,18 +122,14 @@ def generate(
                 f"prompt and --max-new-tokens take {capacity} positions, the model has "
                 f"{network.config.max_positions}"
             )
-        engine = make_engine(
-            network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
-            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy, cache=cache,
-        )  # fmt: skip
-        with closing(engine):
+        options = options.of_one_sequence(capacity, world)
+        with closing(options.make(network, tokenizer, world)) as llm:
             stats = Stats()
-            tokens = engine.stream(
-                ids, max_new_tokens, sampling=sampling, eos_ids=tokenizer.eos_ids, stats=stats
-            )
             any_text()
-            write_tokens(tokens, tokenizer, ids, world)
-            report(stats, engine, world)
+            for text in stream_text(llm, ids, params, stats=stats):
+                write(text, world)
+            write("\n", world)
+            report(stats, llm, page_size, world)
 
 
 @app.command()
@@ -145,51 +137,42 @@ def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="What the system message says.")] = None,
     max_new_tokens: MaxNewTokens = 512,
-    capacity: Annotated[
-        int | None,
-        typer.Option(
-            "--capacity", "--context", min=1, help="Tokens of the cache, replies included."
-        ),
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the conversation, replies included.")
     ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
-    kv_block: KVBlock = 16,
-    kv_cache: KVCacheOption = CacheKind.contiguous,
-    page_size: PageSize = None,
+    max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
+    page_size: PageSize = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
+    ngram_tokens: NgramTokens = 0,
     strategy: StrategyOption = KVStrategy.auto,
-    prefill_chunk: PrefillChunk = 512,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
     """Talk with a model: a line is a turn; /help says what is possible; Ctrl-C stops a reply."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
-        cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
-        cache.check(tensor_parallel, world)
-        sampling = make_sampling(temperature, top_p, seed)
+        options = EngineOptions(
+            max_batch_tokens=max_batch_tokens, page_size=page_size, kv_dtype=kv_dtype,
+            enable_prefix_caching=True, ngram_tokens=ngram_tokens, strategy=strategy,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
+        )  # fmt: skip
+        params = make_params(max_new_tokens, temperature, top_p, seed)
         path = resolve(model)
         tokenizer = load_tokenizer(path)
         if tokenizer.chat_template is None:
             raise UsageError("this model has no chat template: use fdattn generate")
         network = load(path, dtype, world)
-        positions = network.config.max_positions
-        if (capacity := capacity or min(_CONTEXT, positions)) > positions:
-            raise UsageError(
-                f"--capacity must be at most the model's {positions} positions, got {capacity}"
-            )
-        engine = make_engine(
-            network, world, capacity=capacity, kv_block=kv_block, prefill_chunk=prefill_chunk,
-            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy, cache=cache,
-        )  # fmt: skip
-        with closing(engine):
+        tokens = max_model_len or min(_CONTEXT, network.config.max_positions)
+        options = options.of_one_sequence(tokens, world)
+        with closing(options.make(network, tokenizer, world)) as llm:
             conversation = Chat(
-                engine, tokenizer, system=system, max_new_tokens=max_new_tokens,
-                sampling=sampling, note=lambda sentence: note(sentence, world),
-            )  # fmt: skip
+                llm, system=system, params=params, note=lambda sentence: note(sentence, world)
+            )
             converse(conversation, path.stem if path.is_file() else model, world)
 
 
@@ -208,7 +191,7 @@ def serve(
     max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
     max_model_len: MaxModelLen = None,
     pages: Pages = None,
-    page_size: PositionsOfPage = 16,
+    page_size: PageSize = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
@@ -224,11 +207,12 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve a model by OpenAI's HTTP API, and a page to talk with it."""
-    from torch_fdattn.cli.serve import EngineOptions, run
+    from torch_fdattn.cli.serve import run
 
     engine = EngineOptions(
-        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
-        ngram_tokens,
+        max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
+        pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
+        ngram_tokens=ngram_tokens,
     )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
@@ -268,14 +252,13 @@ def bench_serve(
     max_batch_tokens: MaxBatchTokens = MAX_BATCH_TOKENS,
     max_model_len: MaxModelLen = None,
     pages: Pages = None,
-    page_size: PositionsOfPage = 16,
+    page_size: PageSize = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
 ) -> None:
     """Measure serving: the engine in this process on random weights, or a server at --url."""
     from torch_fdattn.cli.bench import run_here, run_served
-    from torch_fdattn.cli.serve import EngineOptions
 
     lengths = shortest, longest
     with one_line_errors():
@@ -288,8 +271,9 @@ def bench_serve(
         if rate is not None:
             raise UsageError("--rate needs --url: in this process all requests come at the start")
         engine = EngineOptions(
-            max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
-            ngram_tokens,
+            max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
+            pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
+            ngram_tokens=ngram_tokens,
         )  # fmt: skip
         with join(device) as world:
             code = run_here(

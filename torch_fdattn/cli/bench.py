@@ -12,8 +12,7 @@ import torch
 
 from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError
-from torch_fdattn.cli.serve import EngineOptions
-from torch_fdattn.cli.setup import DType
+from torch_fdattn.cli.setup import DType, EngineOptions
 from torch_fdattn.cli.world import World
 from torch_fdattn.models import Transformer
 from torch_fdattn.server.bench.in_process import run_workload, trace_workload
@@ -82,7 +81,7 @@ def run_here(
     with tempfile.TemporaryDirectory() as folder:
         if peers:
             _save(model, Path(folder))
-        llm = options.make(model, None)
+        llm = options.make(model, None, world)
         runs = [x.figures() for x in run_workload(llm, workload, repeats)]
         record["runs"]["torch_fdattn"] = runs
         _print(figure_lines("torch_fdattn", _best(runs), limit.seconds))

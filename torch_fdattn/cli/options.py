@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.models import OptionInfo
 
-from torch_fdattn.cli.setup import CacheKind, DType, KVDType, KVStrategy, TPStrategy
+from torch_fdattn.cli.setup import DType, KVDType, KVStrategy, TPStrategy
 
 
 def _one_of(kind: type[StrEnum], what: str) -> OptionInfo:
@@ -19,28 +19,18 @@ def _one_of(kind: type[StrEnum], what: str) -> OptionInfo:
 Model = Annotated[
     str, typer.Option(help="Folder with safetensors, .gguf file, hub id, or smollm2.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1)]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=2**31 - 1)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 TopP = Annotated[float, typer.Option(max=1.0, help="Draw from this share of the mass.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 DTypeOption = Annotated[DType, _one_of(DType, "auto: the checkpoint's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")]
-KVBlock = Annotated[
-    int, typer.Option(min=0, help="Cache positions dealt to ranks in turn; 0: a run each.")
-]
-KVCacheOption = Annotated[
-    CacheKind, _one_of(CacheKind, "One run of memory, or pages as they fill.")
-]
-PageSize = Annotated[
-    int | None, typer.Option(min=1, max=2**30, help="Positions of a page; default 16.")
-]
 KVDTypeOption = Annotated[
     KVDType, _one_of(KVDType, "How K and V are stored; auto: in the model's dtype.")
 ]
 StrategyOption = Annotated[
     KVStrategy, _one_of(KVStrategy, "How ranks that share the cache merge their results.")
 ]
-PrefillChunk = Annotated[int, typer.Option(min=1, help="Prompt tokens per step.")]
 TensorParallel = Annotated[
     int, typer.Option(min=1, help="Ranks that split the model; the others split the cache.")
 ]
@@ -56,7 +46,7 @@ MaxModelLen = Annotated[
 Pages = Annotated[
     int | None, typer.Option(min=1, help="Pages of the KV cache; default what the memory holds.")
 ]
-PositionsOfPage = Annotated[int, typer.Option("--page-size", min=1, help="Positions of a page.")]
+PageSize = Annotated[int, typer.Option(min=1, max=2**30, help="Positions of a page of one rank.")]
 PrefixCaching = Annotated[
     bool,
     typer.Option("--prefix-caching/--no-prefix-caching", help="Keep prompts' pages for others."),

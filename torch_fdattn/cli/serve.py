@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch_fdattn.cli.errors import UsageError
-from torch_fdattn.cli.setup import DType, KVDType, load
+from torch_fdattn.cli.setup import DType, EngineOptions, as_option, load
 from torch_fdattn.cli.terminal import stderr
 from torch_fdattn.cli.world import World
-from torch_fdattn.models import Tokenizer, Transformer, load_tokenizer, resolve
+from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.models.errors import require
 from torch_fdattn.server import ServerOptions
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What `engine.LLM` is told, under its names; ngram_tokens: its speculation's max_tokens, 0 for none."""
-
-    max_num_seqs: int
-    max_batch_tokens: int
-    max_model_len: int | None
-    pages: int | None
-    page_size: int
-    kv_dtype: KVDType
-    enable_prefix_caching: bool
-    ngram_tokens: int
-
-    @property
-    def stored(self) -> str | None:
-        """The engine's kv_dtype."""
-        return None if self.kv_dtype is KVDType.auto else self.kv_dtype.value
-
-    def make(self, model: Transformer, tokenizer: Tokenizer | None):  # -> LLM
-        """The engine; what it refuses is a UsageError that begins with the option."""
-        from torch_fdattn.engine import LLM, NgramSpeculation
-
-        speculation = None
-        if self.ngram_tokens:
-            speculation = NgramSpeculation(max_tokens=self.ngram_tokens)
-        try:
-            return LLM(
-                model, tokenizer, max_num_seqs=self.max_num_seqs, max_batch_tokens=self.max_batch_tokens,
-                max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
-                kv_dtype=self.stored,
-                enable_prefix_caching=self.enable_prefix_caching, speculation=speculation,
-            )  # fmt: skip
-        except (ValueError, NotImplementedError) as error:
-            raise UsageError(_as_option(error)) from None
 
 
 def run(
@@ -73,10 +36,10 @@ def run(
     try:
         options = ServerOptions(**server_options)
     except ValueError as error:
-        raise UsageError(_as_option(error)) from None
+        raise UsageError(as_option(error)) from None
     tokenizer = load_tokenizer(path)
     network = load(path, dtype, world)
-    llm = engine_options.make(network, tokenizer)
+    llm = engine_options.make(network, tokenizer, world)
 
     def announce(url: str) -> None:
         stderr.print(f"fdattn: {options.model_name} on {world.device}: {url} (the page; the API is under /v1); Ctrl-C ends")  # fmt: skip
@@ -92,9 +55,3 @@ def run(
         return serve(make_engine, options, announce)
     except AddressError as error:
         raise UsageError(str(error)) from None
-
-
-def _as_option(error: Exception) -> str:
-    """`max_num_seqs must be …` as `--max-num-seqs must be …`."""
-    name, _, rest = str(error).partition(" ")
-    return f"--{name.replace('_', '-')} {rest}"

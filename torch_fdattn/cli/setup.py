@@ -1,22 +1,23 @@
-"""From options to an engine: the model is loaded, spread over the ranks, and given its cache."""
+"""From options to an engine: the model is loaded, spread over the ranks, and given its pages."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torch_fdattn.cli.errors import UsageError
-from torch_fdattn.cli.terminal import position_bytes, stderr
+from torch_fdattn.cli.terminal import stderr
 from torch_fdattn.cli.world import World
-from torch_fdattn.dist.decode.op import ONE_SIDED, STRATEGIES
+from torch_fdattn.dist.decode.op import STRATEGIES
 from torch_fdattn.dist.kv_cache.scales import kv_format
-from torch_fdattn.dist.symm.availability import unsupported_reason
-from torch_fdattn.engine import Engine, Sampling
-from torch_fdattn.models import Transformer, load_model
+from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
+from torch_fdattn.engine.paged_step import PagedKV
+from torch_fdattn.models import Tokenizer, Transformer, load_model
+from torch_fdattn.models.parallelize import local_kv_heads
 
 
 class DType(StrEnum):
@@ -32,12 +33,8 @@ class TPStrategy(StrEnum):
     ag_rs = "ag_rs"
 
 
-KVStrategy = StrEnum("KVStrategy", {name: name for name in STRATEGIES})
-
-
-class CacheKind(StrEnum):
-    contiguous = "contiguous"
-    paged = "paged"
+#: The engine's: no hierarchical exchange over shared pages.
+KVStrategy = StrEnum("KVStrategy", {name: name for name in STRATEGIES if name != "hierarchical"})
 
 
 class KVDType(StrEnum):
@@ -47,40 +44,94 @@ class KVDType(StrEnum):
     int8 = "int8"
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """--kv-cache, --page-size, --kv-dtype, --strategy."""
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What `engine.LLM` is told, under its names, and how ranks share it.
 
-    kind: CacheKind
-    page_size: int | None
-    dtype: KVDType
-    strategy: KVStrategy
+    ngram_tokens: its speculation's max_tokens, 0 for none.
+    """
 
-    def check(self, tensor_parallel: int, world: World) -> None:
-        """Before the model is loaded, which may take minutes."""
-        if self.page_size is not None and self.kind is not CacheKind.paged:
-            raise UsageError("--page-size needs --kv-cache paged")
-        if self.strategy is KVStrategy.hierarchical and tensor_parallel > 1:
-            raise UsageError(
-                f"--strategy hierarchical needs --tensor-parallel 1, got {tensor_parallel}"
-            )
+    max_num_seqs: int = 1
+    max_batch_tokens: int
+    max_model_len: int | None = None
+    pages: int | None = None
+    page_size: int
+    kv_dtype: KVDType
+    enable_prefix_caching: bool
+    ngram_tokens: int
+    strategy: KVStrategy = KVStrategy.auto
+    tensor_parallel: int = 1
+    tp_strategy: TPStrategy = TPStrategy.auto
 
-    @property
-    def positions_at_once(self) -> int:
-        """How many positions the cache grows by: the engine's page_size, which a contiguous one ignores."""
-        return (self.page_size or 16) if self.kind is CacheKind.paged else 1
+    def of_one_sequence(self, tokens: int, world: World) -> EngineOptions:
+        """With pages for one sequence of so many tokens, of which the last is not stored."""
+        page_size = self.page_size * (world.size // self.tensor_parallel)  # of all ranks
+        pages = max(-(-(tokens - 1) // page_size), 1)
+        return replace(self, max_num_seqs=1, max_model_len=tokens, pages=pages)
 
     @property
     def stored(self) -> str | None:
         """The engine's kv_dtype."""
-        return None if self.dtype is KVDType.auto else self.dtype.value
+        return None if self.kv_dtype is KVDType.auto else self.kv_dtype.value
+
+    def make(self, model: Transformer, tokenizer: Tokenizer | None, world: World) -> LLM:
+        """The engine on this rank; what it refuses is a UsageError that begins with the option.
+
+        Ranks r and r + 1 of `tensor_parallel` share the model, and such groups the cache's positions.
+        """
+        kv_group = tp_group = None
+        if self.tensor_parallel > 1:
+            kv_group, tp_group = _spread(model, world, self.tensor_parallel, self.tp_strategy)
+        elif world.group is not None:
+            kv_group = world.group.group_name
+        speculation = None
+        if self.ngram_tokens:
+            speculation = NgramSpeculation(max_tokens=self.ngram_tokens)
+        # Without ranks that share positions nothing is exchanged.
+        strategy = "auto" if kv_group is None else self.strategy.value
+        try:
+            return LLM(
+                model, tokenizer, max_num_seqs=self.max_num_seqs, max_batch_tokens=self.max_batch_tokens,
+                max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
+                kv_dtype=self.stored, enable_prefix_caching=self.enable_prefix_caching, kv_group=kv_group,
+                strategy=strategy, tp_group=tp_group, speculation=speculation,
+                run_ahead=world.device.type != "cpu",
+            )  # fmt: skip
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(as_option(error)) from None
+        except RuntimeError as error:
+            # On a CPU torch has no class of its own for it.
+            is_memory = isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error)
+            if self.pages is None or not is_memory:
+                raise
+            raise UsageError(
+                f"no memory on {world.device} for {self._pages_in_words(model)}"
+            ) from None
+
+    def _pages_in_words(self, model: Transformer) -> str:
+        config, form = model.config, kv_format(self.stored)
+        shape = config.num_layers, self.page_size, local_kv_heads(model), config.head_dim
+        nbytes = self.pages * PagedKV.page_bytes(*shape, model.norm.weight.dtype, form)
+        return f"a KV cache of {self.pages} pages of {self.page_size} positions, {nbytes:,} bytes on each rank"
 
 
-def make_sampling(temperature: float, top_p: float, seed: int | None) -> Sampling:
+def as_option(error: Exception) -> str:
+    """`max_num_seqs must be …` as `--max-num-seqs must be …`."""
+    name, _, rest = str(error).partition(" ")
+    name = {"speculation": "ngram_tokens", "max_tokens": "max_new_tokens"}.get(name, name)
+    return f"--{name.replace('_', '-')} {rest}"
+
+
+def make_params(
+    max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> SamplingParams:
+    """What a completion of `generate` or a reply of `chat` asks for."""
     try:
-        return Sampling(temperature, top_p, seed)
+        return SamplingParams(
+            max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(as_option(error)) from None
 
 
 def load(path: os.PathLike[str], dtype: DType, world: World) -> Transformer:
@@ -107,53 +158,6 @@ def check_ranks(tensor_parallel: int, world: World) -> None:
         )
 
 
-def make_engine(
-    model: Transformer, world: World, *, capacity: int, kv_block: int, prefill_chunk: int,
-    tensor_parallel: int, tp_strategy: TPStrategy, cache: CacheOptions,
-) -> Engine:  # fmt: skip
-    """Ranks r and r + 1 of `tensor_parallel` share the model, and such groups the cache's positions."""
-    kv_group = tp_group = None
-    if tensor_parallel == 1:
-        kv_group = None if world.group is None else world.group.group_name
-    else:
-        kv_group, tp_group = _spread(model, world, tensor_parallel, tp_strategy)
-    strategy, hierarchy = cache.strategy.value, None
-    if kv_group is None:  # nothing to exchange
-        strategy = "auto"
-    elif strategy == "hierarchical":
-        hierarchy = _nodes(world)
-    elif strategy in ONE_SIDED and (why_not := unsupported_reason(kv_group, world.device)):
-        raise UsageError(
-            f"--strategy {strategy} needs ranks that share symmetric memory: {why_not}"
-        )
-    try:
-        return Engine(
-            model,
-            capacity=capacity,
-            kv_group=kv_group,
-            strategy=strategy,
-            hierarchy=hierarchy,
-            kv_block=kv_block or None,
-            tp_group=tp_group,
-            prefill_chunk=prefill_chunk,
-            kv_cache=cache.kind.value,
-            page_size=cache.positions_at_once,
-            kv_dtype=cache.stored,
-        )
-    except RuntimeError as error:  # out of memory; on a CPU torch has no class of its own for it
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
-            raise
-        form = kv_format(cache.stored)
-        dtype = model.norm.weight.dtype if form is None else form.dtype
-        size = cache.positions_at_once
-        positions = -(-capacity // size) * size
-        pages = f" in pages of {size}" if size > 1 else ""
-        raise UsageError(
-            f"no memory on {world.device} for a KV cache of {positions} positions{pages}, "
-            f"{positions * position_bytes(model, dtype):,} bytes in all"
-        ) from None
-
-
 def _spread(
     model: Transformer, world: World, ranks: int, strategy: TPStrategy
 ) -> tuple[str | None, str]:
@@ -170,17 +174,3 @@ def _spread(
         raise UsageError(f"--tensor-parallel {ranks}: {error}") from None
     kv_group = mesh["kv"].get_group().group_name if shape[0] > 1 else None
     return kv_group, mesh["tp"].get_group().group_name
-
-
-def _nodes(world: World) -> tuple[str, str]:
-    """The names of this rank's groups in its node and across nodes, which torchrun fills in order of ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if world.size % world.local_size:
-        raise UsageError(
-            f"--strategy hierarchical needs as many ranks on each node, got {world.size} ranks, "
-            f"{world.local_size} of them on this node"
-        )
-    shape = world.size // world.local_size, world.local_size
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("node", "place"))
-    return mesh["place"].get_group().group_name, mesh["node"].get_group().group_name

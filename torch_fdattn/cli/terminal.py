@@ -8,14 +8,12 @@ import select
 import sys
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from torch_fdattn import stdout
 from torch_fdattn.cli.world import TIMEOUT, World
-from torch_fdattn.engine import Engine, PagedKVCache, Stats
-from torch_fdattn.models import Tokenizer, Transformer
+from torch_fdattn.engine import LLM, Stats
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 _PROMPT = "> "
@@ -43,16 +41,6 @@ def greet(sentence: str, world: World) -> None:
     """A first line for who sits at a terminal; text that is piped in is no conversation."""
     if world.rank == 0 and _at_terminal():
         stderr.print(sentence)
-
-
-def write_tokens(
-    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int], world: World
-) -> None:
-    """Streams the text of `tokens`, which every rank must iterate."""
-    decoder = tokenizer.stream(prompt)
-    for token in tokens:
-        write(decoder.push(token), world)
-    write(decoder.flush() + "\n", world)
 
 
 def lines(world: World) -> Iterator[str]:
@@ -131,12 +119,16 @@ def _ask() -> None:
         print(_PROMPT, end="", file=sys.stderr, flush=True)
 
 
-def report(stats: Stats, engine: Engine, world: World) -> None:
-    """Statistics of one run, and what the cache takes on each rank; all ranks call it."""
-    cache = engine.cache
-    held = [_pages(cache) if isinstance(cache, PagedKVCache) else cache.nbytes] * world.size
+def report(stats: Stats, llm: LLM, page_size: int, world: World) -> None:
+    """Statistics of one run, and what the cache takes on each rank; all ranks call it. page_size: of one rank."""
+    engine = llm.stats()
+    pages = (
+        f"KV cache of {engine.kv_bytes:,} bytes in {engine.pages_total} pages of {page_size} positions, "
+        f"{engine.pages_peak} in use"
+    )
+    held = [pages] * world.size
     if world.group is not None:
-        dist.all_gather_object(held, held[0], group=world.group)
+        dist.all_gather_object(held, pages, group=world.group)
     if world.rank > 0:
         return
     stderr.print(
@@ -145,28 +137,10 @@ def report(stats: Stats, engine: Engine, world: World) -> None:
         f"{stats.tokens_per_s:.1f} tokens/s, {stats.gb_per_s:.2f} GB/s of weights and KV cache "
         f"read{' by rank 0' if world.size > 1 else ''}"
     )
-    if isinstance(cache, PagedKVCache):
-        same = len(set(held)) == 1 < world.size
-        for rank, pages in enumerate(held[:1] if same else held):
-            stderr.print(f"{'each rank' if same else f'rank {rank}'}: {pages}")
-        return
-    total = cache.capacity * position_bytes(engine.model, cache.stored_dtype)
-    for rank, nbytes in enumerate(held):
+    if engine.proposed_tokens:
         stderr.print(
-            f"rank {rank}: KV cache of {nbytes:,} bytes, {nbytes / total:.1%} of {total:,} in all"
+            f"n-grams: {engine.accepted_tokens:,} of {engine.proposed_tokens:,} proposed tokens accepted"
         )
-
-
-def _pages(cache: PagedKVCache) -> str:
-    table = cache.table
-    return (
-        f"KV cache of {cache.nbytes:,} bytes in {table.pages} pages of {table.page_size} positions, "
-        f"{table.pages - len(table.free)} in use"
-    )
-
-
-def position_bytes(model: Transformer, dtype: torch.dtype) -> int:
-    """What the K and V of one position take in a cache of this dtype, on all ranks together."""
-    config = model.config
-    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return elements * dtype.itemsize
+    same = len(set(held)) == 1 < world.size
+    for rank, pages in enumerate(held[:1] if same else held):
+        stderr.print(f"{'each rank' if same else f'rank {rank}'}: {pages}")

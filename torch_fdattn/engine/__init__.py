@@ -12,9 +12,10 @@ from torch_fdattn.engine.sampling import LogitsError, Sampling
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.stats import Stats
 from torch_fdattn.engine.step_trace import StepTrace
+from torch_fdattn.engine.streaming import stream_text
 
 __all__ = [
     "LLM", "AsyncLLM", "Chat", "CompletionOutput", "Engine", "EngineDead", "EngineStats", "LogitsError",
     "Logprob", "NgramSpeculation", "PagedKVCache", "PromptError", "RequestOutput", "Sampling", "SamplingParams", "Stats",
-    "StepTrace",
+    "StepTrace", "stream_text",
 ]  # fmt: skip

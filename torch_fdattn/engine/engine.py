@@ -31,7 +31,7 @@ from torch_fdattn.engine.graphs import CapturedStep
 from torch_fdattn.engine.prefill import MAX_TOKENS, Pass, PrefillGraphs, default_widths
 from torch_fdattn.engine.prompts import check_prompts
 from torch_fdattn.engine.sampling import GREEDY, NO_TOKEN, LogitsError, Sampling
-from torch_fdattn.engine.stats import Stats
+from torch_fdattn.engine.stats import Stats, weight_bytes
 from torch_fdattn.models import InferenceTransformer, Transformer
 
 
@@ -219,7 +219,7 @@ class Engine:
 
     def _generate(self, prompts, max_new_tokens, sampling, eos_ids, stats):
         generator = sampling.generator(self.device)
-        weight_bytes = _bytes_read_per_step(self.model)
+        weights = weight_bytes(self.model)
         active = [True] * self.batch
         stats.prompt_tokens, began = sum(map(len, prompts)), time.perf_counter()
         output = self._prefill(prompts)
@@ -233,7 +233,7 @@ class Engine:
             if count == 0:
                 stats.first(self.batch, seconds)
             else:
-                stats.next(sum(active), seconds, weight_bytes + self.cache.bytes_used())
+                stats.next(sum(active), seconds, weights + self.cache.bytes_used())
             yield [token if goes_on else None for token, goes_on in zip(drawn, active, strict=True)]
             active = [on and token not in eos_ids for token, on in zip(drawn, active, strict=True)]
             if count + 1 == max_new_tokens or not any(active):
@@ -358,9 +358,3 @@ def _group_of_all(kv: str | None, tp: str | None, sync: str | None) -> dist.Proc
         return dist.group.WORLD
     name = sync or kv or tp
     return None if name is None else distributed_c10d._resolve_process_group(name)
-
-
-def _bytes_read_per_step(model: Transformer | InferenceTransformer) -> int:
-    """A step reads every weight once; of an input embedding of its own, only a row."""
-    read = sum(parameter.nbytes for parameter in model.parameters())
-    return read if model.config.tie_embeddings else read - model.embed_tokens.weight.nbytes

@@ -19,7 +19,7 @@ from torch_fdattn.engine.logprobs import to_dicts
 from torch_fdattn.engine.ngram_speculation import NgramProposer, NgramSpeculation
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.page_pool import PagePool
-from torch_fdattn.engine.prompts import PromptError, prompt_tokens
+from torch_fdattn.engine.prompts import check_params, longest_length, prompt_tokens
 from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.runner import LaunchedStep
 from torch_fdattn.engine.sampling_params import SamplingParams
@@ -55,6 +55,8 @@ class LLM:
             first one's draws are taken. Both together are the dimensions of a mesh of all ranks.
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
         speculation: None, or how tokens are proposed so that a step may give several; not with batch_invariant.
+        run_ahead: whether `step` queues a step before it reads the one before. False gives tokens a step earlier and computes none
+            behind a completion's end: for a CPU, which runs nothing meanwhile.
 
     Attributes:
         model, tokenizer, device: what runs, and where.
@@ -92,13 +94,13 @@ class LLM:
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
         enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
         strategy: str = "auto", tp_group: Group = None, batch_invariant: bool = False,
-        speculation: NgramSpeculation | None = None,
+        speculation: NgramSpeculation | None = None, run_ahead: bool = True,
     ) -> None:  # fmt: skip
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
             cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, tp_group=tp_group,
-            batch_invariant=batch_invariant, speculation=speculation,
+            batch_invariant=batch_invariant, speculation=speculation, run_ahead=run_ahead,
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
         page_size = sizes.page_size
@@ -113,7 +115,7 @@ class LLM:
             self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size,
             speculation,
         )  # fmt: skip
-        self._speculation = speculation
+        self._speculation, self._runs_ahead = speculation, run_ahead
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
         self._in_flight: LaunchedStep | None = None
@@ -201,7 +203,8 @@ class LLM:
         return bool(self._requests) or self._in_flight is not None
 
     def step(self) -> list[RequestOutput]:
-        """Queues one step of the model, reads the tokens of the one before it, and gives the requests that these changed.
+        """Queues a step of the model, reads the tokens of the one before (without `run_ahead`: its own), and gives the requests
+        that these changed.
 
         Raises:
             LogitsError: the model gave NaN or inf to draw from. After this and any other error all requests are aborted, and
@@ -222,9 +225,13 @@ class LLM:
         if self._speculation is not None:  # proposals follow from what was drawn
             self._read(before)
         scheduled = self._scheduler.schedule()
-        self._in_flight = None if scheduled is None else self._launch(scheduled)
+        launched = None if scheduled is None else self._launch(scheduled)
         if self._speculation is None:
             self._read(before)
+        if self._runs_ahead:
+            self._in_flight = launched
+        else:
+            self._read(launched)
         changed, self._changed = self._changed, {}
         for request in changed.values():
             if request.finished:
@@ -238,8 +245,16 @@ class LLM:
             len(scheduler.running), len(scheduler.waiting), pool.pages - pool.num_free, pool.pages,
             self._prompt_tokens, self._generated_tokens, scheduler.prefix_hit_tokens,
             scheduler.prefix_query_tokens, scheduler.preemptions, self._proposed_tokens,
-            self._accepted_tokens,
+            self._accepted_tokens, pool.peak_used, self._runner.kv_bytes,
         )  # fmt: skip
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes of weights and KV cache that a step of one sequence reads on this rank, where so many of its tokens are stored."""
+        return self._runner.bytes_read(tokens)
+
+    def close(self) -> None:
+        """Lets go of the CUDA graphs, which must be gone before their process groups; all then runs eagerly."""
+        self._runner.close()
 
     def trace(self, path: str | Path | None = None) -> StepTrace:
         """A context in which steps are timed by layer and part; path: of a file that ui.perfetto.dev opens."""
@@ -256,8 +271,10 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         tokens = prompt_tokens(prompt, self.tokenizer, self.model.config.vocab_size, name)
-        max_length = self._max_length(tokens, params, name)
-        self._check_params(params)
+        capacity = self._pool.pages * self.page_size
+        max_length = longest_length(tokens, params, self.max_model_len, capacity, name)
+        has_tokenizer = self.tokenizer is not None
+        check_params(params, self.model.config.vocab_size, self._eos_ids, has_tokenizer)
         grammar = self.compile_grammar(params) if grammar is None else grammar
         request = Request(request_id, tokens, params)
         seed = random.getrandbits(63) if params.seed is None else params.seed
@@ -276,39 +293,6 @@ class LLM:
         for sequence in request.sequences:
             self._scheduler.add(sequence)
         self._prompt_tokens += len(tokens)
-
-    def _max_length(self, tokens: list[int], params: SamplingParams, name: str) -> int:
-        if len(tokens) >= self.max_model_len:
-            raise PromptError(
-                f"{name} must have fewer than max_model_len = {self.max_model_len} tokens, got {len(tokens)}"
-            )
-        longest = self.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, len(tokens) + params.max_tokens)
-        capacity = self._pool.pages * self.page_size
-        if longest - 1 > capacity:  # the last token is not stored
-            raise PromptError(
-                f"{name} of {len(tokens)} tokens and max_tokens = {params.max_tokens} need {longest - 1} places, the "
-                f"cache has {capacity}: give LLM more pages, or the request a smaller max_tokens"
-            )
-        return longest
-
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self.model.config.vocab_size
-        if params.stop_token_ids and not (
-            0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab_size
-        ):
-            raise ValueError(
-                f"stop_token_ids must be from 0 to {vocab_size - 1}, got {params.stop_token_ids}"
-            )
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
-        if params.min_tokens and len(ends) >= vocab_size:
-            raise ValueError(
-                f"stop_token_ids must leave a token to draw before min_tokens = {params.min_tokens}, got all "
-                f"{vocab_size}: leave some out, or set min_tokens to 0"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop needs a tokenizer: give LLM one")
 
     def _launch(self, step: ScheduledStep) -> LaunchedStep:
         return self._runner.launch(

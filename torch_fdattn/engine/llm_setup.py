@@ -40,7 +40,7 @@ def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
     enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str, tp_group: Group,
-    batch_invariant: bool, speculation: NgramSpeculation | None,
+    batch_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
@@ -56,6 +56,8 @@ def make_runner(
     groups = EngineGroups.of(kv_group, tp_group)
     with groups.refusing(weight):
         _expect_positive(**sizes)
+        if type(run_ahead) is not bool:
+            raise TypeError(f"run_ahead must be a bool, got {run_ahead!r}")
         form = kv_format(kv_dtype)
         _check_strategy(strategy, groups.kv)
         _check_speculation(speculation, batch_invariant, config.vocab_size)
@@ -73,7 +75,7 @@ def make_runner(
         {
             **sizes, "kv_dtype": kv_dtype, "enable_prefix_caching": enable_prefix_caching,
             "cuda_graph": graphs, "strategy": strategy, "batch_invariant": batch_invariant,
-            "speculation": speculation,
+            "speculation": speculation, "run_ahead": run_ahead,
             "whether kv_group is given": groups.kv is not None,
             "whether tp_group is given": groups.tp is not None,
             "the model's configuration": config, "the model's dtype": weight.dtype,

@@ -84,6 +84,8 @@ class EngineStats:
         preemptions: completions that lost their pages and were computed anew.
         proposed_tokens, accepted_tokens: of speculation: tokens proposed, and those of them that completions took, each of
             which spared a step.
+        pages_peak: how many pages were used at a time so far.
+        kv_bytes: of the pages on this rank, used or not, their scales included.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -103,3 +105,5 @@ class EngineStats:
     preemptions: int
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    pages_peak: int = 0
+    kv_bytes: int = 0

@@ -31,10 +31,11 @@ class PagePool:
     Attributes:
         pages: how many there are.
         num_free: how many nobody holds, remembered ones included.
+        peak_used: how many were held at a time so far.
     """
 
     def __init__(self, pages: int) -> None:
-        self.pages = pages
+        self.pages, self.peak_used = pages, 0
         self._holders = [0] * pages
         self._hashes: list[bytes | None] = [None] * pages
         self._by_hash: dict[bytes, int] = {}
@@ -52,6 +53,7 @@ class PagePool:
         for page in pages:
             self._forget(page)
             self._holders[page] = 1
+        self._note_peak()
         return pages
 
     def take_prefix(self, hashes: Iterable[bytes]) -> list[int]:
@@ -64,6 +66,7 @@ class PagePool:
                 del self._free[page]
             self._holders[page] += 1
             pages.append(page)
+        self._note_peak()
         return pages
 
     def register(self, page: int, name: bytes) -> None:
@@ -85,6 +88,9 @@ class PagePool:
         for page in self._by_hash.values():
             self._hashes[page] = None
         self._by_hash.clear()
+
+    def _note_peak(self) -> None:
+        self.peak_used = max(self.peak_used, self.pages - self.num_free)
 
     def _forget(self, page: int) -> None:
         if (name := self._hashes[page]) is not None:

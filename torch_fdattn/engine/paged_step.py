@@ -54,8 +54,18 @@ class PagedKV:
             torch.zeros(shape, dtype=stored, device=device).transpose(2, 3) for _ in range(2)
         )
         self.page_size, self._form, self.scales = page_size, form, None
+        self._token_bytes = self.page_bytes(num_layers, 1, kv_heads, head_dim, dtype, form)
         if form is not None:
             self.scales = torch.ones(2, num_layers, pages + 1, kv_heads, page_size, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages on this rank, their scales included."""
+        return self.k.nbytes + self.v.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def bytes_of(self, tokens: int) -> int:
+        """What the first `tokens` tokens of a sequence take on this rank."""
+        return self._token_bytes * tokens
 
     @staticmethod
     def page_bytes(

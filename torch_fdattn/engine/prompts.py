@@ -1,10 +1,11 @@
-"""Checks of prompts on the host, before anything runs."""
+"""Checks of prompts and what requests ask for on the host, before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch_fdattn.engine.caches import Cache
+from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.models import Tokenizer
 
 
@@ -79,3 +80,42 @@ def prompt_tokens(
             f"{name} must hold token ids from 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
         )
     return list(prompt)
+
+
+def longest_length(
+    tokens: Sequence[int], params: SamplingParams, max_model_len: int, capacity: int, name: str
+) -> int:
+    """Tokens at which a completion of this prompt ends, the prompt included; capacity: tokens that an `LLM`'s pages hold."""
+    if len(tokens) >= max_model_len:
+        raise PromptError(
+            f"{name} must have fewer than max_model_len = {max_model_len} tokens, got {len(tokens)}"
+        )
+    longest = max_model_len
+    if params.max_tokens is not None:
+        longest = min(longest, len(tokens) + params.max_tokens)
+    if longest - 1 > capacity:  # the last token is not stored
+        raise PromptError(
+            f"{name} of {len(tokens)} tokens and max_tokens = {params.max_tokens} need {longest - 1} places, the "
+            f"cache has {capacity}: give LLM more pages, or the request a smaller max_tokens"
+        )
+    return longest
+
+
+def check_params(
+    params: SamplingParams, vocab_size: int, eos_ids: Collection[int], has_tokenizer: bool
+) -> None:
+    """That a request's parameters suit the model and its tokenizer."""
+    if params.stop_token_ids and not (
+        0 <= min(params.stop_token_ids) <= max(params.stop_token_ids) < vocab_size
+    ):
+        raise ValueError(
+            f"stop_token_ids must be from 0 to {vocab_size - 1}, got {params.stop_token_ids}"
+        )
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    if params.min_tokens and len(ends) >= vocab_size:
+        raise ValueError(
+            f"stop_token_ids must leave a token to draw before min_tokens = {params.min_tokens}, got all "
+            f"{vocab_size}: leave some out, or set min_tokens to 0"
+        )
+    if params.stop and not has_tokenizer:
+        raise ValueError("stop needs a tokenizer: give LLM one")

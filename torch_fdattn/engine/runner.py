@@ -28,6 +28,7 @@ from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
 from torch_fdattn.engine.sampler import Constraints, SampleNeeds, sample
 from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
 from torch_fdattn.engine.sequence_rows import NO_PAGE, SequenceRows, to_device
+from torch_fdattn.engine.stats import weight_bytes
 from torch_fdattn.models import InferenceTransformer, Transformer
 
 
@@ -81,6 +82,7 @@ class ModelRunner:
         speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
+        self._weight_bytes = weight_bytes(model)
         self.replays_graphs = True
         self._kv, self._group, self._device = kv, group, rows.device
         self.num_ranks = 1 if group is None else group.size()
@@ -124,6 +126,19 @@ class ModelRunner:
             for name, value in named.items()
         }
         check_equal_on_all_ranks(self._group.group_name, self.rows.tokens, hashes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pages on this rank."""
+        return self._kv.nbytes
+
+    def bytes_read(self, tokens: int) -> int:
+        """By a pass of one sequence that has stored so many tokens, on this rank: weights and cache."""
+        return self._weight_bytes + self._kv.bytes_of(tokens)
+
+    def close(self) -> None:
+        """Lets go of the captured graphs; passes then run eagerly."""
+        self._graphs = self._speculative_graphs = None
 
     def raise_faults(self) -> None:
         """Raises PeerTimeout where a rank that shares the cache did not come to a step that has been read."""

@@ -57,6 +57,9 @@ class ShardedPagedKV(PagedKV):
         self.group_name, self.strategy = group_name, strategy
         self.waits_in = () if strategy in COLLECTIVES_ALONE else (group_name,)
 
+    def bytes_of(self, tokens: int) -> int:
+        return super().bytes_of(self.shards.local_capacity(tokens))
+
     def step(
         self, positions: Tensor, pages: Tensor, decodes: Decodes | None, prefills: Prefills | None,
         batch_invariant: bool,

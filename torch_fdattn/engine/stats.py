@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_fdattn.models import InferenceTransformer, Transformer
+
 
 @dataclass
 class Stats:
-    """What a run of `Engine.generate` took, on this rank; filled in anew as it goes.
+    """What a run of `Engine.generate` or `stream_text` took, on this rank; filled in anew as it goes.
 
     Tokens are counted over the whole batch; sequences that have ended count no more.
 
@@ -45,3 +47,9 @@ class Stats:
     @property
     def gb_per_s(self) -> float:
         return self.decode_bytes / self.decode_s / 1e9 if self.decode_s else 0.0
+
+
+def weight_bytes(model: Transformer | InferenceTransformer) -> int:
+    """A pass reads every weight once; of an input embedding of its own, only rows."""
+    read = sum(parameter.nbytes for parameter in model.parameters())
+    return read if model.config.tie_embeddings else read - model.embed_tokens.weight.nbytes

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
+    APPEND_DRAWN,
     CHAT,
+    DECODE_CPU,
     GRAMMARS,
     REFUSALS,
     SERVER_ERRORS,
     STEP_TRACE,
     STOP_STRINGS,
+    STREAMING,
 )
 
 _ENGINE = "torch_fdattn/engine"
@@ -39,7 +42,31 @@ FAULTS = (
         "check_schema(name, found)", "pass", GRAMMARS,
     ),
     Fault(
-        "chat: a reply goes on", f"{_ENGINE}/chat.py", "if should_stop():", "if False:", CHAT,
+        "chat: a reply goes on", f"{_ENGINE}/streaming.py", "if should_stop():", "if False:", CHAT,
+    ),
+    Fault(
+        "chat: turns beyond the pages", f"{_ENGINE}/chat.py",
+        "min(self._llm.max_model_len, stored + 1)", "self._llm.max_model_len", CHAT,
+    ),
+    Fault(
+        "streams: a token twice", f"{_ENGINE}/streaming.py",
+        "completion.text[len(text) :], completion.text", "completion.text, completion.text", STREAMING,
+    ),
+    Fault(
+        "streams: a step is left behind", f"{_ENGINE}/streaming.py",
+        "while llm.has_unfinished:", "while False:", STREAMING,
+    ),
+    Fault(
+        "streams: without running ahead it does", f"{_ENGINE}/llm.py",
+        "if self._runs_ahead:", "if True:", STREAMING,
+    ),
+    Fault(
+        "CPU: pages anywhere are taken for a run", "torch_fdattn/ops/decode/cpu.py",
+        "if ids == list(range(ids[0], ids[0] + len(ids))):", "if ids[0] + len(ids) <= len(pages):", DECODE_CPU,
+    ),
+    Fault(
+        "CPU: a token to a page that is not there", "torch_fdattn/ops/append_kv/reference.py",
+        "if 0 <= page < call.k_cache.shape[0]:", "if page < call.k_cache.shape[0]:", APPEND_DRAWN,
     ),
     Fault(
         "trace: the MLP's time is the norms'", f"{_ENGINE}/step_trace.py",

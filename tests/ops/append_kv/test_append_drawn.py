@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.append_kv.cases import Expected, draw
 from torch_fdattn.ops.append_kv.arguments import Append
-from torch_fdattn.ops.append_kv.reference import append_reference
+from torch_fdattn.ops.append_kv.reference import append_reference, append_to_slots
 from torch_fdattn.testing import assert_launched, drawn_seeds, expected_path
 
 
@@ -36,6 +36,28 @@ def test_the_kernel_and_the_reference_agree_bit_for_bit(seed, kernel_device):
     for name in ("k_cache", "v_cache", "q"):
         if (x := defined.tensors.get(name)) is not None:
             assert torch.equal(_bits(ran.tensors[name].cpu()), _bits(x)), name
+
+
+@pytest.mark.parametrize("k_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("with_new_lens", [False, True])
+def test_tokens_copied_one_by_one_are_those_of_the_reference(k_dtype, cache_dtype, with_new_lens):
+    """With pages, positions and counts that are out of range."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, dtype=torch.int32, generator=generator)
+
+    for _ in range(50):
+        caches = [torch.zeros(6, 2, 3, 8, dtype=cache_dtype) for _ in range(4)]
+        k, v = torch.randn(2, 4, 2, 1, 8, generator=generator).to(k_dtype)
+        # No two sequences have a page in common.
+        table = torch.randperm(16, generator=generator).int().view(4, 4) - 5
+        given = table, k, v, ints(-3, 15, 4), ints(-1, 3, 4) if with_new_lens else None
+        append_to_slots(Append(*caches[:2], *given))
+        append_reference(Append(*caches[2:], *given))
+        for found, expected in zip(caches[:2], caches[2:], strict=True):
+            assert torch.equal(found, expected)
 
 
 def _bits(x):
