@@ -105,10 +105,10 @@ class EngineOptions:
             if self.pages is None or not is_memory:
                 raise
             raise UsageError(
-                f"no memory on {world.device} for {self._pages_in_words(model)}"
+                f"no memory on {world.device} for {self._described_pages(model)}"
             ) from None
 
-    def _pages_in_words(self, model: Transformer) -> str:
+    def _described_pages(self, model: Transformer) -> str:
         config, form = model.config, kv_format(self.stored)
         shape = config.num_layers, self.page_size, local_kv_heads(model), config.head_dim
         nbytes = self.pages * PagedKV.page_bytes(*shape, model.norm.weight.dtype, form)
