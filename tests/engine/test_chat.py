@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.tiny import greedy, random_model
-from torch_fdattn.engine import LLM, Chat, PromptError, SamplingParams
+from torch_fdattn.engine import LLM, Chat, NgramSpeculation, PromptError, SamplingParams
 from torch_fdattn.models import Tokenizer
 
 ROLES = {"system": 60, "user": 61, "assistant": 62}
@@ -141,6 +141,25 @@ def test_a_turn_that_never_fits_is_refused_and_forgotten(model):
         say(chat, "8 " * 20)
     assert chat.messages == []
     assert say(chat, "1") == greedy(model, [61, 1, 62], 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 5},
+        {"page_size": 64, "enable_prefix_caching": False},
+        {"page_size": 2, "run_ahead": True, "speculation": NgramSpeculation(shortest=1)},
+    ],
+    ids=["pages of 5", "one page", "n-grams"],
+)
+def test_the_engine_decides_nothing_of_what_is_said(options, model):
+    llm = LLM(model, Numbers(), max_num_seqs=1, pages=64 // options["page_size"], **options)
+    chat = Chat(llm, params=SamplingParams(max_tokens=4, temperature=0))
+    first = say(chat, "1 2 3")
+    assert say(chat, "4") == greedy(model, [61, 1, 2, 3, 62, *first, 61, 4, 62], 4)
+    chat.reset()
+    assert say(chat, "1 2 3") == first
+    assert llm.stats().pages_used == 0
 
 
 def test_pages_limit_the_context_too(model):

@@ -7,10 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from tests.engine.test_chat import Numbers, say
 from tests.engine.test_engine import columns
 from tests.engine.tiny import POSITION, PROMPT, PROMPTS, greedy, random_model
-from torch_fdattn.engine import Chat, Engine, PagedKVCache, PromptError
+from torch_fdattn.engine import Engine, PagedKVCache, PromptError
 from torch_fdattn.models import load_model, load_tokenizer, resolve
 from torch_fdattn.ops import library
 
@@ -105,16 +104,6 @@ def test_a_second_prompt_over_what_is_held(model, page_size):
     found = columns(engine.generate(second, 8))
     wholes = [p + t[:-1] + s for p, t, s in zip(PROMPTS, first, second, strict=True)]
     assert found == [greedy(model, whole, 8) for whole in wholes]
-
-
-def test_a_conversation(model):
-    engine = engine_of(model, batch=1, capacity=64, page_size=5)
-    chat = Chat(engine, Numbers(), max_new_tokens=4)
-    first = say(chat, "1 2 3")
-    assert say(chat, "4") == greedy(model, [61, 1, 2, 3, 62, *first, 61, 4, 62], 4)
-    chat.reset()
-    assert say(chat, "1 2 3") == first
-    expect_pages(engine.cache)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
