@@ -26,7 +26,7 @@ ALL_LOGPROBS = SamplingParams(temperature=0, max_tokens=4, logprobs=64, prompt_l
 CASES = {
     "as it comes": {},
     "chunks of 1": {"max_batch_tokens": 1},
-    "chunks of 7": {"max_batch_tokens": 7},
+    "chunks of 7": {"max_batch_tokens": 7, "run_ahead": False},
     "a token a page": {"page_size": 1, "max_batch_tokens": 9},
     "few pages": {"tokens_in_pages": 48, "max_batch_tokens": 13},
     "batch-invariant": {
@@ -165,9 +165,11 @@ def refusals(rank: int, folder: Path) -> None:
         return refused(lambda: llm.add_request("a", prompt, GREEDY))
 
     found = {
+        "bytes": [llm.step_bytes(tokens) - llm.step_bytes(0) for tokens in (16, 40)],
         "from coroutines": refused(lambda: AsyncLLM(llm)),
         "another prompt": asked([1, 2 + rank]),
         "sizes": made(page_size=4 + rank),
+        "read at once": made(run_ahead=rank == 0),
         "a prefix cache": made(enable_prefix_caching=rank == 0),
         "one rank's format": made(kv_dtype=None if rank else "fp4"),
         "pages of one": made(pages=8 * rank),

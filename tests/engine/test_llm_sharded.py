@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine import sharded_worker as worker
 from tests.engine.expected import TIE
+from tests.engine.tiny import POSITION
 from tests.forked import call_on_ranks
 
 
@@ -77,6 +78,7 @@ REFUSED = {
     "sizes": "ValueError: page_size must be the same on all ranks, got 4 on rank 0, 5 on rank 1",
     "from coroutines": "NotImplementedError: llm must run on one process, got one of 2 ranks",
     "another prompt": "ValueError: the hash of the prompt must be the same on all ranks, got ",
+    "read at once": "ValueError: run_ahead must be the same on all ranks, got True on rank 0, False on rank 1",
     "a prefix cache": "ValueError: enable_prefix_caching must be the same on all ranks, got True on rank 0, False on rank 1",
     "hierarchical": "NotImplementedError: strategy must be of one group of ranks, got 'hierarchical'",
     "unknown": "ValueError: strategy must be one of ('auto', ",
@@ -91,6 +93,11 @@ REFUSED = {
 def test_what_is_wrong_is_named_on_every_rank(tmp_path):
     call_on_ranks(worker.refusals, (tmp_path,), 2)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    # Of pages of 16 tokens, that the ranks have in turn.
+    assert [theirs["bytes"] for theirs in found] == [
+        [16 * POSITION, 24 * POSITION],
+        [0, 16 * POSITION],
+    ]
     for name, message in REFUSED.items():
         for theirs in found:
             assert theirs[name].startswith(message), (name, theirs[name])
