@@ -108,5 +108,8 @@ def test_a_conversation_at_a_terminal(terminal):
     assert "fdattn: /aaa is no command" in terminal.expect("> $")
 
     # At the prompt Ctrl-C ends it, as a shell's programs end by it.
+    time.sleep(
+        0.3
+    )  # a signal between the prompt and readline's wait is seen with the next key alone
     terminal.type(CTRL_C)
     assert terminal.process.wait(timeout=30) == 130
