@@ -12,6 +12,7 @@ from tests.mutants.faults import (
     compiled,
     distributed,
     dropins,
+    hopper,
     host,
     models,
     tuned,
@@ -21,6 +22,6 @@ from tests.mutants.faults.fault import Fault, Tests
 __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
-    *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
+    *attention.FAULTS, *hopper.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
     *models.FAULTS, *tuned.FAULTS,
 )  # fmt: skip
