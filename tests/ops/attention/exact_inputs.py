@@ -164,6 +164,28 @@ def backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtyp
     return partial(torch.ops.fdattn.attention_backward, *state, *mask._replace(kv_lens=lens), SCALE, None)  # fmt: skip
 
 
+def slopes_backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype) -> Callable[[], tuple[Tensor, ...]]:  # fmt: skip
+    """The same of dense calls, with the gradient (H,) of ALiBi slopes, which are 0: scores are those without any."""
+    call = backward_of(form, sequences, douts, dtype)
+    state, options = call.args[:7], call.args[7:]
+    q = state[2]
+    slopes = q.new_zeros(q.shape[1], dtype=torch.float32)
+    given = *state, True, False, False, *options, 0.0, slopes
+    return lambda: torch.ops.fdattn.attention_backward_all(*given)[:4]
+
+
+def exact_slope_gradients(form: Form, sequences: list[Sequence], douts: list[Tensor]) -> Tensor:
+    """(H,), float32. dS are multiples of 2⁻⁸, and their products with distances of some hundred rows have 24 bits."""
+    found = []
+    for each, dout in zip(sequences, douts, strict=True):
+        slopes = dout.new_zeros(len(dout)).requires_grad_()
+        leaves = (x.detach()[None].requires_grad_() for x in each)
+        out = attention_oracle(*leaves, window=form.window, scale=SCALE, alibi_slopes=slopes)[0]
+        if out.requires_grad:
+            found.append(torch.autograd.grad(out, slopes, dout[None], materialize_grads=True)[0])
+    return torch.stack(found).sum(0).float()
+
+
 def in_order(call: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
     """The same call, of a backward whose sums have one order."""
 

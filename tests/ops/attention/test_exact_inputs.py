@@ -14,7 +14,9 @@ from tests.ops.attention.exact_inputs import (
     call_of,
     exact,
     exact_gradients,
+    exact_slope_gradients,
     selecting,
+    slopes_backward_of,
     sparse_gradients,
 )
 from torch_fdattn.testing.oracle import visible_keys
@@ -67,6 +69,29 @@ def as_kernels_do(dout, q, k, v, out, lse, window):
     of_heads = SCALE * (ds.mT @ q), p.to(dtype).float().mT @ dout
     grads = SCALE * (ds @ k), *(x.unflatten(0, (-1, group)).sum(1) for x in of_heads)
     return [x.to(dtype) for x in grads]
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_gradients_of_slopes_are_exact(form):
+    """Of any order of sums: the products' absolute values have 24 bits together."""
+    form = FORMS[form]
+    sequences = selecting(form, 64, 4, 2, "cpu", largest=1)
+    douts = sparse_gradients(sequences)
+    expected, total = exact_slope_gradients(form, sequences, douts), 0.0
+    for (q, k, v), dout in zip(sequences, douts, strict=True):
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        seen = visible_keys(q.shape[1], k.shape[1], window=form.window)
+        p = (SCALE * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+        ds = p * (dout @ v.mT - (dout * (p @ v)).sum(-1, keepdim=True))
+        last = k.shape[1] - q.shape[1]
+        away = torch.arange(k.shape[1]) - torch.arange(last, last + q.shape[1])[:, None]
+        parts = ds * away.abs() * 2**8
+        assert torch.equal(parts, parts.round())
+        assert (parts.abs().sum((1, 2)) < 2**24).all()
+        total = total - parts.sum((1, 2)) / 2**8
+    assert torch.equal(total.float(), expected)
+    found = slopes_backward_of(form, sequences, douts, torch.float32)()[3]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (128, 1)])

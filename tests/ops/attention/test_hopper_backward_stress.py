@@ -10,8 +10,10 @@ from tests.ops.attention.exact_inputs import (
     Form,
     backward_of,
     exact_gradients,
+    exact_slope_gradients,
     normal,
     selecting,
+    slopes_backward_of,
     sparse_gradients,
 )
 from torch_fdattn.ops.library import launches
@@ -53,6 +55,21 @@ def test_a_thousand_exact_gradients(form, head_dim, kv_heads, dtype):
         assert all(x.any() for x in expected)
         calls.append(Checked(backward_of(form, sequences, douts, dtype), expected))
     repeated(kernel_of(form), calls, 1000)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", [x for x in FORMS if x != "packed"])
+def test_exact_gradients_of_slopes(form, head_dim):
+    """With those of q, k and v: sums over all of a warp's keys and all blocks of queries, which rounds none of them."""
+    form, calls = FORMS[form], []
+    for _ in range(2):
+        sequences = selecting(form, head_dim, HEADS, HEADS // 4, "cuda", largest=1)
+        douts = sparse_gradients(sequences)
+        expected = [x.bfloat16() for x in exact_gradients(form, sequences, douts)]
+        expected.append(exact_slope_gradients(form, sequences, douts))
+        assert all(x.any() for x in expected)
+        calls.append(Checked(slopes_backward_of(form, sequences, douts, torch.bfloat16), expected))
+    repeated(kernel_of(form), calls, 200)
 
 
 def drawn(form: Form, head_dim: int):
