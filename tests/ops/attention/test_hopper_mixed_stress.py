@@ -1,4 +1,4 @@
-"""Some ten thousand launches of Hopper's kernels of mixed shapes, on two streams and in two graphs at once, on an sm_90."""
+"""About ten thousand launches of Hopper's kernels of mixed shapes, on two streams and in two graphs at once, on an sm_90."""
 
 import itertools
 import random
